@@ -9,6 +9,7 @@ Questions are greedy, so that every answer is known. Then it does harm, many tim
 - that no call took longer than a minute;
 - that the server serves again with all its processes, and holds no page, request or request of an adapter.
 
+`none`                  no harm: all answers are those of a server of one process
 `frontend`, `core`      SIGKILL
 `stopped`               SIGSTOP of a core for 30 seconds
 `loading`               SIGKILL of a core, and of the process that comes after it while it loads
@@ -170,7 +171,8 @@ class Callers:
         self._server = server
         self._adapter = adapter
         self._pictures = [chart(number, 378, 378) for number in range(4)]
-        self._known: dict[str, str] = {"stored gone": ""}
+        self.known: dict[str, str] = {"stored gone": ""}
+        """Answers by kind and question."""
         self._is_over = asyncio.Event()
         self._kinds: dict[str, Callable[[random.Random], Awaitable[tuple[str, str]]]] = {
             "client": self._complete_query,
@@ -188,9 +190,7 @@ class Callers:
         for name, ask in self._kinds.items():
             for seed in range(24):
                 key, answer = await ask(random.Random(seed))
-                assert self._known.setdefault(f"{name} {key}", answer) == answer, (
-                    f"{name} {key} answers differently"
-                )
+                assert self.known.setdefault(f"{name} {key}", answer) == answer, f"{name} {key} answers differently"
 
     async def run(self, duration_s: float) -> None:
         """Keep two callers of each kind busy."""
@@ -218,7 +218,7 @@ class Callers:
                 async with asyncio.timeout(_TOO_LONG_S):
                     key, answer = await ask(random.Random(chance.randrange(24)))
                 outcome = "OK"
-                if self._known[f"{name} {key}"] != answer:
+                if self.known[f"{name} {key}"] != answer:
                     self.tally.complain(f"{name}: another answer")
             except TimeoutError:
                 outcome = "hangs"
@@ -443,6 +443,23 @@ async def measure(kind: str, num_runs: int, options: Sequence[str], folder: Path
     return result
 
 
+async def compare(options: Sequence[str], folder: Path, adapter: str) -> Result:
+    """Ask a server of several processes and one of one process the same."""
+    result = Result("none", num_runs=1)
+    known: list[dict[str, str]] = []
+    for number, chosen in enumerate((options, options[-2:])):  # the last two say where adapters are
+        with serving(chosen, folder / f"none-{number}.log") as server:
+            callers = Callers(server, adapter)
+            await callers.learn()
+            known.append(callers.known)
+    several, one = known
+    result.tally.ends["all OK"] = sum(several.get(name) == answer for name, answer in one.items())
+    for name in one.keys() | several.keys():
+        if one.get(name) != several.get(name):
+            result.tally.complain(f"{name}: another answer than of one process")
+    return result
+
+
 async def kill_supervisors(num_runs: int, options: Sequence[str], folder: Path, adapter: str) -> Result:
     """SIGKILL of the supervisor under load: the children end by themselves."""
     result = Result("supervisor")
@@ -512,7 +529,7 @@ async def end_with_an_error(kind: str, num_runs: int, options: Sequence[str], fo
     return result
 
 
-FAULTS = ("frontend", "core", "stopped", "loading", "descriptors", "supervisor", "folder", "upgrade")
+FAULTS = ("none", "frontend", "core", "stopped", "loading", "descriptors", "supervisor", "folder", "upgrade")
 
 
 def main() -> int:
@@ -537,7 +554,9 @@ def main() -> int:
             *("--adapters", str(folder / "adapters")),
         )
         for kind in chosen:
-            if kind == "supervisor":
+            if kind == "none":
+                work = compare(options, folder, adapter)
+            elif kind == "supervisor":
                 work = kill_supervisors(arguments.runs, options, folder, adapter)
             elif kind in ("folder", "upgrade"):
                 work = end_with_an_error(kind, arguments.runs, options, folder, adapter)
