@@ -1,10 +1,10 @@
 """What do the caches bring, what do they cost, and what do they tell others? One command a question.
 
-`tiers` serves each setting of the caches, and loads the servers in turns with pictures that come again. Rows are
-workloads of `workload.py` at a number of requests at once: `cached` asks about one picture again and again,
-`repeats-50` shows in half of its requests one of 1,000 popular pictures (by Zipf's law) and in the others pictures
-that never come again. Each value is the median over the rounds; the share of hits is that of the last round, since
-a cache fills up in the course of a run.
+`tiers` serves each setting of the caches, or each number of front ends, and loads the servers in turns with
+pictures that come again. Rows are workloads of `workload.py` at a number of requests at once: `cached` asks about
+one picture again and again, `repeats-50` shows in half of its requests one of 1,000 popular pictures (by Zipf's law)
+and in the others pictures that never come again. Each value is the median over the rounds; the share of hits is that
+of the last round, since a cache fills up in the course of a run.
 
 `host` tells how much processor time of the host a request takes whose image is known: many questions about one
 image are asked at once, and steps after the first return at once (`instant_steps.py`), so that the model and the
@@ -85,9 +85,13 @@ VARIANTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "prefixes": ("--image-cache-bytes", "0"),
         "embeddings": ("--prefix-cache", "off"),
         "neither": ("--prefix-cache", "off", "--image-cache-bytes", "0"),
+        "frontends-1": ("--frontends", "1"),
+        "frontends-2": ("--frontends", "2"),
+        "frontends-4": ("--frontends", "4"),
     }
 )
-"""Options of the server by the caches that it has."""
+"""Options of the server by the caches that it has, and with both by the number of its front ends."""
+_CACHES = "both,prefixes,embeddings,neither"
 
 
 def _tiers_table(results: Sequence[tuple[Load, Mapping[str, Sequence[Row]]]]) -> str:
@@ -476,7 +480,7 @@ def parser() -> argparse.ArgumentParser:
     option = add(tiers, takes_server_options=True)
     option("--model", None, "folder of the model; its answers must never end early", required=True)
     option("--rows", TIER_ROWS, "workload:requests at once, …")
-    option("--variants", ",".join(VARIANTS), "settings of the caches")
+    option("--variants", _CACHES, f"of {', '.join(VARIANTS)}")
     option("--rounds", 3, "turns of each server")
     option("--seconds", 4.0, "length of each window")
     option("--warm-up", 2.0, "before each window, at most")

@@ -13,6 +13,7 @@
 #   accept       the built-in model in all precisions: its page of acceptance
 #   start        a first start and another one by stage, and the traffic right after them
 #   stress       cached answers against computed ones, in float32
+#   processes    one process and 1, 2 and 4 front ends: a known picture, and the usual workloads
 #   cards        on Hopper, what is compiled for Ampere and Ada: every kernel, and FOLDERS
 #   card-times   the times of portable plans beside those of Hopper's
 #
@@ -180,6 +181,12 @@ for stage in $stages; do
     caching)
         measure 540 caching python3 -m bench.caches tiers --model "$folder" --rounds 2 --seconds 3 \
             --json "$out/caching.json" -- "${options[@]}"
+        ;;
+    processes)
+        measure 560 processes python3 -m bench.caches tiers --model "$folder" --rounds 3 --seconds 3 \
+            --variants both,frontends-1,frontends-2,frontends-4 \
+            --rows cached:1,cached:64,cached-whole:64,direct:64,cot:64,long:64 --processes 8 \
+            --json "$out/processes-$model.json" -- --kv-pages 12000 "${options[@]}"
         ;;
     adapters)
         measure 300 adapters python3 -m bench.adapters --model "$folder" --rounds 3 --seconds 4 \
