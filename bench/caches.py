@@ -2,9 +2,9 @@
 
 `tiers` serves each setting of the caches, or each number of front ends, and loads the servers in turns with
 pictures that come again. Rows are workloads of `workload.py` at a number of requests at once: `cached` asks about
-one picture again and again, `repeats-50` shows in half of its requests one of 1,000 popular pictures (by Zipf's law)
-and in the others pictures that never come again. Each value is the median over the rounds; the share of hits is that
-of the last round, since a cache fills up in the course of a run.
+one picture again and again, `repeats-50` shows in half of its requests one of 1,000 popular pictures (by Zipf's
+law) and in the others pictures that never come again. Each value is the median over the rounds; the share of hits
+is that of the last round, since a cache fills up in the course of a run.
 
 `host` tells how much processor time of the host a request takes whose image is known: many questions about one
 image are asked at once, and steps after the first return at once (`instant_steps.py`), so that the model and the
