@@ -166,10 +166,9 @@ def _questions(count: int, image: bytes) -> Iterator[Query]:
 
 def engine_costs(num_requests: int, num_at_once: int, num_rounds: int) -> Iterator[dict[str, float]]:
     """Processor µs of a request by thread, round by round. Raises RuntimeError where a request misses the cache."""
-    leave_out_model()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in the server
     image = chart(0)
     engine = LocalEngine.start(EngineConfig(device="cpu", max_batch_size=num_at_once))
+    interval_s = sys.getswitchinterval()
 
     def check(number: int, answer: Finished | KestrelError) -> None:
         if isinstance(answer, KestrelError):
@@ -179,16 +178,19 @@ def engine_costs(num_requests: int, num_at_once: int, num_rounds: int) -> Iterat
 
     run = partial(closed_loop, engine, num_at_once=num_at_once, answered=check)
     try:
-        asyncio.run(run(_questions(_WARM_UP_REQUESTS, image)))
-        for _ in range(num_rounds):
-            before = _thread_times()
-            asyncio.run(run(_questions(num_requests, image)))
-            by_thread = {
-                kind: 1e6 * (seconds - before.get(kind, 0.0)) / num_requests
-                for kind, seconds in _thread_times().items()
-            }
-            yield {"all": sum(by_thread.values()), **by_thread}
+        sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in the server
+        with leave_out_model():
+            asyncio.run(run(_questions(_WARM_UP_REQUESTS, image)))
+            for _ in range(num_rounds):
+                before = _thread_times()
+                asyncio.run(run(_questions(num_requests, image)))
+                by_thread = {
+                    kind: 1e6 * (seconds - before.get(kind, 0.0)) / num_requests
+                    for kind, seconds in _thread_times().items()
+                }
+                yield {"all": sum(by_thread.values()), **by_thread}
     finally:
+        sys.setswitchinterval(interval_s)
         engine.close()
 
 

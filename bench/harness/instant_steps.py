@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from unittest import mock
 
 import kestrel_grpc.__main__
@@ -38,11 +39,11 @@ def _launch_or_skip(runner: StepRunner, batch: Batch, after: Iterable[StepHandle
     return _InstantHandle(len(batch.sampled))
 
 
-def leave_out_model() -> None:
-    """From now on, in this process."""
-    mock.patch.object(StepRunner, "launch", _launch_or_skip).start()
+def leave_out_model() -> AbstractContextManager[object]:
+    """Within the block, in this process."""
+    return mock.patch.object(StepRunner, "launch", _launch_or_skip)
 
 
 if __name__ == "__main__":
-    leave_out_model()
-    sys.exit(kestrel_grpc.__main__.main())
+    with leave_out_model():
+        sys.exit(kestrel_grpc.__main__.main())
