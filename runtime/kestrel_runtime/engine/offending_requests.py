@@ -100,4 +100,8 @@ def fingerprint_of(request: Request, digest_of_image: bytes | None = None) -> st
     if digest_of_image is None and request.image is not None:
         digest_of_image = image_digest(request.image)
     values = (digest_of_image, *(getattr(request, name) for name in _FIELDS[request.skill]))
-    return f"{request.skill}-{hashlib.sha256(msgspec.msgpack.encode(values)).hexdigest()[:32]}"
+    try:
+        data = msgspec.msgpack.encode(values)
+    except UnicodeEncodeError:  # half of a surrogate pair, which MessagePack does not have
+        data = repr(values).encode()
+    return f"{request.skill}-{hashlib.sha256(data).hexdigest()[:32]}"

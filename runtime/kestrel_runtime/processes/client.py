@@ -28,8 +28,10 @@ from kestrel_runtime.api.errors import (
     EngineUnavailable,
     ImageError,
     InternalError,
+    InvalidRequest,
     KestrelError,
     RequestRefused,
+    Violation,
     drop_tracebacks,
 )
 from kestrel_runtime.api.events import Finished
@@ -385,6 +387,8 @@ class EngineClient:
             core.num_sent += len(call.ids)
         except KestrelError as error:
             call.fail(error)
+        except UnicodeEncodeError:  # half of a surrogate pair, which MessagePack does not have
+            call.fail(InvalidRequest((Violation("request", "must be valid Unicode"),)))
 
     def _cancel(self, call: _Call, stream: _RemoteStream) -> None:
         if call.core is not None and stream.is_cancelled:

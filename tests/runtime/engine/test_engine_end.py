@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -259,7 +260,7 @@ async def end_of(waited: Stream) -> object:
 
 async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
     """Requests of every fate, one that stays in preprocessing, and an engine that may die at any line."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory() as folder:
         everybody_is_there = threading.Event()
         tracer.install(monkeypatch, everybody_is_there)
         monkeypatch.setattr(threading, "excepthook", lambda _: None)  # what handles the thread's end may raise too
@@ -272,8 +273,12 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
         preparations = Preparations(monkeypatch)
         monkeypatch.setattr(Preprocessor, "decode_again", lambda _, item: decoded_again(item))
         engine = LocalEngine(
-            loaded, EngineConfig(model="", num_kv_pages=64, max_batch_size=5, max_prefill_tokens=6)
+            loaded,
+            EngineConfig(model="", num_kv_pages=64, max_batch_size=5, max_prefill_tokens=6),
+            flight_record=Path(folder) / "steps",
         )
+        if scenario == "recovers":
+            engine.suspect(["short"])
         loop: EngineLoop = vars(engine)["_loop"]
         device: Device = vars(loop)["_runner"]
         device.scenario = scenario
