@@ -24,8 +24,8 @@ from kestrel_runtime.api.errors import (
     KestrelError,
     RequestRefused,
 )
-from kestrel_runtime.api.images import HashedImage, RemoteImage, image_digest
 from kestrel_runtime.api.images import Image as RequestImage
+from kestrel_runtime.api.images import RemoteImage, image_digest, is_hashed_at_once
 from kestrel_runtime.api.requests import CachePolicy, Request
 from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
 from kestrel_runtime.engine.recent import LruCache, Matchers, Prompts
@@ -39,8 +39,6 @@ from kestrel_runtime.models.family import ModelConfig, Skill
 from kestrel_runtime.scheduling.prefix_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys
 from kestrel_runtime.scheduling.sequence import AdapterLease, Sequence, SequenceClock
 
-_MAX_BYTES_HASHED_AT_ONCE = 2**18
-"""The largest image that the submitting thread hashes, in about 0.2 ms; workers hash larger ones."""
 _MAX_TEXT_LENGTH_AT_ONCE = 512
 """Characters of the text of a request that is prepared where it is submitted."""
 _MAX_KNOWN_IMAGES = 4096
@@ -314,8 +312,7 @@ class Preprocessor:
 
     def _facts_of(self, image: RequestImage, namespace: str) -> tuple[ImageFacts, bool]:
         """The facts that an image's header gives, and whether the image was known. Raises `ImageError`."""
-        takes_long = len(image) > _MAX_BYTES_HASHED_AT_ONCE and not isinstance(image, HashedImage | RemoteImage)
-        digest = None if takes_long else image_digest(image)
+        digest = image_digest(image) if is_hashed_at_once(image) else None
         if digest is None:
             return ImageFacts(None, self._num_bytes(self.inspect(image))), False
         known = self._known_images.get((namespace, digest))

@@ -35,7 +35,7 @@ from kestrel_runtime.api.errors import (
     drop_tracebacks,
 )
 from kestrel_runtime.api.events import Finished
-from kestrel_runtime.api.images import HashedImage, Image, RemoteImage, image_digest
+from kestrel_runtime.api.images import Image, RemoteImage, image_digest, is_hashed_at_once
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.flight_record import FlightRecord
@@ -77,8 +77,6 @@ from kestrel_runtime.processes.routing import choose
 _HELLO_INTERVAL_S = 0.05
 _CLOSE_TIMEOUT_S = 2.0
 _OPERATION_TIMEOUT_S = 60.0
-_MAX_BYTES_HASHED_AT_ONCE = 2**18
-"""The largest image that the event loop hashes, in about 0.2 ms; a worker hashes larger ones."""
 _PIXEL_BYTES = 3
 _MAX_READ_AT_ONCE = 32
 """Messages; then other callbacks of the event loop have their turn."""
@@ -138,7 +136,8 @@ class EngineClient:
         Raises `BuildMismatch`.
         """
         context = zmq.Context()
-        cores = [_Core(endpoint, context, identity) for endpoint in endpoints]
+        build = messages.build_id()
+        cores = [_Core(endpoint, context, identity, build) for endpoint in endpoints]
         try:
             await asyncio.gather(*(core.connect() for core in cores if core.index not in absent))
         except BaseException:
@@ -222,7 +221,7 @@ class EngineClient:
                 self._calls[stream.id] = call
                 stream.over.add_done_callback(lambda _, id=stream.id: self._calls.pop(id, None))
                 stream.follow(self._cancel, self._want_only_end, call)
-            if request.image is None or _is_hashed_at_once(request.image):
+            if request.image is None or is_hashed_at_once(request.image):
                 call.digest = None if request.image is None else image_digest(request.image)
                 self._send(call)
             else:
@@ -287,10 +286,6 @@ class EngineClient:
         """The sum over all cores, as they have last reported it."""
         return _sum_of([core.state.load for core in self._cores if core.is_connected])
 
-    def loads(self) -> dict[int, tuple[EngineStatus, Load]]:
-        """The state of each core, as it has last reported it; RECOVERING where its process is being restarted."""
-        return {core.index: (core.status, core.state.load) for core in self._cores}
-
     async def drain(self) -> None:
         """Take no more requests, and return when those that run have ended."""
         self._is_draining = True
@@ -353,11 +348,7 @@ class EngineClient:
     def _hash(self, call: _Call, image: Image) -> None:
         """Have a worker hash a large image, and send the request then."""
 
-        def finish(done: Future[bytes]) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                self._loop.call_soon_threadsafe(self._send_hashed, call, done)
-
-        self._submit_job(call, lambda: image_digest(image)).add_done_callback(finish)
+        self._submit_job(call, lambda: image_digest(image), lambda done: self._send_hashed(call, done))
 
     def _send_hashed(self, call: _Call, done: Future[bytes]) -> None:
         if not call.is_over:
@@ -434,16 +425,18 @@ class EngineClient:
             if call.is_over or self._workers.is_closing:
                 raise Interrupted
 
-        def finish(done: Future[tuple[int, int, bytes]]) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                self._loop.call_soon_threadsafe(_send_pixels, core, message.number, done)
-
         try:
-            self._submit_job(call, decode).add_done_callback(finish)
+            self._submit_job(call, decode, lambda done: _send_pixels(core, message.number, done))
         except EngineUnavailable as error:
             core.send(Pixels(message.number, 0, 0, messages.encode_error(error)))
 
-    def _submit_job(self, call: _Call, work: Callable[[], Any]) -> Future[Any]:
+    def _submit_job(self, call: _Call, work: Callable[[], Any], then: Callable[[Future[Any]], None]) -> None:
+        """Have a worker do something for a request, and the event loop call `then` with what came of it."""
+
+        def finish(done: Future[Any]) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                self._loop.call_soon_threadsafe(then, done)
+
         options = call.request.options
         job = Job(
             work,
@@ -454,7 +447,7 @@ class EngineClient:
             num_bytes=0 if call.header is None else _decoding_bytes(call.header),
         )
         try:
-            return self._workers.submit(job)
+            self._workers.submit(job).add_done_callback(finish)
         except RuntimeError as error:
             raise EngineUnavailable("no worker can take the request") from error
 
@@ -542,13 +535,13 @@ class _Call:
 class _Core:
     """The connection to one core, whose process may change."""
 
-    def __init__(self, endpoint: CoreEndpoint, context: zmq.Context[Any], identity: str) -> None:
+    def __init__(self, endpoint: CoreEndpoint, context: zmq.Context[Any], identity: str, build: str) -> None:
         self.num_sent = 0
         """Requests that were sent since the core has reported its load."""
         self._endpoint = endpoint
         self._context = context
         self._identity = identity
-        self._build = messages.build_id()
+        self._build = build
         self._loop = asyncio.get_running_loop()
         self._info: EngineInfo | None = None
         self._state: CoreState | None = None
@@ -709,10 +702,6 @@ _NO_LOAD = Load(0, 0, 0, 0, 0, 0.0)
 
 def _ended() -> EngineUnavailable:
     return EngineUnavailable("the engine process has ended")
-
-
-def _is_hashed_at_once(image: Image) -> bool:
-    return isinstance(image, HashedImage | RemoteImage) or len(image) <= _MAX_BYTES_HASHED_AT_ONCE
 
 
 def _decoding_bytes(header: ImageHeader) -> int:

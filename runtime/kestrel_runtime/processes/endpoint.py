@@ -8,8 +8,6 @@ from typing import Any
 
 import zmq
 
-MAX_PATH_BYTES = 107
-"""Of a Unix socket on Linux."""
 MAX_WAITING_MESSAGES = 20_000
 """To one process that does not read; beyond that it is given up."""
 

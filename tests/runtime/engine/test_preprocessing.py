@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from kestrel_runtime.api import images
 from kestrel_runtime.api.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -387,7 +388,7 @@ def test_of_large_images_those_that_bring_their_digest_are_prepared_at_once(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preprocessor, cached = known_image_preprocessor(loaded)
-    monkeypatch.setattr(preprocessing, "_MAX_BYTES_HASHED_AT_ONCE", 0)
+    monkeypatch.setattr(images, "_MAX_BYTES_HASHED_AT_ONCE", 0)
     monkeypatch.setattr(preprocessor, "_workers", FakeWorkers())
     cached.add(image_digest(IMAGE))
     request = Query("Where?", HashedImage(IMAGE, image_digest(IMAGE)))
