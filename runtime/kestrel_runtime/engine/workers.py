@@ -201,8 +201,9 @@ class Workers:
             result = job.work()
         except BaseException as error:
             failure = error
-        self._budget.give_back(job.tenant, job.num_bytes)
         with self._lock:
+            # Together: a job that waits for this memory is passed only if it fits once all running jobs have ended.
+            self._budget.give_back(job.tenant, job.num_bytes)
             is_abandoned = self._running.pop(job, None) is None
             self._passing.discard(job)
         if not is_abandoned:

@@ -195,15 +195,22 @@ def test_j2_a_small_job_passes_one_that_waits_for_memory_and_leaves_it_its_room(
 
 
 def test_j2_a_run_of_small_jobs_does_not_starve_a_large_one(pools: list[Pool]) -> None:
-    pool = pool_of(pools, 3, 100)
-    pool.submit("small 0", 40)
-    pool.wait_for("small 0")
-    large = pool.submit("large", 80)
-    for number in range(1, 20):
-        pool.submit(f"small {number}", 40)
-    pool.end(*(f"small {number}" for number in range(20)), "large")
-    assert large.result(MAX_WAIT_S) == "large"
-    assert pool.began[:2] == ["small 0", "large"]
+    switch_interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that threads meet in every state of the pool
+    try:
+        for _ in range(200):
+            pool = pool_of(pools, 3, 100)
+            pool.submit("small 0", 40)
+            pool.wait_for("small 0")
+            large = pool.submit("large", 80)
+            for number in range(1, 20):
+                pool.submit(f"small {number}", 40)
+            pool.end(*(f"small {number}" for number in range(20)), "large")
+            assert large.result(MAX_WAIT_S) == "large"
+            assert pool.began[:2] == ["small 0", "large"]
+            pool.close()
+    finally:
+        sys.setswitchinterval(switch_interval_s)
 
 
 def test_j2_a_tenant_at_its_share_delays_no_other_tenant(pools: list[Pool]) -> None:
