@@ -42,8 +42,10 @@ test: check
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not alone'
 	$(BIN)/python -m pytest -m alone
 
-# Clients that others have written, each in an environment of its own; one of them with ARGS=openai.
+# Clients that others have written, each in an environment of its own; one of them with ARGS=openai. Before them,
+# manifests whose schemas are packages for Node.js.
 test-clients: setup
+	$(BIN)/python -m tests.deploy
 	$(BIN)/python -m tests.clients $(ARGS)
 
 # Ten minutes of CPU for requests, images and frames that nobody meant well; another length with CPU_SECONDS=…

@@ -25,7 +25,8 @@ CHECKER = Client(
 
 def main() -> int:
     """Check all manifests of these kinds, and say how many of the checks failed."""
-    checks = [check for manifest in manifests() if manifest.group in CUSTOM_SCHEMAS for check in checks_of(manifest)]
+    custom = [manifest for manifest in manifests() if manifest.group in CUSTOM_SCHEMAS]
+    checks = [check for manifest in custom for check in checks_of(manifest)]
     items = [item(manifest, content) for manifest, _, content in checks]
     done = subprocess.run(
         command(CHECKER),

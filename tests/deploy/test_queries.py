@@ -1,4 +1,4 @@
-"""Every query of the dashboard and of the alert rules, put to a true Prometheus that scraped a loaded server."""
+"""Every query of the dashboard, the alert rules and the autoscalers, put to a Prometheus that scraped a server."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from kestrel_grpc.telemetry.metrics import METRICS, Kind
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
+from tests.deploy.test_kubernetes import AUTOSCALER, SCALED_OBJECT, adapter_rules
 from tests.reference_fixtures import CHECKOUT, MD3_SMALL, image_paths
 
 PROMETHEUS = CHECKOUT / "deploy" / "prometheus"
@@ -75,6 +76,18 @@ def without_threshold(query: str) -> str:
     value, count = re.subn(r"\s(?:>|==)\s[\d.]+$", "", query)
     assert count == 1, query
     return value
+
+
+def scaling_queries() -> list[str]:
+    """What the autoscalers ask."""
+    found = [item["metadata"]["query"] for item in SCALED_OBJECT["triggers"]]
+    (rule,) = adapter_rules()
+    for item in AUTOSCALER["metrics"]:
+        query = rule["metricsQuery"].replace("<<.Series>>", item["pods"]["metric"]["name"])
+        # In a cluster these are the namespace and the pod, labels that this Prometheus does not have.
+        query = query.replace("<<.LabelMatchers>>", 'job="kestrel"').replace("<<.GroupBy>>", "instance")
+        found.append(query)
+    return found
 
 
 class Scrapes:
@@ -199,7 +212,7 @@ async def answers(folder: Path) -> dict[str, list[Any]]:
                 await load(server)
                 await asyncio.to_thread(running.scrapes.wait)
             alerts = alert_queries().values()
-            texts = {*panel_queries().values(), *alerts, *map(without_threshold, alerts)}
+            texts = {*panel_queries().values(), *alerts, *map(without_threshold, alerts), *scaling_queries()}
             return {text: await asyncio.to_thread(running.query, text) for text in sorted(texts)}
 
 
@@ -226,6 +239,12 @@ def test_every_alert_runs_and_looks_at_numbers(answered, alert):
         pytest.skip("needs several processes")
     values = [float(item["value"][1]) for item in answered[without_threshold(query)]]
     assert [value for value in values if value == value], "no data"
+
+
+@pytest.mark.parametrize("query", scaling_queries())
+def test_every_query_of_an_autoscaler_returns_one_number(answered, query):
+    (item,) = answered[query]
+    assert float(item["value"][1]) >= 0
 
 
 def test_every_variable_of_the_dashboard_asks_for_a_series_there_is():
