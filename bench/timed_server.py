@@ -197,7 +197,7 @@ def main() -> int:
     # Images would be tiled on the device, which does no work.
     with (
         patch("kestrel_runtime.models.moondream.prepared.new_step_runner", partial(TimedRunner, device)),
-        patch("kestrel_runtime.engine.engine.DeviceTiler", _without_tiles),
+        patch("kestrel_runtime.engine.build.DeviceTiler", _without_tiles),
     ):
         status = kestrel_grpc(["serve", "--resize-on-device", "on", *arguments.options])
     print(f"the device was idle for {device.idle_share:.1%} of the time")

@@ -1,6 +1,6 @@
 """The engine: takes requests and returns streams of events. Other packages use this module only.
 
-`LocalEngine` puts the parts together and keeps the state; `Admission`, `Preprocessor` and `EngineLoop` do the work.
+`build` makes the parts; `LocalEngine` keeps the state; `Admission`, `Preprocessor` and `EngineLoop` do the work.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from kestrel_ops import num_compilations
-from kestrel_runtime.adapters.files import AdapterSource
-from kestrel_runtime.adapters.store import AdapterPreparation, AdapterStore, AdapterTarget
+from kestrel_runtime.adapters.store import AdapterPreparation, AdapterStore
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import CacheLoad, ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load
+from kestrel_runtime.api.engine import CacheLoad, ClearedCache, EngineStatus, ImageInfo, Load
 from kestrel_runtime.api.errors import (
     AdapterNotFound,
     EngineUnavailable,
@@ -33,31 +31,12 @@ from kestrel_runtime.api.errors import (
 )
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
-from kestrel_runtime.constraints.compiler import ConstraintCompiler, new_vocabulary
-from kestrel_runtime.constraints.masks import LibraryMasks
-from kestrel_runtime.engine.flight_record import FlightRecord
-from kestrel_runtime.engine.isolation import Isolation, new_probes
-from kestrel_runtime.engine.loop import EngineLoop
-from kestrel_runtime.engine.offending_requests import OffendingRequests
+from kestrel_runtime.engine.build import build
 from kestrel_runtime.engine.open_streams import OpenStreams
-from kestrel_runtime.engine.preprocessing import Preprocessor
-from kestrel_runtime.engine.recent import Matchers
 from kestrel_runtime.engine.watchdog import Watchdog, all_stacks
 from kestrel_runtime.engine.workers import Interrupted
-from kestrel_runtime.execution.cuda_stream import CudaStream
-from kestrel_runtime.imaging.device_tiles import DeviceTiler
-from kestrel_runtime.imaging.tiles import Tiling, max_kept_bytes
-from kestrel_runtime.memory.host_limits import available_processors
-from kestrel_runtime.memory.image_budget import MAX_DECODING_BYTES, least_budget_bytes
-from kestrel_runtime.memory.plan import MemoryReading
-from kestrel_runtime.models.family import config_of
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
-from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
-from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.page_manager import PageManager
-from kestrel_runtime.scheduling.prefix_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys, key_parts
-from kestrel_runtime.scheduling.scheduler import Scheduler
+from kestrel_runtime.scheduling.admission import Cost
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
 _TRANSITIONS = {
@@ -68,9 +47,9 @@ _TRANSITIONS = {
 }
 _MAX_TOKENS_PER_REF = 3
 _CLOSE_TIMEOUT_S = 5.0
+"""How long `close` waits for the engine thread; a step of a slow device may take longer."""
 _ADAPTER_NAMES_S = 5.0
 """For the folder of adapters to be read, which may be on a mount that does not answer."""
-"""How long `close` waits for the engine thread; a step of a slow device may take longer."""
 
 _log = logging.getLogger(__name__)
 
@@ -91,113 +70,17 @@ class LocalEngine:
 
         Raises `CheckpointError` where the model cannot be served as `config` says.
         """
-        model_config = config_of(loaded.model)
-        skills = loaded.family.skills(model_config)
-        device = loaded.model.device
-        reading = MemoryReading.of(device, 0, config.memory_limit)
-        bounds = StepBounds.of(config, device.type, reading.usable_bytes(config.memory_utilization))
-        prepared = loaded.family.prepare(loaded.model, config, bounds, owns_model=owns_model)
-        tiling, tile_on_device = loaded.family.tiling(model_config), prepared.tile_on_device()
-        max_decoded_bytes = _max_decoded_bytes(config, bounds, tiling, decoded=tile_on_device is not None)
-        num_pages, memory = prepared.plan_cache(max_decoded_bytes)
-        _log.info("memory of %s:\n%s", loaded.model.device, memory.table())
-        target = prepared.adapter_target()
-        runner = prepared.new_step_runner(num_pages, memory.graph_bytes, memory.image_cache_bytes)
-        self._adapters = None if target is None else _adapter_store(config, target)
-        self._embeddings = EmbeddingCache(bounds.max_batch_size + 1, runner.num_cached_images)
-        self._bytes_per_image = runner.bytes_per_image
-        self._pages = PageManager(num_pages, config.page_size)
-        self._page_bytes = memory.cache_bytes // num_pages
-        max_context = min(model_config.max_context, num_pages * config.page_size)
-        _log.info(
-            "KV cache: %s tokens, %.1f GiB, %.1f requests of full length (%s tokens)",
-            f"{num_pages * config.page_size:,}",
-            memory.cache_bytes / 2**30,
-            num_pages * config.page_size / model_config.max_context,
-            f"{model_config.max_context:,}",
-        )
-        self.info = EngineInfo(
-            model=loaded.checkpoint.name,
-            revision=loaded.checkpoint.revision,
-            architecture=model_config.architecture,
-            skills={name: skill.defaults for name, skill in skills.items()},
-            device=loaded.model.device.type,
-            dtype=str(loaded.model.dtype).removeprefix("torch."),
-            max_context_tokens=max_context,
-            max_batch_size=bounds.max_batch_size,
-            num_parameters=loaded.num_parameters,
-            config=config,
-            memory=memory,
-            device_uuid=loaded.device_uuid,
-        )
-        parts = key_parts(
-            config,
-            model=model_config,
-            checkpoint=(loaded.checkpoint.name, loaded.checkpoint.revision),
-            device=loaded.model.device,
-            dtype=loaded.model.dtype,
-        )
-        self._scheduler = Scheduler(
-            self._pages,
-            max_batch_size=bounds.max_batch_size,
-            max_prefill_tokens=bounds.max_prefill_tokens,
-            max_tiles_per_step=bounds.max_tiles,
-            max_prefill_tokens_of_others=bounds.max_prefill_tokens_of_others,
-            ageing_s=config.ageing_s,
-            cuts_at_share_points=bounds.cuts_at_share_points,
-            embeddings=self._embeddings,
-        )
-        self._offending_requests = offending_requests = OffendingRequests()
-        self._admission = Admission(
-            QueueLimits(config.max_queued_requests, config.max_queued_image_bytes, config.max_queued_tokens)
-        )
-        self._num_image_tokens = model_config.positions_per_image
-        make_tiles = tiling.make_tiles
-        if tile_on_device is not None:
-            on_stream = CudaStream(loaded.model.device).entered
-            make_tiles = DeviceTiler(tiling, tile_on_device, on_stream, max_images=bounds.max_batch_size)
-        self._preprocessor = Preprocessor(
-            model_config,
-            skills,
-            loaded.tokenizer,
-            offending_requests,
-            tiling,
-            make_tiles,
-            PrefixKeyMaker(parts, config.page_size),
-            self._is_cached,
-            matchers=Matchers(
-                ConstraintCompiler(partial(new_vocabulary, loaded.tokenizer, model_config.vocab_size))
-            ),
-            prefix_cache=config.prefix_cache,
-            image_cache=runner.num_cached_images > 0,
-            max_context=max_context,
-            max_image_pixels=config.max_image_pixels,
-            num_threads=config.num_preprocess_threads,
-            max_decoded_bytes=max_decoded_bytes,
-            ageing_s=config.ageing_s,
-        )
-        runner.capture()
-        isolation = Isolation(
-            self._scheduler,
-            runner,
-            offending_requests,
-            new_probes=lambda: new_probes(self._preprocessor),
-            on_restart=lambda: self._become(EngineStatus.RECOVERING),
-            on_restarted=lambda: self._become(EngineStatus.SERVING),
-        )
-        self._loop = EngineLoop(
-            self._scheduler,
-            runner,
-            isolation,
-            self._admission,
-            self._preprocessor.decode_again,
-            LibraryMasks(model_config.vocab_size, available_processors()).masks,
-            self._lease_adapter,
-            offending_requests,
-            None if flight_record is None else FlightRecord(flight_record).write,
-        )
-        if self._adapters is not None:
-            self._adapters.on_reclaim(self._loop.reclaim_adapters)
+        parts = build(loaded, config, self._become, owns_model=owns_model, flight_record=flight_record)
+        self.info = parts.info
+        self._num_image_tokens = parts.num_image_tokens
+        self._pages, self._page_bytes = parts.pages, parts.page_bytes
+        self._embeddings, self._bytes_per_image = parts.embeddings, parts.bytes_per_image
+        self._scheduler = parts.scheduler
+        self._adapters = parts.adapters
+        self._offending_requests = parts.offending_requests
+        self._admission = parts.admission
+        self._preprocessor = parts.preprocessor
+        self._loop = parts.loop
         self._num_compilations = num_compilations()
         self._status = EngineStatus.SERVING
         self._lock = threading.RLock()
@@ -205,7 +88,7 @@ class LocalEngine:
         self._streams = OpenStreams()
         self._is_left_behind = False
         self._callbacks: list[Callable[[EngineStatus], None]] = []
-        step_timeout_s = config.resolved(device.type).step_timeout_s
+        step_timeout_s = config.resolved(self.info.device).step_timeout_s
         assert step_timeout_s is not None
         self._step_timeout_s = step_timeout_s
         self._watchdog = Watchdog(
@@ -473,11 +356,6 @@ class LocalEngine:
         self._loop.finish()
         self._streams.close()
 
-    def _is_cached(self, keys: PrefixKeys | None, embedding_key: EmbeddingKey | None) -> bool:
-        """In a worker: whether the pages or the embeddings of an image are cached now."""
-        share_point = None if keys is None else keys.missing_share_point(0, self._pages.page_size)
-        return (share_point is not None and self._pages.has(share_point)) or embedding_key in self._embeddings
-
     def _prefix_cache_load(self) -> CacheLoad:
         """Readings of numbers that the engine thread changes."""
         if not self.info.config.prefix_cache:
@@ -510,15 +388,6 @@ class LocalEngine:
         if self._adapters is None:
             raise AdapterNotFound(name, "; the server was started without --adapters and --adapter-repositories")
         return self._adapters
-
-    def _lease_adapter(self, name: str, tenant: str) -> Future[Any]:
-        """For a request that has given its lease back. The future fails where the adapters are closed."""
-        try:
-            return self._adapters_for(name).acquire(name, tenant)
-        except EngineUnavailable as error:
-            refused: Future[Any] = Future()
-            refused.set_exception(error)
-            return refused
 
     def _check(self, request: Request) -> None:
         if self._status is not EngineStatus.SERVING:
@@ -574,12 +443,6 @@ class LocalEngine:
                     _log.exception("a callback failed to take the status %s", status.name)
 
 
-def _adapter_store(config: EngineConfig, target: AdapterTarget) -> AdapterStore:
-    root = None if config.adapters is None else Path(config.adapters)
-    source = AdapterSource(root, config.adapter_repositories, target.max_file_bytes)
-    return AdapterStore(source.read, target, config.num_adapter_slots, source.names)
-
-
 def _wait_limit_s(request: Request, deadline_s: float | None) -> float | None:
     """The longest time that a caller is willing to wait in the queue."""
     return min((limit for limit in (deadline_s, request.options.max_queue_s) if limit is not None), default=None)
@@ -588,11 +451,3 @@ def _wait_limit_s(request: Request, deadline_s: float | None) -> float | None:
 def _age_s(moment: float | None) -> float:
     """Time since a moment of the monotonic clock; 0 where there is none."""
     return 0.0 if moment is None else time.monotonic() - moment
-
-
-def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, tiling: Tiling, *, decoded: bool) -> int:
-    """The configured limit, or memory for a running batch, the next batch and the largest image to decode."""
-    if config.max_decoded_image_bytes is not None:
-        return config.max_decoded_image_bytes
-    kept_bytes = 2 * bounds.max_batch_size * max_kept_bytes(tiling, decoded=decoded)
-    return max(MAX_DECODING_BYTES + kept_bytes, least_budget_bytes(MAX_DECODING_BYTES))

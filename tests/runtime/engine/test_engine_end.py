@@ -266,9 +266,9 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
         monkeypatch.setattr(threading, "excepthook", lambda _: None)  # what handles the thread's end may raise too
         monkeypatch.setattr("tests.runtime.models.second_family.small_pictures.StepRunner", Device)
         monkeypatch.setattr(
-            "kestrel_runtime.engine.engine.new_probes", lambda _: [prepared("probe"), prepared("probe")]
+            "kestrel_runtime.engine.build.new_probes", lambda _: [prepared("probe"), prepared("probe")]
         )
-        monkeypatch.setattr("kestrel_runtime.engine.engine.LibraryMasks", Masks)
+        monkeypatch.setattr("kestrel_runtime.engine.build.LibraryMasks", Masks)
         monkeypatch.setattr(engine_loop, "_QUIET_S", 0.0)  # captures begin as soon as nothing is left to do
         preparations = Preparations(monkeypatch)
         monkeypatch.setattr(Preprocessor, "decode_again", lambda _, item: decoded_again(item))

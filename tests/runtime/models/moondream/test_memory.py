@@ -158,7 +158,7 @@ async def test_the_smallest_cache_serves_every_skill_and_one_page_less_does_not_
 def test_what_the_cache_holds_and_how_memory_is_divided_is_logged_at_the_start(
     moondream2: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="kestrel_runtime.engine.engine"):
+    with caplog.at_level(logging.INFO, logger="kestrel_runtime.engine.build"):
         engine = LocalEngine(moondream2, EngineConfig(model=str(MD2_SMALL), num_kv_pages=192))
         engine.close()
     assert "KV cache: 3,072 tokens, 0.0 GiB, 1.5 requests of full length (2,048 tokens)" in caplog.text

@@ -1,0 +1,291 @@
+"""Builds the parts of an engine from a loaded model and a configuration.
+
+    bounds of a step ─▶ prepared model ─▶ memory plan ─▶ step runner with its cache
+        ─▶ pages and scheduler ─▶ preprocessing ─▶ captured graphs ─▶ loop
+
+`build` is this path; the functions below it make one part each. `LocalEngine` takes the parts, starts the thread of
+the loop and watches it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kestrel_runtime.adapters.files import AdapterSource
+from kestrel_runtime.adapters.store import AdapterStore, AdapterTarget
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.engine import EngineInfo, EngineStatus, MemoryPlan
+from kestrel_runtime.api.errors import EngineUnavailable
+from kestrel_runtime.constraints.compiler import ConstraintCompiler, new_vocabulary
+from kestrel_runtime.constraints.masks import LibraryMasks
+from kestrel_runtime.engine.flight_record import FlightRecord
+from kestrel_runtime.engine.isolation import Isolation, new_probes
+from kestrel_runtime.engine.loop import EngineLoop
+from kestrel_runtime.engine.offending_requests import OffendingRequests
+from kestrel_runtime.engine.preprocessing import Preprocessor
+from kestrel_runtime.engine.recent import Matchers
+from kestrel_runtime.execution.cuda_stream import CudaStream
+from kestrel_runtime.execution.step_runner import StepRunner
+from kestrel_runtime.imaging.device_tiles import DeviceTiler
+from kestrel_runtime.imaging.tiles import DecodedImage, Tiling, max_kept_bytes
+from kestrel_runtime.memory.host_limits import available_processors
+from kestrel_runtime.memory.image_budget import MAX_DECODING_BYTES, least_budget_bytes
+from kestrel_runtime.memory.plan import MemoryReading
+from kestrel_runtime.models.family import config_of
+from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.scheduling.admission import Admission, QueueLimits
+from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
+from kestrel_runtime.scheduling.limits import StepBounds
+from kestrel_runtime.scheduling.page_manager import PageManager
+from kestrel_runtime.scheduling.prefix_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys, key_parts
+from kestrel_runtime.scheduling.scheduler import Scheduler
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parts of one engine, connected with each other. The thread of the loop has not been started."""
+
+    info: EngineInfo
+    num_image_tokens: int
+    """Positions of an image in a prompt."""
+    pages: PageManager
+    page_bytes: int
+    embeddings: EmbeddingCache
+    bytes_per_image: int
+    """Of the embeddings of one image."""
+    scheduler: Scheduler
+    adapters: AdapterStore | None
+    """None if the engine serves no adapters."""
+    offending_requests: OffendingRequests
+    admission: Admission
+    preprocessor: Preprocessor
+    loop: EngineLoop
+
+
+def build(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    become: Callable[[EngineStatus], None],
+    *,
+    owns_model: bool,
+    flight_record: Path | None,
+) -> EngineParts:
+    """Make the parts in the order in which they need each other. Blocks.
+
+    The engine thread calls `become` when it begins to recover, and when it serves again. With `owns_model` the
+    weights of which a fused path has a copy are freed. With `flight_record` the loop writes to this file which
+    requests are in flight. Raises `CheckpointError` where the model cannot be served as `config` says.
+    """
+    family, model, model_config = loaded.family, loaded.model, config_of(loaded.model)
+    bounds = _step_bounds(config, model.device)
+    prepared = family.prepare(model, config, bounds, owns_model=owns_model)
+    tiling, tile_on_device = family.tiling(model_config), prepared.tile_on_device()
+    max_decoded_bytes = _max_decoded_bytes(config, bounds, tiling, decoded=tile_on_device is not None)
+    num_pages, memory = prepared.plan_cache(max_decoded_bytes)
+    _log.info("memory of %s:\n%s", model.device, memory.table())
+    adapters = _adapter_store(config, prepared.adapter_target())
+    runner = prepared.new_step_runner(num_pages, memory.graph_bytes, memory.image_cache_bytes)
+    info = _info(loaded, config, bounds, memory, num_pages * config.page_size)
+    pages = PageManager(num_pages, config.page_size)
+    embeddings = EmbeddingCache(bounds.max_batch_size + 1, runner.num_cached_images)
+    scheduler = _scheduler(config, bounds, pages, embeddings)
+    offending_requests = OffendingRequests()
+    is_cached = partial(_is_cached, pages, embeddings)
+    preprocessor = _preprocessor(
+        loaded,
+        info,
+        tiling,
+        tile_on_device,
+        is_cached,
+        offending_requests,
+        image_cache=runner.num_cached_images > 0,
+        max_decoded_bytes=max_decoded_bytes,
+    )
+    runner.capture()
+    admission = Admission(
+        QueueLimits(config.max_queued_requests, config.max_queued_image_bytes, config.max_queued_tokens)
+    )
+    record = None if flight_record is None else FlightRecord(flight_record).write
+    loop = _loop(loaded, scheduler, runner, preprocessor, admission, adapters, offending_requests, become, record)
+    return EngineParts(
+        info=info,
+        num_image_tokens=model_config.positions_per_image,
+        pages=pages,
+        page_bytes=memory.cache_bytes // num_pages,
+        embeddings=embeddings,
+        bytes_per_image=runner.bytes_per_image,
+        scheduler=scheduler,
+        adapters=adapters,
+        offending_requests=offending_requests,
+        admission=admission,
+        preprocessor=preprocessor,
+        loop=loop,
+    )
+
+
+def _step_bounds(config: EngineConfig, device: torch.device) -> StepBounds:
+    """The work of one step, for which the weights must have left the memory."""
+    reading = MemoryReading.of(device, 0, config.memory_limit)
+    return StepBounds.of(config, device.type, reading.usable_bytes(config.memory_utilization))
+
+
+def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, tiling: Tiling, *, decoded: bool) -> int:
+    """The configured limit, or memory for a running batch, the next batch and the largest image to decode."""
+    if config.max_decoded_image_bytes is not None:
+        return config.max_decoded_image_bytes
+    kept_bytes = 2 * bounds.max_batch_size * max_kept_bytes(tiling, decoded=decoded)
+    return max(MAX_DECODING_BYTES + kept_bytes, least_budget_bytes(MAX_DECODING_BYTES))
+
+
+def _adapter_store(config: EngineConfig, target: AdapterTarget | None) -> AdapterStore | None:
+    if target is None:
+        return None
+    root = None if config.adapters is None else Path(config.adapters)
+    source = AdapterSource(root, config.adapter_repositories, target.max_file_bytes)
+    return AdapterStore(source.read, target, config.num_adapter_slots, source.names)
+
+
+def _info(
+    loaded: LoadedModel, config: EngineConfig, bounds: StepBounds, memory: MemoryPlan, num_cache_tokens: int
+) -> EngineInfo:
+    """`num_cache_tokens`: the positions that the key-value cache has in all."""
+    model_config = config_of(loaded.model)
+    _log.info(
+        "KV cache: %s tokens, %.1f GiB, %.1f requests of full length (%s tokens)",
+        f"{num_cache_tokens:,}",
+        memory.cache_bytes / 2**30,
+        num_cache_tokens / model_config.max_context,
+        f"{model_config.max_context:,}",
+    )
+    return EngineInfo(
+        model=loaded.checkpoint.name,
+        revision=loaded.checkpoint.revision,
+        architecture=model_config.architecture,
+        skills={name: skill.defaults for name, skill in loaded.family.skills(model_config).items()},
+        device=loaded.model.device.type,
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        max_context_tokens=min(model_config.max_context, num_cache_tokens),
+        max_batch_size=bounds.max_batch_size,
+        num_parameters=loaded.num_parameters,
+        config=config,
+        memory=memory,
+        device_uuid=loaded.device_uuid,
+    )
+
+
+def _scheduler(
+    config: EngineConfig, bounds: StepBounds, pages: PageManager, embeddings: EmbeddingCache
+) -> Scheduler:
+    return Scheduler(
+        pages,
+        max_batch_size=bounds.max_batch_size,
+        max_prefill_tokens=bounds.max_prefill_tokens,
+        max_tiles_per_step=bounds.max_tiles,
+        max_prefill_tokens_of_others=bounds.max_prefill_tokens_of_others,
+        ageing_s=config.ageing_s,
+        cuts_at_share_points=bounds.cuts_at_share_points,
+        embeddings=embeddings,
+    )
+
+
+def _preprocessor(
+    loaded: LoadedModel,
+    info: EngineInfo,
+    tiling: Tiling,
+    tile_on_device: Callable[[DecodedImage], Tensor] | None,
+    is_cached: Callable[[PrefixKeys | None, EmbeddingKey | None], bool],
+    offending_requests: OffendingRequests,
+    *,
+    image_cache: bool,
+    max_decoded_bytes: int,
+) -> Preprocessor:
+    config, model, model_config = info.config, loaded.model, config_of(loaded.model)
+    make_tiles = tiling.make_tiles
+    if tile_on_device is not None:
+        on_stream = CudaStream(model.device).entered
+        make_tiles = DeviceTiler(tiling, tile_on_device, on_stream, max_images=info.max_batch_size)
+    checkpoint = (loaded.checkpoint.name, loaded.checkpoint.revision)
+    parts = key_parts(config, model=model_config, checkpoint=checkpoint, device=model.device, dtype=model.dtype)
+    compiler = ConstraintCompiler(partial(new_vocabulary, loaded.tokenizer, model_config.vocab_size))
+    return Preprocessor(
+        model_config,
+        loaded.family.skills(model_config),
+        loaded.tokenizer,
+        offending_requests,
+        tiling,
+        make_tiles,
+        PrefixKeyMaker(parts, config.page_size),
+        is_cached,
+        matchers=Matchers(compiler),
+        prefix_cache=config.prefix_cache,
+        image_cache=image_cache,
+        max_context=info.max_context_tokens,
+        max_image_pixels=config.max_image_pixels,
+        num_threads=config.num_preprocess_threads,
+        max_decoded_bytes=max_decoded_bytes,
+        ageing_s=config.ageing_s,
+    )
+
+
+def _is_cached(
+    pages: PageManager, embeddings: EmbeddingCache, keys: PrefixKeys | None, embedding_key: EmbeddingKey | None
+) -> bool:
+    """In a worker: whether the pages or the embeddings of an image are cached now."""
+    share_point = None if keys is None else keys.missing_share_point(0, pages.page_size)
+    return (share_point is not None and pages.has(share_point)) or embedding_key in embeddings
+
+
+def _loop(
+    loaded: LoadedModel,
+    scheduler: Scheduler,
+    runner: StepRunner,
+    preprocessor: Preprocessor,
+    admission: Admission,
+    adapters: AdapterStore | None,
+    offending_requests: OffendingRequests,
+    become: Callable[[EngineStatus], None],
+    record: Callable[[Iterable[str]], None] | None,
+) -> EngineLoop:
+    isolation = Isolation(
+        scheduler,
+        runner,
+        offending_requests,
+        new_probes=partial(new_probes, preprocessor),
+        on_restart=partial(become, EngineStatus.RECOVERING),
+        on_restarted=partial(become, EngineStatus.SERVING),
+    )
+    loop = EngineLoop(
+        scheduler,
+        runner,
+        isolation,
+        admission,
+        preprocessor.decode_again,
+        LibraryMasks(config_of(loaded.model).vocab_size, available_processors()).masks,
+        None if adapters is None else partial(_lease_again, adapters),
+        offending_requests,
+        record,
+    )
+    if adapters is not None:
+        adapters.on_reclaim(loop.reclaim_adapters)
+    return loop
+
+
+def _lease_again(adapters: AdapterStore, name: str, tenant: str) -> Future[Any]:
+    """For a request that has given its lease back. The future fails where the adapters are closed."""
+    try:
+        return adapters.acquire(name, tenant)
+    except EngineUnavailable as error:
+        refused: Future[Any] = Future()
+        refused.set_exception(error)
+        return refused
