@@ -17,13 +17,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from kestrel_runtime.api.errors import (
-    ContextLengthExceeded,
-    EngineUnavailable,
-    ImageError,
-    KestrelError,
-    RequestRefused,
-)
+from kestrel_runtime.api.errors import ContextLengthExceeded, EngineUnavailable, KestrelError, RequestRefused
 from kestrel_runtime.api.images import Image as RequestImage
 from kestrel_runtime.api.images import RemoteImage, image_digest, is_hashed_at_once
 from kestrel_runtime.api.requests import CachePolicy, Request
@@ -107,7 +101,6 @@ class Preprocessor:
         self._known_images: LruCache[tuple[str, bytes], ImageFacts] = LruCache(_MAX_KNOWN_IMAGES)
         self._sizes_px: LruCache[tuple[str, bytes], tuple[int, int]] = LruCache(_MAX_KNOWN_IMAGES)
         self._budget = MemoryBudget(max_decoded_bytes)
-        self._max_decoding_bytes = min(MAX_DECODING_BYTES, max_decoded_bytes * 3 // 4)
         self._workers = Workers(num_threads, "kestrel-preprocess", self._budget, ageing_s=ageing_s)
 
     @property
@@ -118,9 +111,7 @@ class Preprocessor:
     def inspect(self, image: RequestImage) -> ImageHeader:
         """Read an image's header only. Raises `ImageError` if it is invalid or takes too much memory to decode."""
         header = inspect_image(image, max_image_pixels=self._max_image_pixels)
-        if self._num_bytes(header) > self._max_decoding_bytes:
-            limit_mib = self._max_decoding_bytes // 2**20
-            raise ImageError(f"must take at most {limit_mib} MiB while it is decoded", too_large=True)
+        self._budget.check_image(self._num_bytes(header))
         return header
 
     def submit(

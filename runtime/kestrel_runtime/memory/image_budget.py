@@ -10,6 +10,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Lock
 
+from kestrel_runtime.api.errors import ImageError
 from kestrel_runtime.api.fair_limit import FairLimit
 
 MAX_DECODING_BYTES = 512 * 2**20
@@ -46,6 +47,13 @@ class MemoryBudget:
         with self._lock:
             self._collect()
             return self._limit.num_taken
+
+    def check_image(self, decoding_bytes: int) -> None:
+        """Raise `ImageError` where decoding an image takes too much; a quarter stays free for smaller ones."""
+        limit_bytes = min(MAX_DECODING_BYTES, self.limit_bytes * 3 // 4)
+        if decoding_bytes > limit_bytes:
+            limit_mib = limit_bytes // 2**20
+            raise ImageError(f"must take at most {limit_mib} MiB while it is decoded", too_large=True)
 
     def on_freed(self, callback: Callable[[], None]) -> None:
         """Have `callback` run when an object that was held is freed. It runs anywhere, and must not block."""

@@ -26,7 +26,6 @@ from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.engine import CacheLoad, ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load
 from kestrel_runtime.api.errors import (
     EngineUnavailable,
-    ImageError,
     InternalError,
     InvalidRequest,
     KestrelError,
@@ -104,13 +103,9 @@ class EngineClient:
         (info, *_) = [core.info for core in cores if core.is_connected]
         self.info = replace(info, max_batch_size=info.max_batch_size * len(cores))
         config = self.info.config
-        max_decoded_bytes = config.max_decoded_image_bytes or 2 * MAX_DECODING_BYTES
-        self._max_decoding_bytes = min(MAX_DECODING_BYTES, max_decoded_bytes * 3 // 4)
+        self._budget = MemoryBudget(config.max_decoded_image_bytes or 2 * MAX_DECODING_BYTES)
         self._workers = Workers(
-            config.num_preprocess_threads,
-            "kestrel-decode",
-            MemoryBudget(max_decoded_bytes),
-            ageing_s=config.ageing_s,
+            config.num_preprocess_threads, "kestrel-decode", self._budget, ageing_s=config.ageing_s
         )
         self._loop = asyncio.get_running_loop()
         self._context = context
@@ -158,8 +153,9 @@ class EngineClient:
             self._judge(FlightRecord.read(core.flight_record))
         self._update_status()
         for call in {call.ids: call for call in self._calls.values() if call.core is core}.values():
-            if any(fingerprint.startswith(call.fingerprint()) for fingerprint in self._refused):
-                call.fail(RequestRefused(f"{call.fingerprint()} has ended an engine process"))
+            fingerprint = call.fingerprint()
+            if any(refused.startswith(fingerprint) for refused in self._refused):
+                call.fail(RequestRefused(f"{fingerprint} has ended an engine process"))
             elif call.has_events:
                 call.fail(_ended())
             else:
@@ -340,9 +336,7 @@ class EngineClient:
 
     def _inspect(self, image: Image) -> ImageHeader:
         header = inspect_image(image, max_image_pixels=self.info.config.max_image_pixels)
-        if _decoding_bytes(header) > self._max_decoding_bytes:
-            limit_mib = self._max_decoding_bytes // 2**20
-            raise ImageError(f"must take at most {limit_mib} MiB while it is decoded", too_large=True)
+        self._budget.check_image(_decoding_bytes(header))
         return header
 
     def _hash(self, call: _Call, image: Image) -> None:

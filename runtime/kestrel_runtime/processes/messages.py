@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -493,8 +494,9 @@ def events_in(item: EventsOf) -> tuple[list[Event], KestrelError | None]:
     return list(map(_from_wire, item.events)), None if item.error is None else decode_error(item.error)
 
 
+@cache
 def build_id() -> str:
-    """A digest of the code of the server's packages, as it lies on the disk now."""
+    """A digest of the code of the server's packages, as it lay on the disk when this process first asked for it."""
     digest = hashlib.sha256()
     for name in _PACKAGES:
         spec = find_spec(name)
