@@ -33,7 +33,7 @@ from kestrel_grpc.telemetry.telemetry import Telemetry
 from kestrel_grpc.wire.call_admission import Observer
 from kestrel_grpc.wire.call_groups import CallGroups
 from kestrel_grpc.wire.peers import NoPeers, Peers
-from kestrel_grpc.wire.readiness import Readiness
+from kestrel_grpc.wire.readiness import Readiness, death_of
 from kestrel_grpc.wire.submission import Submission
 from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus
 
@@ -215,7 +215,7 @@ class Server:
         Returns True after a signal, and False if the engine died, even while the server drained.
         """
         with stop_signals() as signals:
-            died = self._death()
+            died = death_of(self._engine)
             await self.start()
             await asyncio.wait((signals.first, died), return_when=asyncio.FIRST_COMPLETED)
             if signals.first.done():
@@ -331,20 +331,6 @@ class Server:
         at_rest = () if self._maintenance is None else (self._maintenance.note,)
         statistics = () if self._triton is None else (self._triton.statistics.record,)
         return (*self._telemetry.observers, *at_rest, *statistics)
-
-    def _death(self) -> asyncio.Future[None]:
-        """Done when the engine dies."""
-        loop = asyncio.get_running_loop()
-        died: asyncio.Future[None] = loop.create_future()
-
-        def follow(status: EngineStatus) -> None:
-            if status is EngineStatus.DEAD and not loop.is_closed():
-                loop.call_soon_threadsafe(lambda: died.done() or died.set_result(None))
-
-        self._engine.on_status_change(follow)
-        if self._engine.status is EngineStatus.DEAD:
-            follow(EngineStatus.DEAD)
-        return died
 
 
 def _access(config: ServerConfig, limits: Limits) -> Access:

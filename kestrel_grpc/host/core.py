@@ -26,6 +26,7 @@ from kestrel_grpc.process import (
     set_apart_what_stays,
 )
 from kestrel_grpc.telemetry.metrics import EngineReader, Reading, new_registry
+from kestrel_grpc.wire.readiness import death_of
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.engine.engine import LocalEngine
@@ -83,30 +84,22 @@ async def _serve(engine: LocalEngine, endpoint: CoreEndpoint, said: Begin, conne
         loop.call_soon_threadsafe(link.tell, FrontendStuck(identity))
 
     server = CoreServer(engine, endpoint, on_lost=lost)
-    stopped, died = asyncio.Event(), asyncio.Event()
+    stopped, died = asyncio.Event(), death_of(engine)
     forget_when_told(link, engine)
     link.on(FrontendGone, lambda note: server.drop_frontend(note.identity))
     link.on(Stop, lambda _: stopped.set())
-
-    def follow(now: EngineStatus) -> None:
-        if now is EngineStatus.DEAD:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(died.set)
-
-    engine.on_status_change(follow)
     await server.start()
     await link.start(connection)
     link.tell(Ready())
-    waiting = [asyncio.ensure_future(event.wait()) for event in (stopped, died)]
-    await asyncio.wait((*waiting, link.closed), return_when=asyncio.FIRST_COMPLETED)
-    for task in waiting:
-        task.cancel()
-    if link.closed.done() and not died.is_set():
+    stopping = asyncio.ensure_future(stopped.wait())
+    await asyncio.wait((stopping, died, link.closed), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if link.closed.done() and not died.done():
         _log.error("the supervisor is gone: running requests are finished")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(said.config.drain_timeout):
                 await engine.drain()
-    ended_well = not died.is_set()
+    ended_well = not died.done()
     await server.close()
     await asyncio.to_thread(engine.close)
     link.close()

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kestrel_grpc.host.link import Link, SupervisorUnavailable
+from kestrel_grpc.host.link import ANSWER_TIMEOUT_S, Link, SupervisorUnavailable
 
-ANSWER_TIMEOUT_S = 2.0
-"""How long the supervisor waits for the answer of each front end."""
 _MARGIN_S = 1.0
+"""The supervisor asks every other front end before it answers."""
 
 
 class TakePart(msgspec.Struct, array_like=True):

@@ -23,6 +23,8 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 """A longer message ends the link."""
 MAX_UNREAD_BYTES = 64 * 2**20
 """If more than this waits to be sent, the other end does not read, and the link ends."""
+ANSWER_TIMEOUT_S = 2.0
+"""How long a call waits for the answer of one process, before it fails with UNAVAILABLE."""
 _LENGTH_BYTES = 4
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from kestrel_grpc.host.link import Link, SupervisorUnavailable
+from kestrel_grpc.host.link import ANSWER_TIMEOUT_S, Link, SupervisorUnavailable
 from kestrel_grpc.images.image_index import Forget, ImageIndex, StoreLimits
 from kestrel_grpc.images.image_store import CachePurges
 from kestrel_grpc.images.stored_images import (
@@ -37,8 +37,6 @@ from kestrel_grpc.images.stored_images import (
 from kestrel_runtime.api.engine import CacheLoad, Engine, ImageInfo
 from kestrel_runtime.api.images import HashedImage
 
-ANSWER_TIMEOUT_S = 2.0
-"""How long a call waits for the supervisor, before it fails with UNAVAILABLE."""
 _IN_PLACE_BYTES = 2**18
 """A larger file is read in a thread, so that other calls do not wait for it."""
 _STORED, _INCOMING = "images", "incoming"

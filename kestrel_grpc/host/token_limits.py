@@ -13,10 +13,7 @@ from collections.abc import Awaitable
 import msgspec
 
 from kestrel_grpc.access.limits import Place, RateLimited, TokenLimit, TokenLimits
-from kestrel_grpc.host.link import Link
-
-ANSWER_TIMEOUT_S = 2.0
-"""How long a call waits for the supervisor, before it fails with UNAVAILABLE."""
+from kestrel_grpc.host.link import ANSWER_TIMEOUT_S, Link
 
 
 class EnterCall(msgspec.Struct, array_like=True):

@@ -1,8 +1,9 @@
-"""Whether the server wants calls, as every health check reports it."""
+"""Whether the server wants calls, as every health check reports it, and the death of its engine."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from kestrel_runtime.api.engine import Engine, EngineStatus
 
@@ -42,3 +43,18 @@ class Readiness:
         self.is_ready = is_serving and not self._is_refusing
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
+
+
+def death_of(engine: Engine) -> asyncio.Future[None]:
+    """Done, on the running event loop, once the engine is dead."""
+    loop = asyncio.get_running_loop()
+    died: asyncio.Future[None] = loop.create_future()
+
+    def follow(status: EngineStatus) -> None:
+        if status is EngineStatus.DEAD:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed; the engine may outlive it
+                loop.call_soon_threadsafe(lambda: died.done() or died.set_result(None))
+
+    engine.on_status_change(follow)
+    follow(engine.status)
+    return died

@@ -1,8 +1,10 @@
-"""What health checks report, and when."""
+"""What health checks report, and when; what waits for the death of an engine."""
 
 from __future__ import annotations
 
-from kestrel_grpc.wire.readiness import Readiness
+import asyncio
+
+from kestrel_grpc.wire.readiness import Readiness, death_of
 from kestrel_runtime.api.engine import EngineStatus
 from tests.fakes import FakeEngine
 
@@ -36,3 +38,22 @@ async def test_closing_wakes_those_who_wait_for_a_change() -> None:
     readiness.close()
     assert changed.is_set()
     assert (readiness.is_ready, readiness.is_closed) == (False, True)
+
+
+async def test_the_death_of_an_engine_is_noticed_before_and_after_one_waits_for_it() -> None:
+    engine = FakeEngine()
+    died = death_of(engine)
+    engine.become(EngineStatus.RECOVERING)
+    engine.become(EngineStatus.DEAD)
+    await died
+    await death_of(engine)
+
+
+def test_an_engine_may_die_after_the_event_loop_that_waits_for_it() -> None:
+    async def wait(engine: FakeEngine) -> asyncio.Future[None]:
+        return death_of(engine)
+
+    engine = FakeEngine()
+    died = asyncio.run(wait(engine))
+    engine.become(EngineStatus.DEAD)
+    assert not died.done()
