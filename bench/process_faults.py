@@ -17,6 +17,9 @@ Questions are greedy, so that every answer is known. Then it does harm, many tim
 `supervisor`            SIGKILL: all processes must end, and the next server must start
 `folder`                the folder of the sockets is removed, then a core is killed: the server ends with an error
 `upgrade`               the code on the disk changes, then a front end is killed: likewise
+`poison`                one of 64 requests at once ends the process of each core that runs it, with an exit in the
+                        middle of a step; it alone is refused, as an equal one that comes later
+`poison-killed`         the same by SIGKILL, as for want of memory
 
     python -m bench.process_faults --runs 20
     python -m bench.process_faults --only core,stopped --runs 3
@@ -28,6 +31,7 @@ import argparse
 import asyncio
 import base64
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -41,15 +45,17 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
 
 import kestrel_runtime
+from bench.harness import poison
 from bench.harness.checkpoints import write_random_adapters
 from bench.harness.output import write_json
 from bench.harness.serving import machine_facts
@@ -67,6 +73,7 @@ _TOO_LONG_S = 60.0
 _RECOVERY_S = 90.0
 _STOPPED_S = 30.0
 _LOAD_BEFORE_S, _LOAD_AFTER_S = 1.0, 3.0
+_NUM_BESIDE_POISON = 63
 _GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
 _QUESTIONS = ("What is shown?", "How many bars are there?", "Which colour is the star?")
 _ALLOWED_HTTP = {429, 499, 502, 503}
@@ -89,16 +96,18 @@ class Tally:
 class Server:
     """A server of several processes, as a child."""
 
-    def __init__(self, tree: Path, options: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, tree: Path, options: Sequence[str], log: Path, program: str, environment: Mapping[str, str]
+    ) -> None:
         paths = (tree, tree / "runtime", tree / "kernels", tree / "clients/python")
         with log.open("w") as stderr:
             self.process = subprocess.Popen(
-                (sys.executable, "-m", "kestrel_grpc", "serve", *_OPTIONS, *options),
+                (sys.executable, "-m", program, "serve", *_OPTIONS, *options),
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
                 cwd=tree,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(map(str, paths))},
             )
         self.log = log
         self.address = self._announced("kestrel-grpc serves")
@@ -143,9 +152,15 @@ def _title(pid: int) -> str:
 
 
 @contextmanager
-def serving(options: Sequence[str], log: Path, tree: Path = _TREE) -> Iterator[Server]:
-    """A server, killed with all its processes at the end."""
-    server = Server(tree, options, log)
+def serving(
+    options: Sequence[str],
+    log: Path,
+    tree: Path = _TREE,
+    program: str = "kestrel_grpc",
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Server]:
+    """A server, killed with all its processes at the end. `program` is the module to run for `kestrel-grpc`."""
+    server = Server(tree, options, log, program, environment)
     try:
         yield server
     finally:
@@ -164,10 +179,14 @@ def serving(options: Sequence[str], log: Path, tree: Path = _TREE) -> Iterator[S
 class Callers:
     """Calls of all kinds, whose answers are learned first."""
 
-    def __init__(self, server: Server, adapter: str) -> None:
+    def __init__(self, server: Server, adapter: str, num_questions: int = 24) -> None:
+        """`num_questions` are drawn for each kind; some are equal."""
         self.tally = Tally()
+        self._num_questions = num_questions
         self.must_not_fail = True
         """Whether calls with retries may fail."""
+        self.wait_for_ready = False
+        """Whether calls wait for a core to serve, if there is none."""
         self._server = server
         self._adapter = adapter
         self._pictures = [chart(number, 378, 378) for number in range(4)]
@@ -188,7 +207,7 @@ class Callers:
     async def learn(self) -> None:
         """Ask everything once, before anything fails."""
         for name, ask in self._kinds.items():
-            for seed in range(24):
+            for seed in range(self._num_questions):
                 key, answer = await ask(random.Random(seed))
                 assert self.known.setdefault(f"{name} {key}", answer) == answer, f"{name} {key} answers differently"
 
@@ -213,37 +232,63 @@ class Callers:
     ) -> None:
         while time.monotonic() < end:
             began = time.monotonic()
-            # Questions come from those that `learn` has asked.
-            try:
-                async with asyncio.timeout(_TOO_LONG_S):
-                    key, answer = await ask(random.Random(chance.randrange(24)))
-                outcome = "OK"
-                if self.known[f"{name} {key}"] != answer:
-                    self.tally.complain(f"{name}: another answer")
-            except TimeoutError:
-                outcome = "hangs"
-                self.tally.complain(f"{name}: no end within {_TOO_LONG_S:g} s")
-            except KestrelClientError as error:
-                outcome = error.code.name
-                if outcome not in _ALLOWED_CODES:
-                    self.tally.complain(f"{name}: {outcome} {error.reason}")
-                elif name.startswith("client") and self.must_not_fail:
-                    self.tally.complain(f"{name}: failed with {outcome} {error.reason}")
-            except grpc.RpcError as error:
-                outcome = error.code().name
-                if outcome not in _ALLOWED_CODES:
-                    self.tally.complain(f"{name}: {outcome}")
-            except urllib.error.HTTPError as error:
-                outcome = str(error.code)
-                if error.code not in _ALLOWED_HTTP:
-                    self.tally.complain(f"{name}: {outcome}")
-            except OSError as error:
-                outcome = type(error).__name__
-            self.tally.ends[f"{name} {outcome}"] += 1
-            if outcome != "OK":
+            if await self._ask(name, ask, chance) != "OK":
                 await asyncio.sleep(max(0.0, 0.2 - (time.monotonic() - began)))
 
+    async def _ask(
+        self, name: str, ask: Callable[[random.Random], Awaitable[tuple[str, str]]], chance: random.Random
+    ) -> str:
+        """Ask one of the questions that `learn` has asked, and count how that ended; returns it."""
+        try:
+            async with asyncio.timeout(_TOO_LONG_S):
+                key, answer = await ask(random.Random(chance.randrange(self._num_questions)))
+            outcome = "OK"
+            if self.known[f"{name} {key}"] != answer:
+                self.tally.complain(f"{name}: another answer")
+        except TimeoutError:
+            outcome = "hangs"
+            self.tally.complain(f"{name}: no end within {_TOO_LONG_S:g} s")
+        except KestrelClientError as error:
+            outcome = error.code.name
+            if outcome not in _ALLOWED_CODES:
+                self.tally.complain(f"{name}: {outcome} {error.reason}")
+            elif name.startswith("client") and self.must_not_fail:
+                self.tally.complain(f"{name}: failed with {outcome} {error.reason}")
+        except grpc.RpcError as error:
+            outcome = error.code().name
+            if outcome not in _ALLOWED_CODES:
+                self.tally.complain(f"{name}: {outcome}")
+        except urllib.error.HTTPError as error:
+            outcome = str(error.code)
+            if error.code not in _ALLOWED_HTTP:
+                self.tally.complain(f"{name}: {outcome}")
+        except OSError as error:
+            outcome = type(error).__name__
+        self.tally.ends[f"{name} {outcome}"] += 1
+        return outcome
+
+    async def run_with_poison(self, num_others: int) -> None:
+        """So many questions of all kinds, and a request that kills, at once."""
+        kinds = itertools.islice(itertools.cycle(self._kinds.items()), num_others)
+        others = [self._ask(name, ask, random.Random(number)) for number, (name, ask) in enumerate(kinds)]
+        others.insert(num_others // 2, self.ask_for_death())
+        await asyncio.gather(*others)
+
+    async def ask_for_death(self) -> str:
+        """A request that kills; returns its end, and complains where it is not refused."""
+        try:
+            async with self._client() as client:
+                await client.complete_query(self._pictures[0], "Who are you?", seed=poison.SEED, **_GREEDY)
+            outcome = "OK"
+        except KestrelClientError as error:
+            outcome = f"{error.code.name} {error.reason}"
+        self.tally.ends[f"poison {outcome}"] += 1
+        if outcome != "FAILED_PRECONDITION REQUEST_REFUSED":
+            self.tally.complain(f"poison: {outcome}")
+        return outcome
+
     def _client(self, **options: Any) -> AsyncClient:
+        options = {"wait_for_ready": self.wait_for_ready, **options}
         return AsyncClient(self._server.address, timeout_s=_TOO_LONG_S + 10, **options)
 
     def _drawn(self, chance: random.Random) -> tuple[int, str]:
@@ -529,7 +574,36 @@ async def end_with_an_error(kind: str, num_runs: int, options: Sequence[str], fo
     return result
 
 
-FAULTS = ("none", "frontend", "core", "stopped", "loading", "descriptors", "supervisor", "folder", "upgrade")
+async def poison_cores(kind: str, num_runs: int, options: Sequence[str], folder: Path, adapter: str) -> Result:
+    """A request among others ends each core that runs it."""
+    result = Result(kind)
+    environment = {poison.VARIABLE: poison.WAYS[1] if kind.endswith("killed") else poison.WAYS[0]}
+    for number in range(num_runs):
+        log = folder / f"{kind}-{number}.log"
+        with serving(options, log, program=poison.__name__, environment=environment) as server:
+            callers = Callers(server, adapter, num_questions=6)
+            callers.wait_for_ready = True
+            num_processes = len(server.children())
+            await callers.learn()
+            await callers.run_with_poison(_NUM_BESIDE_POISON)
+            result.recovery_s.append(await recovered(server, num_processes, callers.tally))
+            before = server.children()
+            await callers.ask_for_death()
+            if server.children() != before:
+                callers.tally.complain("a request that was refused has ended a process")
+            result.num_runs += 1
+            result.tally.ends += callers.tally.ends
+            result.tally.complaints += callers.tally.complaints
+            _say(f"{kind} {result.num_runs}: back after {result.recovery_s[-1]:.1f} s")
+            if callers.tally.complaints:
+                _say(f"  {dict(callers.tally.complaints)}")
+    return result
+
+
+FAULTS = (
+    *("none", "frontend", "core", "stopped", "loading", "descriptors", "supervisor", "folder", "upgrade"),
+    *("poison", "poison-killed"),
+)
 
 
 def main() -> int:
@@ -558,6 +632,8 @@ def main() -> int:
                 work = compare(options, folder, adapter)
             elif kind == "supervisor":
                 work = kill_supervisors(arguments.runs, options, folder, adapter)
+            elif kind.startswith("poison"):
+                work = poison_cores(kind, arguments.runs, options, folder, adapter)
             elif kind in ("folder", "upgrade"):
                 work = end_with_an_error(kind, arguments.runs, options, folder, adapter)
             else:

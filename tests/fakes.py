@@ -43,6 +43,7 @@ from kestrel_runtime.api.events import (
     Timing,
     Usage,
 )
+from kestrel_runtime.api.images import Image, RemoteImage
 from kestrel_runtime.api.requests import Caption, Detect, Gaze, Point, Query, Request
 from kestrel_runtime.api.stream import Stream
 
@@ -127,6 +128,8 @@ class FakeEngine:
         self.tenants: list[str] = []
         self.namespaces: list[str] = []
         self.cleared: list[tuple[str | None, bytes | None]] = []
+        self.images: dict[bytes, Image] = {}
+        """By digest: those of requests that come over sockets, which carry no image."""
         self.num_cancelled = 0
         self.num_expected = 0
         self.num_submitted = asyncio.Semaphore(0)
@@ -145,8 +148,23 @@ class FakeEngine:
     def submit_samples(
         self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
     ) -> list[Stream]:
+        streams = [Stream() for _ in request.sampling.samples()]
+        self.submit_to(streams, request, deadline_s=deadline_s, tenant=tenant, namespace=namespace)
+        return streams
+
+    def submit_to(
+        self,
+        streams: list[Stream],
+        request: Request,
+        *,
+        deadline_s: float | None = None,
+        tenant: str = "",
+        namespace: str = "",
+    ) -> None:
+        """As an engine core has it: the streams lead to a front end."""
         samples = request.sampling.samples()
-        streams = [Stream() for _ in samples]
+        if isinstance(request.image, RemoteImage):
+            request = replace(request, image=self.images[request.image.digest])
         error = self._refusal(request, len(samples))
         for stream, sampling in zip(streams, samples, strict=True):
             if error is not None:
@@ -164,7 +182,9 @@ class FakeEngine:
             )
             stream.over.add_done_callback(lambda _, stream=stream: self._end(stream))
             self.num_submitted.release()
-        return streams
+
+    def on_acquitted(self, callback: Callable[[str], None]) -> None:
+        """As an engine core has it; nobody is suspected."""
 
     def _refusal(self, request: Request, num_samples: int) -> KestrelError | None:
         max_queued = self.info.config.max_queued_requests

@@ -22,6 +22,8 @@ from kestrel_client import AsyncClient
 from kestrel_client.errors import Cancelled, DeadlineExceeded, KestrelClientError
 
 WAIT_LIMIT_S = 120.0
+PAUSE_S = 0.05
+"""Between two calls of a caller, on average."""
 _SIZES_PX = ((64, 48), (200, 140), (378, 378), (800, 557), (1280, 900), (2400, 1600))
 _OBJECTS = ("star", "yellow star", "bar", "blue circle", "label")
 _MAX_ERRORS = 50
@@ -78,15 +80,15 @@ class MixedTraffic:
                 *(self._ask(client, chance, names[number % len(names)]) for number in range(num_calls))
             )
 
-    async def run(self, num_callers: int, duration_s: float) -> None:
+    async def run(self, num_callers: int, duration_s: float, pause_s: float = PAUSE_S) -> None:
         """So many callers, one call after another each, until the time is over and their last calls have ended."""
         loop = asyncio.get_running_loop()
         end = loop.time() + duration_s
         self._seed += 1
         callers = [random.Random(1000 * self._seed + number) for number in range(num_callers)]
-        await asyncio.gather(*(self._call_until(end, chance) for chance in callers))
+        await asyncio.gather(*(self._call_until(end, chance, pause_s) for chance in callers))
 
-    async def _call_until(self, end: float, chance: random.Random) -> None:
+    async def _call_until(self, end: float, chance: random.Random, pause_s: float) -> None:
         loop = asyncio.get_running_loop()
         while loop.time() < end:
             async with AsyncClient(self._address, timeout_s=WAIT_LIMIT_S, max_retry_s=0) as client:
@@ -94,7 +96,7 @@ class MixedTraffic:
                     if loop.time() >= end:
                         return
                     await self._misbehave_or_ask(client, chance)
-                    await asyncio.sleep(chance.expovariate(20))
+                    await asyncio.sleep(min(pause_s * chance.expovariate(1), max(0.0, end - loop.time())))
 
     async def _misbehave_or_ask(self, client: AsyncClient, chance: random.Random) -> None:
         kind = chance.choices(("ask", "cancel", "deadline", "bad input"), (70, 12, 8, 10))[0]

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,29 +119,70 @@ def _commit() -> str:
     return answer.stdout.strip() or "unknown"
 
 
-_GAUGES = ("kestrel_kv_cache_used", "kestrel_scheduler_running", "kestrel_scheduler_waiting")
-_STOP_TIMEOUT_S = 40
+_GAUGES = (
+    *("kestrel_kv_cache_used", "kestrel_scheduler_running"),
+    *("kestrel_scheduler_waiting", "kestrel_scheduler_preprocessing"),
+)
 _SCRAPE_TIMEOUT_S = 30
 _LOG_S = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Vitals:
-    """A look at the process. Bytes are those of resident memory."""
+class ProcessVitals:
+    """A look at one process. Bytes are those of resident memory."""
 
+    pid: int
     rss_bytes: int
     num_descriptors: int
     num_threads: int
     cpu_s: float
+
+    @staticmethod
+    def of(pid: int) -> ProcessVitals:
+        """Now. Raises `OSError` where the process has ended."""
+        folder = Path("/proc") / str(pid)
+        status = (folder / "status").read_text()
+        times = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+        return ProcessVitals(
+            pid,
+            rss_bytes=1024 * _number(status, "VmRSS"),
+            num_descriptors=len(os.listdir(folder / "fd")),
+            num_threads=_number(status, "Threads"),
+            cpu_s=(int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """A look at a server: at each of its processes, and at all engines together."""
+
+    processes: dict[str, ProcessVitals]
+    """By name: `server`, or `supervisor`, `frontend 0`, `core 0` and so on."""
     num_used_pages: int
     num_running: int
     num_waiting: int
     """Requests that are prepared, or being prepared."""
 
+    @property
+    def rss_bytes(self) -> int:
+        return sum(process.rss_bytes for process in self.processes.values())
+
+    @property
+    def num_descriptors(self) -> int:
+        return sum(process.num_descriptors for process in self.processes.values())
+
+    @property
+    def num_threads(self) -> int:
+        return sum(process.num_threads for process in self.processes.values())
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(process.cpu_s for process in self.processes.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What the process holds, after a collection of garbage."""
+    """What the process that was started holds, after a collection of garbage: of several, the supervisor."""
 
     num_tasks: int
     """asyncio's tasks that have not ended."""
@@ -165,6 +206,13 @@ class WatchedServer:
     def pid(self) -> int:
         return self._process.pid
 
+    def processes(self) -> dict[str, int]:
+        """The process ids of the server by name, as `Vitals` has them."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        named = {_process_name(int(child)): int(child) for child in children}
+        own = {name: pid for name, pid in named.items() if name is not None}
+        return {"supervisor" if own else "server": self.pid, **own}
+
     def metrics(self) -> dict[str, float]:
         """Every series that the server has now."""
         with urllib.request.urlopen(self._metrics, timeout=_SCRAPE_TIMEOUT_S) as response:
@@ -173,21 +221,16 @@ class WatchedServer:
         return {name: float(value) for name, value in pairs}
 
     def vitals(self) -> Vitals:
-        """How the process does now."""
-        metrics = self.metrics()
-        used, running, waiting = (int(metrics[name]) for name in _GAUGES)
-        folder = Path("/proc") / str(self.pid)
-        status = (folder / "status").read_text()
-        times = (folder / "stat").read_text().rsplit(")", 1)[1].split()
-        return Vitals(
-            rss_bytes=1024 * _number(status, "VmRSS"),
-            num_descriptors=len(os.listdir(folder / "fd")),
-            num_threads=_number(status, "Threads"),
-            cpu_s=(int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK"),
-            num_used_pages=used,
-            num_running=running,
-            num_waiting=waiting + int(metrics["kestrel_scheduler_preprocessing"]),
-        )
+        """How the processes do now. One that has just ended is left out."""
+        sums: defaultdict[str, float] = defaultdict(float)
+        for series, value in self.metrics().items():
+            sums[series.partition("{")[0]] += value  # engines in processes of their own have labels
+        used, running, waiting, preprocessing = (int(sums[name]) for name in _GAUGES)
+        processes: dict[str, ProcessVitals] = {}
+        for name, pid in self.processes().items():
+            with contextlib.suppress(OSError):
+                processes[name] = ProcessVitals.of(pid)
+        return Vitals(processes, used, running, waiting + preprocessing)
 
     def holdings(self) -> Holdings:
         """What it holds now; asking stops it for as long as a collection takes."""
@@ -213,7 +256,7 @@ class WatchedServer:
         """From the log, which a thread of the server writes."""
         end = time.monotonic() + _LOG_S
         while time.monotonic() < end:
-            if found := re.search(r"metrics and probes on (\S+)", self._log.read_text()):
+            if found := re.search(r"metrics and probes(?: of all processes)? on (\S+)", self._log.read_text()):
                 return found[1]
             time.sleep(0.01)
         raise RuntimeError(f"no port for metrics in {self._log}")
@@ -242,6 +285,16 @@ def watched_server(log: Path, options: Sequence[str]) -> Iterator[WatchedServer]
             yield WatchedServer(process, log)
         finally:
             process.kill()  # without effect where it has ended
+
+
+def _process_name(pid: int) -> str | None:
+    """What `ps` shows of a front end or a core behind the name of the program; None of anything else."""
+    try:
+        title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+    except OSError:
+        return None
+    program, _, name = title.strip().partition(" ")
+    return name if program == "kestrel-grpc" and name else None
 
 
 def _number(status: str, name: str) -> int:

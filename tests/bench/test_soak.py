@@ -10,18 +10,23 @@ from pathlib import Path
 import pytest
 
 from bench.harness.mixed_traffic import Tally
-from bench.harness.serving import Holdings, Vitals
+from bench.harness.serving import Holdings, ProcessVitals, Vitals
 from bench.soak import Look, Rest, Soak
 from tests.reference_fixtures import CHECKOUT
 
 MIB = 2**20
-VITALS = Vitals(500 * MIB, 20, 18, 1.0, num_used_pages=0, num_running=0, num_waiting=0)
+SUPERVISOR, CORE = ProcessVitals(1, 60 * MIB, 11, 8, 1.0), ProcessVitals(2, 500 * MIB, 20, 18, 1.0)
+VITALS = Vitals({"supervisor": SUPERVISOR, "core 0": CORE}, num_used_pages=0, num_running=0, num_waiting=0)
 REST = Rest(VITALS, Holdings(3, Counter({"builtins.dict": 9})))
+
+
+def with_core(**changes: int) -> Vitals:
+    return replace(VITALS, processes={**VITALS.processes, "core 0": replace(CORE, **changes)})
 
 
 def half_an_hour(mib_per_hour: float = 0.0) -> Soak:
     looks = (
-        Look(5.0 * number, replace(VITALS, rss_bytes=round((500 + mib_per_hour * number / 720) * MIB)))
+        Look(5.0 * number, with_core(rss_bytes=round((500 + mib_per_hour * number / 720) * MIB)))
         for number in range(360)
     )
     return Soak({}, 1800.0, 60.0, REST, REST, tuple(looks), Tally(), (), 0)
@@ -33,27 +38,31 @@ def with_error(soak: Soak) -> Soak:
     return replace(soak, tally=tally)
 
 
-def after(**changes: int) -> Rest:
-    return replace(REST, vitals=replace(VITALS, **changes))
+def after(vitals: Vitals) -> Soak:
+    return replace(half_an_hour(), after=replace(REST, vitals=vitals))
 
 
 def test_a_server_that_stays_as_it_is_gives_no_cause_for_complaint():
     soak = half_an_hour()
     assert soak.complaints() == []
-    assert "+0.00 ± 0.00 MiB per hour" in soak.as_text()
+    assert "memory of the core 0 over the second half: +0.00 ± 0.00 MiB per hour" in soak.as_text()
 
 
 @pytest.mark.parametrize(
     ("soak", "complaint"),
     [
-        (half_an_hour(mib_per_hour=20.0), "memory rises by 20.0 MiB per hour"),
+        (half_an_hour(mib_per_hour=20.0), "memory of the core 0 rises by 20.0 MiB per hour"),
         (with_error(half_an_hour()), "1 errors that were not injected"),
-        (replace(half_an_hour(), after=after(num_used_pages=2)), "2 pages in use"),
+        (after(replace(VITALS, num_used_pages=2)), "2 pages in use"),
         (
-            replace(half_an_hour(), after=after(num_descriptors=21)),
-            "descriptors: 20 after the warm-up, 21 in the end",
+            after(with_core(num_descriptors=21)),
+            "descriptors of the core 0: 20 after the warm-up, 21 in the end",
         ),
-        (replace(half_an_hour(), after=after(num_threads=19)), "threads: 18 after the warm-up, 19 in the end"),
+        (after(with_core(num_threads=19)), "threads of the core 0: 18 after the warm-up, 19 in the end"),
+        (
+            after(with_core(pid=3)),
+            "other processes in the end: {'supervisor': 1, 'core 0': 3} after {'supervisor': 1, 'core 0': 2}",
+        ),
         (
             replace(half_an_hour(), after=replace(REST, holdings=Holdings(4, Counter()))),
             "tasks: 3 after the warm-up, 4 in the end",
@@ -76,6 +85,7 @@ def test_a_few_seconds_leave_nothing_behind(tmp_path: Path):
     found = json.loads((tmp_path / "soak.json").read_text())
     assert found["complaints"] == []
     assert sum(found["answered"].values()) >= 32
-    assert found["looks"][-1]["cpu_s"] > found["looks"][0]["cpu_s"] > 0
+    first, last = (found["looks"][number]["processes"]["server"]["cpu_s"] for number in (0, -1))
+    assert last > first > 0
     assert found["after"]["num_tasks"] > 0
     assert (tmp_path / "soak-memory.svg").read_text().startswith("<svg")

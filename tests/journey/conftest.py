@@ -2,9 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import pytest
@@ -17,9 +16,7 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.processes.client import EngineClient
-from kestrel_runtime.processes.core import CoreServer
-from kestrel_runtime.processes.endpoint import CoreEndpoint
+from tests.over_sockets import behind_sockets
 from tests.reference_fixtures import MD3_SMALL
 
 
@@ -73,20 +70,6 @@ async def live_server(
             asked = await stack.enter_async_context(behind_sockets(engine, tmp_path_factory.mktemp("sockets")))
         server = await stack.enter_async_context(Server(asked, config))
         yield LiveServer(server, engine, await stack.enter_async_context(_channel(server)))
-
-
-@asynccontextmanager
-async def behind_sockets(engine: LocalEngine, folder: Path) -> AsyncIterator[EngineClient]:
-    """The same engine, asked as front ends in other processes ask it."""
-    endpoint = CoreEndpoint(folder, 0)
-    core = CoreServer(engine, endpoint)
-    await core.start()
-    client = await EngineClient.connect([endpoint], "frontend-0.1")
-    try:
-        yield client
-    finally:
-        client.close()
-        await core.close()
 
 
 def _channel(server: Server) -> grpc.aio.Channel:

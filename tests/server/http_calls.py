@@ -13,6 +13,7 @@ from typing import Any
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
 from tests.fakes import FakeEngine
+from tests.over_sockets import as_chosen
 
 IMAGE_BYTES = b"an encoded image"
 IMAGE_URL = "data:image/png;base64," + base64.b64encode(IMAGE_BYTES).decode()
@@ -110,5 +111,5 @@ class HttpServing:
 async def serving_http(engine: FakeEngine | None = None, **options: Any) -> AsyncIterator[HttpServing]:
     engine = engine or FakeEngine()
     config = ServerConfig(port=0, http_port=0, **options)
-    async with Server(engine, config) as server:
+    async with as_chosen(engine) as asked, Server(asked, config) as server:
         yield HttpServing(server, engine)

@@ -20,6 +20,7 @@ from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
 from tests.fakes import FakeEngine
+from tests.over_sockets import as_chosen
 
 EOF: Any = vars(grpc.aio)["EOF"]
 """What `read` returns at the end of a stream; the type stubs do not list it."""
@@ -71,7 +72,8 @@ def open_channel(server: Server) -> grpc.aio.Channel:
 async def serving(engine: FakeEngine | None = None, **options: Any) -> AsyncIterator[Serving]:
     engine = engine or FakeEngine()
     async with (
-        Server(engine, ServerConfig(port=0, **options)) as server,
+        as_chosen(engine) as asked,
+        Server(asked, ServerConfig(port=0, **options)) as server,
         open_channel(server) as channel,
     ):
         yield Serving(server, engine, channel)

@@ -80,6 +80,11 @@ _PIXEL_BYTES = 3
 _MAX_READ_AT_ONCE = 32
 """Messages; then other callbacks of the event loop have their turn."""
 _SUSPECTED_S = 600.0
+_FAULT, _KILL = 2, 1
+"""What the end of a core's process says against the requests that were in flight. SIGKILL comes from outside, as
+for want of memory, and may have nothing to do with them."""
+_RUNS_ALONE, _IS_REFUSED = 2, 4
+"""From how much of that on a request runs alone, and is refused if it did so when its core ended."""
 _MAX_REMEMBERED = 256
 """Fingerprints of suspects, and of refused requests."""
 
@@ -115,7 +120,7 @@ class EngineClient:
         self._status = EngineStatus.RECOVERING
         self._is_draining = self._is_closed = False
         self._callbacks: list[Callable[[EngineStatus], None]] = []
-        self._suspects: dict[str, float] = {}  # fingerprints, with the moments at which they became suspects
+        self._evidence: dict[str, tuple[int, float]] = {}  # by fingerprint: how much, and since when
         self._refused: dict[str, None] = {}
         for core in cores:
             core.serve(self._take, self._update_status)
@@ -145,12 +150,11 @@ class EngineClient:
     def core_gone(self, index: int, *, is_fault: bool = True) -> None:
         """The process of a core has ended. Requests that it has not begun to answer go to another core.
 
-        Without `is_fault` it was ended from outside, and no request is suspected of it.
+        Without `is_fault` it was ended from outside.
         """
         core = self._cores[index]
         core.end()
-        if is_fault:
-            self._judge(FlightRecord.read(core.flight_record))
+        self._judge(FlightRecord.read(core.flight_record), _FAULT if is_fault else _KILL)
         self._update_status()
         for call in {call.ids: call for call in self._calls.values() if call.core is core}.values():
             fingerprint = call.fingerprint()
@@ -167,20 +171,22 @@ class EngineClient:
         self._warn(self._cores[index])
         self._update_status()
 
-    def _judge(self, in_flight: frozenset[str]) -> None:
+    def _judge(self, in_flight: frozenset[str], weight: int) -> None:
         """What follows from the requests that were in flight when the process of a core ended.
 
-        All of them run alone until they have ended well. One that was in flight alone, and was a suspect before, is
-        refused.
+        They run alone until they have ended well: at once after a fault, after the second time where it was killed.
+        One that was in flight alone is refused: after the second fault, or the fourth time.
         """
-        since = time.monotonic() - _SUSPECTED_S
-        for fingerprint in [name for name, moment in self._suspects.items() if moment < since]:
-            del self._suspects[fingerprint]
-        if len(in_flight) == 1 and in_flight <= self._suspects.keys():
-            self._refused |= dict.fromkeys(in_flight)
-            _log.error("%s has ended an engine process twice: it is refused from now on", *in_flight)
-        self._suspects |= dict.fromkeys(in_flight, time.monotonic())
-        for known in (self._suspects, self._refused):
+        now = time.monotonic()
+        for fingerprint in [name for name, (_, since) in self._evidence.items() if since < now - _SUSPECTED_S]:
+            del self._evidence[fingerprint]
+        for fingerprint in in_flight:
+            before, _ = self._evidence.pop(fingerprint, (0, now))
+            self._evidence[fingerprint] = before + weight, now
+            if len(in_flight) == 1 and before + weight >= _IS_REFUSED:
+                self._refused[fingerprint] = None
+                _log.error("%s has ended engine processes: it is refused from now on", fingerprint)
+        for known in (self._evidence, self._refused):
             while len(known) > _MAX_REMEMBERED:
                 del known[next(iter(known))]
         for core in self._cores:
@@ -188,10 +194,16 @@ class EngineClient:
 
     def _warn(self, core: _Core) -> None:
         """Tell a core, before it gets their requests again."""
-        if self._suspects:
-            core.send(Suspect(tuple(self._suspects)))
+        if suspects := [name for name, (weight, _) in self._evidence.items() if weight >= _RUNS_ALONE]:
+            core.send(Suspect(tuple(suspects)))
         if self._refused:
             core.send(Refuse(tuple(self._refused)))
+
+    def _acquit(self, call: _Call) -> None:
+        """A request has ended well."""
+        if self._evidence:
+            for fingerprint in [name for name in self._evidence if name.startswith(call.fingerprint())]:
+                del self._evidence[fingerprint]
 
     @property
     def status(self) -> EngineStatus:
@@ -388,7 +400,7 @@ class EngineClient:
             self._give_pixels(core, message)
             return
         if isinstance(message, Acquitted):
-            self._suspects.pop(message.fingerprint, None)
+            self._evidence.pop(message.fingerprint, None)
             return
         for item in message.of_requests:
             call = self._calls.get(item.id)
@@ -396,6 +408,8 @@ class EngineClient:
                 continue
             call.has_events = True
             events, error = messages.events_in(item)
+            if events and isinstance(events[-1], Finished):
+                self._acquit(call)
             call.stream(item.id).deliver(events, error)
 
     def _give_pixels(self, core: _Core, message: NeedPixels) -> None:

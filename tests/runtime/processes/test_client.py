@@ -63,10 +63,16 @@ class Cores:
         self.servers = [CoreServer(*each) for each in zip(self.engines, self.endpoints, strict=True)]
         self.client: EngineClient
 
-    async def lose(self, index: int) -> None:
-        """As if the process of a core had been killed."""
+    async def lose(self, index: int, *, is_fault: bool = True) -> None:
+        """As if the process of a core had ended by itself, or had been killed."""
         await self.servers[index].close()
-        self.client.core_gone(index)
+        self.client.core_gone(index, is_fault=is_fault)
+
+    async def replace(self, index: int) -> None:
+        """As if a new process of a core that was lost were ready."""
+        self.servers[index] = CoreServer(self.engines[index], self.endpoints[index])
+        await self.servers[index].start()
+        await self.client.core_ready(index)
 
 
 @asynccontextmanager
@@ -286,9 +292,7 @@ async def test_without_a_core_requests_are_refused_until_one_is_back(
     assert type(await error_of(submit(one.client, ENDLESS))) is EngineUnavailable
     with pytest.raises(EngineUnavailable):
         await one.client.clear_cache()
-    one.servers[0] = CoreServer(one.engines[0], one.endpoints[0])
-    await one.servers[0].start()
-    await one.client.core_ready(0)
+    await one.replace(0)
     await submit(one.client, Query("what?", SMALL_IMAGE, sampling=GREEDY)).result()
     assert seen == [EngineStatus.RECOVERING, EngineStatus.SERVING]
 
@@ -327,9 +331,7 @@ async def test_a_request_that_ends_two_processes_is_refused_and_no_other(
     finally:
         monkeypatch.setattr(StepRunner, "launch", launch)
         holds.set()
-    two.servers[1] = CoreServer(two.engines[1], two.endpoints[1])
-    await two.servers[1].start()
-    await two.client.core_ready(1)
+    await two.replace(1)
     assert type(await error_of(submit(two.client, poison))) is RequestRefused
     for request in others:
         await submit(two.client, request).result()
@@ -353,11 +355,44 @@ async def test_a_suspect_that_runs_to_its_end_is_none_any_more(two: Cores, monke
         monkeypatch.setattr(StepRunner, "launch", launch)
         holds.set()
         await held.result()
-        two.servers[0] = CoreServer(two.engines[0], two.endpoints[0])
-        await two.servers[0].start()
-        await two.client.core_ready(0)
+        await two.replace(0)
         holds.clear()
         reached.clear()
+
+
+async def test_a_request_is_refused_once_its_core_was_killed_four_times_without_an_end_between(
+    two: Cores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Query("what?", sampling=GREEDY)
+    launch, held = StepRunner.launch, asyncio.Queue[threading.Event]()
+    loop = asyncio.get_running_loop()
+
+    def launch_when_let(*arguments: Any) -> Any:
+        let = threading.Event()
+        loop.call_soon_threadsafe(held.put_nowait, let)
+        let.wait()
+        return launch(*arguments)
+
+    async def kill(index: int) -> None:
+        """Have a core killed that has the request in a step; it goes to the other one."""
+        let = await held.get()
+        await two.lose(index, is_fault=False)
+        await two.replace(index)
+        let.set()
+
+    monkeypatch.setattr(StepRunner, "launch", launch_when_let)
+    stream = submit(two.client, request)
+    for index in (0, 1, 0):
+        await kill(index)
+    monkeypatch.setattr(StepRunner, "launch", launch)
+    (await held.get()).set()
+    await stream.result()  # an end: what was held against it is forgotten
+    monkeypatch.setattr(StepRunner, "launch", launch_when_let)
+    stream = submit(two.client, request)
+    for index in (0, 1, 0, 1):
+        assert not stream.over.done()
+        await kill(index)
+    assert type(await error_of(stream)) is RequestRefused
 
 
 async def test_draining_waits_for_requests_and_takes_no_more(one: Cores) -> None:
