@@ -3,6 +3,8 @@
 The tests of the server ask a fake engine. With the variable `ENGINE_CHANNEL=sockets` they ask it over sockets:
 
     ENGINE_CHANNEL=sockets python -m pytest tests/server
+
+Modules with `pytestmark = BOTH_CHANNELS` ask over both in every run.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kestrel_runtime.api.engine import Engine, ImageInfo
 from kestrel_runtime.api.images import Image, image_digest
 from kestrel_runtime.engine.engine import LocalEngine
@@ -24,6 +28,9 @@ from kestrel_runtime.processes.endpoint import CoreEndpoint
 from tests.fakes import FakeEngine
 
 VARIABLE, SOCKETS = "ENGINE_CHANNEL", "sockets"
+BOTH_CHANNELS = pytest.mark.parametrize(
+    "engine_channel", ["", SOCKETS], ids=["one process", SOCKETS], indirect=True, scope="module"
+)
 
 
 @asynccontextmanager

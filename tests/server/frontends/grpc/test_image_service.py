@@ -397,6 +397,7 @@ async def test_a_server_that_stores_images_says_so() -> None:
     assert list(info.capabilities) == ["images"]
 
 
+@pytest.mark.one_process("the test tells the engine, not the server's side of it")
 async def test_a_server_that_drains_stores_nothing_more() -> None:
     async with serving() as rig:
         await rig.engine.drain()

@@ -140,6 +140,7 @@ async def test_finished_request_is_not_cancelled() -> None:
         assert rig.engine.num_cancelled == 0
 
 
+@pytest.mark.one_process("what an engine raises stays in its process")
 @pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
 async def test_own_cancellation_does_not_hang_the_caller(method: str) -> None:
     """Something that the handler waits for is cancelled, not by the caller, who must get an error."""
@@ -152,6 +153,7 @@ async def test_own_cancellation_does_not_hang_the_caller(method: str) -> None:
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.one_process("what an engine raises stays in its process")
 @pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
 async def test_bug_is_internal_and_its_text_is_for_the_log_alone(
     method: str, caplog: pytest.LogCaptureFixture
@@ -281,6 +283,7 @@ async def test_calls_beyond_the_limit_are_refused_and_told_when_to_come_again(
         await read(rig.vision.Query(QUERY), 1)
 
 
+@pytest.mark.one_process("a front end holds the image until the core has it")
 @pytest.mark.parametrize("method", [http2.QUERY, http2.COMPLETE_QUERY])
 async def test_only_the_engine_holds_an_image(method: str) -> None:
     image = bytes(200_000)
@@ -381,6 +384,7 @@ async def test_error_in_the_middle_of_a_stream_follows_what_was_said() -> None:
         assert reason_of(caught.value) == "ENGINE_UNAVAILABLE"
 
 
+@pytest.mark.one_process("the load is that of a tenth of a second ago")
 async def test_hanging_up_at_any_moment_leaves_nothing_behind() -> None:
     async with serving(FakeEngine(stalls)) as rig:
         for number in range(60):

@@ -26,7 +26,10 @@ from kestrel_runtime.api.events import (
 )
 from kestrel_runtime.api.requests import Query, Segment
 from tests.fakes import FakeEngine
+from tests.over_sockets import BOTH_CHANNELS
 from tests.server.serving import IMAGE, serving
+
+pytestmark = BOTH_CHANNELS
 
 
 async def test_query_streams_started_deltas_and_the_whole() -> None:
@@ -71,6 +74,7 @@ async def test_a_partial_outline_says_so() -> None:
         assert (await rig.vision.Segment(request)).segments[0].is_partial
 
 
+@pytest.mark.one_process("events come one by one")
 async def test_the_path_of_a_slow_reader_is_joined_and_the_box_is_not_lost() -> None:
     box = OutlineBox(Box(0.0, 0.0, 0.5, 1.0))
     pieces = [TextDelta(" L 0 1" * 100, TextChannel.PATH, index, 1) for index in range(2000)]

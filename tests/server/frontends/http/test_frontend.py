@@ -172,6 +172,7 @@ async def test_compressed_bodies_are_refused() -> None:
     assert (answer.status, answer.json["error"]["code"]) == (415, "MEDIA_TYPE_UNSUPPORTED")
 
 
+@pytest.mark.one_process("the time may be over when the request comes")
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_deadline_ends_the_request(is_streamed: bool) -> None:
     def waits(request: Any) -> list[object]:
@@ -212,6 +213,7 @@ async def test_calls_are_counted_as_on_grpc() -> None:
     assert 'kestrel_requests_failed_total{reason="INVALID_REQUEST",rpc_method="rest/query"} 1' in text
 
 
+@pytest.mark.one_process("the test tells the engine, not the server's side of it")
 async def test_probes_follow_the_engine() -> None:
     async with serving_http() as rig:
         assert [(await rig.ask(path)).status for path in ("/healthz", "/livez", "/readyz")] == [200, 200, 200]

@@ -23,9 +23,10 @@ from kestrel_runtime.api.events import (
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.api.sampling_params import SamplingParams
 from tests.fakes import HOLD, TIMING, FakeEngine, answers
+from tests.over_sockets import BOTH_CHANNELS
 from tests.server.http_calls import IMAGE_BYTES, IMAGE_URL, HttpServing, serving_http
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), BOTH_CHANNELS]
 
 CHAT = "/v1/chat/completions"
 TEXT = {"role": "user", "content": "What is it?"}

@@ -66,6 +66,7 @@ async def test_an_image_that_is_not_stored_is_told_from_a_model_that_is_not_serv
     assert (answer.status, answer.json["error"]["code"]) == (404, "IMAGE_NOT_FOUND")
 
 
+@pytest.mark.one_process("the test tells the engine, not the server's side of it")
 async def test_a_server_that_drains_stores_nothing():
     async with serving_http() as rig:
         rig.engine.become(EngineStatus.DRAINING)

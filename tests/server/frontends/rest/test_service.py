@@ -34,9 +34,10 @@ from kestrel_runtime.api.requests import (
     Segment,
 )
 from tests.fakes import HOLD, TIMING, FakeEngine, answers, fails
+from tests.over_sockets import BOTH_CHANNELS
 from tests.server.http_calls import IMAGE_BYTES, IMAGE_URL, HttpServing, serving_http
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), BOTH_CHANNELS]
 
 METRICS = {
     "input_tokens": 735,
@@ -167,6 +168,7 @@ async def test_streams_have_chunks_and_end_with_the_answer(rig: HttpServing):
     assert last["answer"] == "a kestrel"
 
 
+@pytest.mark.one_process("events come one by one")
 async def test_a_streamed_outline_has_the_three_kinds_of_events_of_the_client(rig: HttpServing):
     events = (await rig.ask("/v1/segment", {"object": "x", "image_url": IMAGE_URL, "stream": True})).events
     assert [event["type"] for event in events] == ["bbox", "path_delta", "final"]

@@ -16,8 +16,11 @@ from kestrel_runtime.api.requests import (
 )
 from tests.fakes import HOLD, FakeEngine
 from tests.fakes import answers as scripted
+from tests.over_sockets import BOTH_CHANNELS
 from tests.server.serving import EOF, serving
 from tests.server.triton_calls import FINAL, IMAGE, TritonStub, answers, facts, infer, iterate, query
+
+pytestmark = BOTH_CHANNELS
 
 STRICT = (("triton_grpc_error", "true"),)
 
