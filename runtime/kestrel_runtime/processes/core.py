@@ -304,6 +304,10 @@ class _Frontend:
         if ended:
             self._server.call(lambda: _end_all(ended))
 
+    def call(self, callback: Callable[[], object]) -> None:
+        """From any thread: have the event loop call this."""
+        self._server.call(callback)
+
     def ask_for_pixels(self, id: int) -> tuple[int, Future[RawImage]]:
         """From any thread: the number of the question, and what will be the decoded image of a request."""
         arrival: Future[RawImage] = Future()
@@ -364,9 +368,15 @@ class _ForwardedStream(Stream):
     def post(destination: _Frontend, deliveries: list[Delivery]) -> None:
         destination.post(deliveries)
 
+    def fail(self, error: KestrelError) -> None:
+        # After what the event loop does now: a request whose time is over is told so, and then that it was cancelled.
+        self._frontend.call(lambda: self.deliver([], error))
+
     def deliver(self, events: list[Event], error: KestrelError | None = None) -> None:
         if not self.over.done():
             self._frontend.post([Delivery(self, events, error)])
+            if error is not None:
+                self._end()
 
     def refuse(self, error: KestrelError) -> None:
         if not self.over.done():

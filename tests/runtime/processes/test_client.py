@@ -185,6 +185,11 @@ async def test_a_deadline_ends_a_request(one: Cores) -> None:
     assert type(await error_of(submit(one.client, ENDLESS, deadline_s=0.3))) is DeadlineExceeded
 
 
+async def test_a_deadline_that_has_passed_before_a_thread_has_time_is_told_as_such(one: Cores) -> None:
+    streams = [submit(one.client, Query(f"question {number}"), deadline_s=-1.0) for number in range(20)]
+    assert {type(await error_of(stream)) for stream in streams} == {DeadlineExceeded}
+
+
 async def test_a_cancelled_request_returns_its_pages(one: Cores) -> None:
     stream = submit(one.client, ENDLESS)
     await anext(stream)
