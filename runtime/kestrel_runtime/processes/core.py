@@ -369,7 +369,7 @@ class _ForwardedStream(Stream):
         destination.post(deliveries)
 
     def fail(self, error: KestrelError) -> None:
-        # After what the event loop does now: a request whose time is over is told so, and then that it was cancelled.
+        # After what the event loop does now: who waits too long is told so, and not that the preparation is cancelled.
         self._frontend.call(lambda: self.deliver([], error))
 
     def deliver(self, events: list[Event], error: KestrelError | None = None) -> None:

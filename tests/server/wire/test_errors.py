@@ -157,6 +157,7 @@ async def test_unsupported_skill_is_named() -> None:
     assert failed.violations[0].subject == "query"
 
 
+@pytest.mark.one_process("the test tells the engine, not the server's side of it")
 @pytest.mark.parametrize("engine_status", [EngineStatus.DRAINING, EngineStatus.RECOVERING])
 async def test_unavailability_that_passes_says_why(engine_status: EngineStatus) -> None:
     engine = FakeEngine()
