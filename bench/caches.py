@@ -331,7 +331,7 @@ def stored(arguments: argparse.Namespace) -> int:
 
 MAX_FROM_COIN, MIN_WITHIN = 0.05, 0.95
 _NUM_WARM_UPS = 5
-_LEAK_OPTIONS = ("--device", "cpu", "--kv-pages", "1024")
+_LEAK_OPTIONS = ("--devices", "cpu", "--kv-pages", "1024")  # options of the caller may name others
 
 
 @dataclass(frozen=True, slots=True)

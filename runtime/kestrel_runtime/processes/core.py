@@ -369,7 +369,7 @@ class _ForwardedStream(Stream):
         destination.post(deliveries)
 
     def fail(self, error: KestrelError) -> None:
-        # After what the event loop does now: who waits too long is told so, and not that the preparation is cancelled.
+        # After what the event loop does now: who waited too long is told that, not that preparation was cancelled.
         self._frontend.call(lambda: self.deliver([], error))
 
     def deliver(self, events: list[Event], error: KestrelError | None = None) -> None:
