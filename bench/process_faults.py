@@ -74,6 +74,8 @@ _RECOVERY_S = 90.0
 _STOPPED_S = 30.0
 _LOAD_BEFORE_S, _LOAD_AFTER_S = 1.0, 3.0
 _NUM_BESIDE_POISON = 63
+_FEW_QUESTIONS = 6
+"""Of each kind, to servers that do not live long."""
 _GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
 _QUESTIONS = ("What is shown?", "How many bars are there?", "Which colour is the star?")
 _ALLOWED_HTTP = {429, 499, 502, 503}
@@ -510,7 +512,7 @@ async def kill_supervisors(num_runs: int, options: Sequence[str], folder: Path, 
     result = Result("supervisor")
     for number in range(num_runs):
         with serving(options, folder / f"supervisor-{number}.log") as server:
-            callers = Callers(server, adapter)
+            callers = Callers(server, adapter, _FEW_QUESTIONS)
             callers.must_not_fail = False
             await callers.learn()
             calling = asyncio.ensure_future(callers.run(_LOAD_BEFORE_S + _LOAD_AFTER_S))
@@ -544,7 +546,7 @@ async def end_with_an_error(kind: str, num_runs: int, options: Sequence[str], fo
             for name in ("kestrel_grpc", "runtime", "kernels", "clients"):
                 shutil.copytree(_TREE / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         with serving(options, folder / f"{kind}-{number}.log", tree) as server:
-            callers = Callers(server, adapter)
+            callers = Callers(server, adapter, _FEW_QUESTIONS)
             callers.must_not_fail = False
             await callers.learn()
             calling = asyncio.ensure_future(callers.run(_LOAD_BEFORE_S + _LOAD_AFTER_S))
@@ -581,7 +583,7 @@ async def poison_cores(kind: str, num_runs: int, options: Sequence[str], folder:
     for number in range(num_runs):
         log = folder / f"{kind}-{number}.log"
         with serving(options, log, program=poison.__name__, environment=environment) as server:
-            callers = Callers(server, adapter, num_questions=6)
+            callers = Callers(server, adapter, _FEW_QUESTIONS)
             callers.wait_for_ready = True
             num_processes = len(server.children())
             await callers.learn()
