@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import Any
+from collections.abc import Iterable
 
 SEED = 13
 VARIABLE = "POISON"
@@ -34,14 +34,15 @@ def _die() -> None:
 
 def _run_core() -> int:
     from kestrel_grpc.host import core
-    from kestrel_runtime.execution.step_runner import StepRunner
+    from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
+    from kestrel_runtime.scheduling.batch import Batch
 
     launch = StepRunner.launch
 
-    def launch_unless_poisoned(self: StepRunner, batch: Any, *others: Any) -> Any:
+    def launch_unless_poisoned(self: StepRunner, batch: Batch, after: Iterable[StepHandle] = ()) -> StepHandle:
         if any(sequence.seed == SEED for sequence in batch.sequences):
             _die()
-        return launch(self, batch, *others)
+        return launch(self, batch, after)
 
     StepRunner.launch = launch_unless_poisoned
     return core.main()
