@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from kestrel_runtime.api.adapters import AdapterInfo
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load, SkillDefaults
+from kestrel_runtime.api.engine import (
+    ClearedCache,
+    CoreReading,
+    EngineInfo,
+    EngineStatus,
+    ImageInfo,
+    Load,
+    SkillDefaults,
+)
 from kestrel_runtime.api.errors import (
     AdapterInvalid,
     AdapterNotFound,
@@ -244,6 +253,9 @@ class FakeEngine:
 
     def load(self) -> Load:
         return Load(len(self._players), 2, 3, 40, 500, 123.5, 6789)
+
+    def cores(self) -> list[CoreReading]:
+        return [CoreReading(0, self.status, self.info, self.load(), os.getpid())]
 
     async def drain(self) -> None:
         self.become(EngineStatus.DRAINING)

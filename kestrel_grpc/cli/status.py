@@ -5,26 +5,29 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from kestrel_client import Adapter, Client
+from kestrel_client import Adapter, Client, EngineLoad, MemoryPlan
 from kestrel_grpc.cli.common import add_client_arguments, run_with_client
 from kestrel_grpc.process import complain
+
+_NOTHING = "-"
+"""In place of what the server does not know."""
 
 
 def add_status_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the commands; each sets `run`, which takes the parsed arguments and returns the exit status."""
-    for name, summary, read in (
-        ("info", "show which server this is and what it accepts", _info),
-        ("models", "show the models that are served", _models),
-        ("load", "show how busy a server is", _load),
+    for name, summary, show in (
+        ("info", "show which server this is, its engines, and what it accepts", _print_info),
+        ("models", "show the models that are served", _print_models),
+        ("load", "show how busy a server is, each of its engines and of its processes", _print_load),
     ):
         parser = subparsers.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         add_client_arguments(parser)
         parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-        parser.set_defaults(run=partial(run_with_client, partial(_print, read)))
+        parser.set_defaults(run=partial(run_with_client, show))
     _add_adapter_command(subparsers)
 
 
@@ -82,26 +85,92 @@ def _requests(adapter: Adapter) -> str:
     return "1 request" if adapter.request_count == 1 else f"{adapter.request_count} requests"
 
 
-def _print(read: Callable[[Client], Any], client: Client, arguments: argparse.Namespace) -> None:
-    found = read(client)
+def _print_info(client: Client, arguments: argparse.Namespace) -> None:
+    info = client.server_info()
+    facts = dataclasses.asdict(info)
     if arguments.json:
-        print(json.dumps(found, ensure_ascii=False))
+        print(json.dumps(facts, ensure_ascii=False))
         return
-    for item in found if isinstance(found, Sequence) else [found]:
-        for name, value in _flat(item):
-            print(f"{name:<36} {value}")
+    _print_facts({name: value for name, value in facts.items() if name != "engines"})
+    rows = (
+        (
+            str(engine.index),
+            engine.device or _NOTHING,
+            _number(engine.max_running_requests or None),
+            *_memory(engine.memory_plan),
+            engine.device_uuid or _NOTHING,
+        )
+        for engine in info.engines
+    )
+    _print_table(("engine", "device", "batch", "weights", "KV cache", "memory", "GPU"), rows)
 
 
-def _info(client: Client) -> Mapping[str, Any]:
-    return dataclasses.asdict(client.server_info())
+def _print_models(client: Client, arguments: argparse.Namespace) -> None:
+    models = [dataclasses.asdict(model) for model in client.list_models()]
+    if arguments.json:
+        print(json.dumps(models, ensure_ascii=False))
+        return
+    for model in models:
+        _print_facts(model)
 
 
-def _models(client: Client) -> Sequence[Mapping[str, Any]]:
-    return [dataclasses.asdict(model) for model in client.list_models()]
+def _print_load(client: Client, arguments: argparse.Namespace) -> None:
+    load = client.load()
+    facts = dataclasses.asdict(load)
+    if arguments.json:
+        print(json.dumps(facts, ensure_ascii=False))
+        return
+    _print_facts({name: value for name, value in facts.items() if name not in ("engines", "frontends")})
+    columns = ("engine", "device", "process", "status", "running", "waiting", "preparing", "pages", "tokens/s")
+    _print_table(columns, map(_engine_row, load.engines))
+    rows = (
+        (frontend.name or "(whole server)", str(frontend.process_id), f"{frontend.open_request_count:,}")
+        for frontend in load.frontends
+    )
+    _print_table(("front end", "process", "requests"), rows)
 
 
-def _load(client: Client) -> Mapping[str, Any]:
-    return dataclasses.asdict(client.load())
+def _engine_row(engine: EngineLoad) -> tuple[str, ...]:
+    facts = (str(engine.index), engine.device or _NOTHING, _number(engine.process_id), str(engine.status))
+    load = engine.load
+    if load is None:
+        return (*facts, *[_NOTHING] * 5)
+    return (
+        *facts,
+        f"{load.running_request_count:,}",
+        f"{load.waiting_request_count:,}",
+        f"{load.preprocessing_request_count:,}",
+        f"{load.used_page_count:,} of {load.page_count:,}",
+        f"{load.output_tokens_per_second:.4g}",
+    )
+
+
+def _memory(plan: MemoryPlan | None) -> tuple[str, ...]:
+    """Weights, key-value cache and total."""
+    if plan is None:
+        return (_NOTHING,) * 3
+    sizes = (plan.weight_bytes, plan.cache_bytes, plan.total_bytes)
+    return tuple(f"{num_bytes / 2**30:,.2f} GiB" for num_bytes in sizes)
+
+
+def _number(value: int | None) -> str:
+    return _NOTHING if value is None else str(value)
+
+
+def _print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    """An empty line and a table; nothing without rows, which older servers do not tell."""
+    table = [columns, *rows]
+    if len(table) == 1:
+        return
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    print()
+    for row in table:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _print_facts(item: Mapping[str, Any]) -> None:
+    for name, value in _flat(item):
+        print(f"{name:<36} {value}")
 
 
 def _flat(item: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -34,7 +34,9 @@ class AskOne(msgspec.Struct, array_like=True):
 class LinkedPeers:
     """The `Peers` of a front end. Belongs to the event loop of the link."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, own_name: str, num_frontends: int) -> None:
+        self.own_name = own_name
+        self.num_frontends = num_frontends
         self._link = link
         self._answers: dict[str, Callable[[bytes], bytes]] = {}
         link.on(AskOne, lambda asked: self._answers[asked.topic](asked.question))

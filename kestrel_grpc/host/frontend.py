@@ -81,7 +81,9 @@ class _Frontend:
         self.instance_id = said.instance_id
         self._said = said
         self._link = new_link(self._own_metrics)
-        shared = Shared(self._link, Path(said.folder), said.identity)
+        shared = Shared(
+            self._link, Path(said.folder), said.identity, name=said.name, num_frontends=said.num_frontends
+        )
         self.limits, self.images, self.peers = shared.limits, shared.images, shared.peers
         self._connecting: dict[int, asyncio.Task[None]] = {}
         """Connections to new processes of cores, by index."""

@@ -20,6 +20,7 @@ class Begin(msgspec.Struct, frozen=True):
     folder: str
     """The private folder of the server."""
     num_cores: int
+    num_frontends: int
     ready_cores: frozenset[int]
     """To a front end: the cores that serve now."""
     instance_id: str

@@ -16,10 +16,10 @@ from kestrel_grpc.images.image_index import StoreLimits
 class Shared:
     """In a front end: its part of what is shared. `folder` is the supervisor's private folder."""
 
-    def __init__(self, link: Link, folder: Path, identity: str) -> None:
+    def __init__(self, link: Link, folder: Path, identity: str, *, name: str, num_frontends: int) -> None:
         self.limits = SharedLimits(link)
         self.images = SharedImages(link, folder, identity)
-        self.peers = LinkedPeers(link)
+        self.peers = LinkedPeers(link, name, num_frontends)
 
 
 class Owner:

@@ -105,6 +105,7 @@ class Supervisor:
         self.instance_id = secrets.token_hex(8)
         self.build = build_id()
         self.num_cores = len(layout.cores)
+        self.num_frontends = layout.num_frontends
         self.is_ending = False
         """Whether a process that ends is not started again."""
         self.must_end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -432,6 +433,7 @@ class _Child:
             identity=self.identity,
             folder=str(supervisor.folder),
             num_cores=supervisor.num_cores,
+            num_frontends=supervisor.num_frontends,
             ready_cores=supervisor.ready_cores(),
             instance_id=supervisor.instance_id,
             build=supervisor.build,

@@ -9,6 +9,16 @@ from typing import Protocol
 class Peers(Protocol):
     """The other front ends of the host."""
 
+    @property
+    def own_name(self) -> str:
+        """The name of this process among them, such as "frontend-0"; empty where it is the whole server."""
+        ...
+
+    @property
+    def num_frontends(self) -> int:
+        """How many front ends the host has, this process included; 0 where it is the whole server."""
+        ...
+
     def answer(self, topic: str, answer: Callable[[bytes], bytes]) -> None:
         """Answer questions of others about a topic. Called before `take_part`."""
         ...
@@ -24,6 +34,9 @@ class Peers(Protocol):
 
 class NoPeers:
     """For the only process on its ports."""
+
+    own_name = ""
+    num_frontends = 0
 
     def answer(self, topic: str, answer: Callable[[bytes], bytes]) -> None:
         """Nobody asks."""

@@ -211,8 +211,23 @@ class CannedEngine(engine_service_pb2_grpc.EngineServiceServicer):
             max_queued_requests=4,
             max_running_requests=5,
         )
+        plan = engine_service_pb2.MemoryPlan(
+            total_bytes=2**34, utilization=0.875, weight_bytes=2**31, cache_bytes=2**33, adapter_bytes=7
+        )
+        engines = [
+            engine_service_pb2.EngineInfo(
+                index=0, device="cuda", device_uuid="1a2b", max_running_requests=5, memory_plan=plan
+            ),
+            engine_service_pb2.EngineInfo(index=1),
+        ]
         return engine_service_pb2.GetServerInfoResponse(
-            server_version="9.9", instance_id="abc", capabilities=["fly"], limits=limits, model="tiny"
+            server_version="9.9",
+            instance_id="abc",
+            capabilities=["fly"],
+            limits=limits,
+            model="tiny",
+            engines=engines,
+            frontend_count=4,
         )
 
     def ListModels(self, request: Any, context: Any) -> Any:
@@ -242,7 +257,17 @@ class CannedEngine(engine_service_pb2_grpc.EngineServiceServicer):
             page_count=5,
             output_tokens_per_second=6.5,
         )
-        return engine_service_pb2.GetLoadResponse(load=load)
+        statuses = (
+            engine_service_pb2.ENGINE_STATUS_SERVING,
+            engine_service_pb2.ENGINE_STATUS_DRAINING,
+            engine_service_pb2.ENGINE_STATUS_RECOVERING,
+            engine_service_pb2.ENGINE_STATUS_DEAD,
+            engine_service_pb2.ENGINE_STATUS_UNSPECIFIED,
+        )
+        engines = [engine_service_pb2.EngineLoad(index=n, status=status) for n, status in enumerate(statuses)]
+        engines[0].MergeFrom(engine_service_pb2.EngineLoad(device="cuda", process_id=4712, load=load))
+        frontend = engine_service_pb2.FrontendLoad(name="frontend-0", process_id=4711, open_request_count=8)
+        return engine_service_pb2.GetLoadResponse(load=load, engines=engines, frontends=[frontend])
 
     def ClearCache(self, request: Any, context: Any) -> Any:
         pages = {"alice": 1, "yard": 2}.get(request.token or request.namespace, 3)

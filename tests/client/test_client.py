@@ -16,8 +16,13 @@ from kestrel_client import (
     Client,
     DeadlineExceeded,
     DetectedObject,
+    EngineInfo,
+    EngineLoad,
+    EngineStatus,
     FinishReason,
+    FrontendLoad,
     InvalidRequest,
+    Load,
     Point,
     Segment,
     TextChannel,
@@ -136,6 +141,23 @@ def test_the_server_tells_about_itself(client: Client) -> None:
     assert model.defaults[0].reasoning is False
     assert model.defaults[1].max_tokens is None
     assert client.load().output_tokens_per_second == 6.5
+
+
+def test_the_server_tells_about_its_engines_and_processes(client: Client) -> None:
+    info = client.server_info()
+    one, two = info.engines
+    assert (one.index, one.device, one.device_uuid, one.max_running_requests) == (0, "cuda", "1a2b", 5)
+    assert one.memory_plan is not None
+    assert (one.memory_plan.total_bytes, one.memory_plan.adapter_bytes) == (2**34, 7)
+    assert two == EngineInfo(1, "", "", 0, None)
+    assert info.frontend_count == 4
+    load = client.load()
+    assert [engine.status for engine in load.engines] == list(EngineStatus)
+    assert load.engines[0] == EngineLoad(
+        0, "cuda", EngineStatus.SERVING, 4712, Load(1, 2, 3, 4, 5, output_tokens_per_second=6.5)
+    )
+    assert load.engines[2] == EngineLoad(2, "", EngineStatus.RECOVERING, None, None)
+    assert load.frontends == (FrontendLoad("frontend-0", 4711, 8),)
 
 
 def test_operators_clear_caches_and_cancel_requests(client: Client) -> None:

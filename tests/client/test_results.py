@@ -9,6 +9,7 @@ import pytest
 
 from kestrel_client import (
     CaptionAlternative,
+    EngineStatus,
     FinishReason,
     QueryAlternative,
     TextChannel,
@@ -17,7 +18,7 @@ from kestrel_client import (
     TopLogprob,
     results,
 )
-from kestrel_client.v1 import generation_pb2, media_pb2, vision_service_pb2
+from kestrel_client.v1 import engine_service_pb2, generation_pb2, media_pb2, vision_service_pb2
 from tests.client import canned
 
 
@@ -39,6 +40,19 @@ def test_every_channel_of_the_contract_is_known() -> None:
     for name in generation_pb2.DESCRIPTOR.enum_types_by_name["TextChannel"].values_by_name:
         delta = results.text_delta(generation_pb2.TextDelta(channel=name))
         assert (delta.channel is TextChannel.UNKNOWN) == name.endswith("_UNSPECIFIED")
+
+
+def test_every_status_of_an_engine_is_known() -> None:
+    for name in engine_service_pb2.DESCRIPTOR.enum_types_by_name["EngineStatus"].values_by_name:
+        engine = engine_service_pb2.EngineLoad(status=name)
+        (read,) = results.load(engine_service_pb2.GetLoadResponse(engines=[engine])).engines
+        assert (read.status is EngineStatus.UNKNOWN) == name.endswith("_UNSPECIFIED")
+
+
+def test_a_server_without_the_parts_of_the_load_has_none() -> None:
+    response = engine_service_pb2.GetLoadResponse(load=engine_service_pb2.Load(page_count=5))
+    load = results.load(response)
+    assert (load.page_count, load.engines, load.frontends) == (5, (), ())
 
 
 def test_a_reason_from_the_future_is_unknown_rather_than_an_error() -> None:

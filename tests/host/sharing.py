@@ -38,8 +38,8 @@ class FrontEnd:
 
     instance_id = "one"
 
-    def __init__(self, link: Link, owners_link: Link, folder: Path, identity: str) -> None:
-        shared = Shared(link, folder, identity)
+    def __init__(self, link: Link, owners_link: Link, folder: Path, identity: str, num: int) -> None:
+        shared = Shared(link, folder, identity, name=identity.rpartition(".")[0], num_frontends=num)
         self.limits, self.images, self.peers = shared.limits, shared.images, shared.peers
         self.identity = identity
         self.link = link
@@ -98,7 +98,7 @@ async def sharing(folder: Path, engine: Core | None = None, *, num: int = 2, **o
             identity = f"frontend-{index}.1"
             ours, theirs, start = await stack.enter_async_context(linked(identity, "the supervisor"))
             owner.join(identity, ours)
-            host = FrontEnd(theirs, ours, folder, identity)
+            host = FrontEnd(theirs, ours, folder, identity, num)
             await start()
             hosts.append(host)
             server = await stack.enter_async_context(Server(engine, config, host=host))

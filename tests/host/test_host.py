@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kestrel_client import Client
+from kestrel_client import Client, EngineStatus
 from kestrel_client.v1 import engine_service_pb2, vision_service_pb2
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -88,6 +88,26 @@ def test_all_processes_are_one_server_to_callers_and_in_the_metrics(host: HostPr
             request = engine_service_pb2.GetServerInfoRequest()
             instances.add(EngineServiceStub(one).GetServerInfo(request, timeout=MAX_WAIT_S).instance_id)
     assert len(instances) == 1
+
+
+def test_the_load_and_the_server_info_show_each_engine_and_each_front_end(host: HostProcess) -> None:
+    processes = host.processes()
+    with Client(host.address) as client:
+        info, load = client.server_info(), client.load()
+    assert [(engine.index, engine.device, engine.status) for engine in load.engines] == [
+        *((0, "cpu", EngineStatus.SERVING), (1, "cpu", EngineStatus.SERVING))
+    ]
+    assert [engine.process_id for engine in load.engines] == [
+        *(processes["kestrel-grpc core 0"], processes["kestrel-grpc core 1"])
+    ]
+    assert sum(engine.load.page_count for engine in load.engines if engine.load is not None) == load.page_count > 0
+    assert [(one.name, one.process_id) for one in load.frontends] == [
+        ("frontend-0", processes["kestrel-grpc frontend 0"]),
+        ("frontend-1", processes["kestrel-grpc frontend 1"]),
+    ]
+    assert (len(info.engines), info.frontend_count) == (2, 2)
+    assert sum(engine.max_running_requests for engine in info.engines) == info.limits.max_running_requests
+    assert all(engine.memory_plan is not None for engine in info.engines)
 
 
 def test_the_http_port_serves_the_probes_and_the_metrics_of_all_processes(host: HostProcess) -> None:

@@ -281,6 +281,32 @@ async def test_a_new_limit_counts_the_calls_that_run_on_all_front_ends(tokens: P
         assert await admitted(rig, 0)
 
 
+# Load
+
+
+async def test_the_load_lists_every_front_end_with_the_requests_that_it_has_open(folder: Path) -> None:
+    async with sharing(folder, Core(waits), num=3) as rig:
+        call = asyncio.ensure_future(outcome(rig.servers[1].vision.CompleteQuery(QUERY)))
+        await rig.core.num_submitted.acquire()
+        for server in rig.servers:
+            told = await server.engine_service.GetLoad(engine_service_pb2.GetLoadRequest())
+            assert [(one.name, one.open_request_count) for one in told.frontends] == [
+                *(("frontend-0", 0), ("frontend-1", 1), ("frontend-2", 0))
+            ]
+            info = await server.engine_service.GetServerInfo(engine_service_pb2.GetServerInfoRequest())
+            assert info.frontend_count == 3
+        rig.core.release()
+        assert await call == "OK"
+
+
+async def test_the_load_is_told_where_another_front_end_cannot_tell_its_own(folder: Path) -> None:
+    async with sharing(folder) as rig:
+        rig.hosts[1].peers.answer("load", lambda _: bytes(1 // 0))
+        told = await rig.servers[0].engine_service.GetLoad(engine_service_pb2.GetLoadRequest())
+        assert told.load.page_count == rig.core.load().num_pages
+        assert [one.name for one in told.frontends] == ["frontend-0"]
+
+
 # Stored images
 
 

@@ -29,13 +29,13 @@ from kestrel_client.results import (
     ClearedCache,
     DetectResult,
     GazeResult,
-    Load,
     Model,
     Point,
     PointResult,
     QueryResult,
     SegmentResult,
     ServerInfo,
+    ServerLoad,
 )
 from kestrel_client.sending import DEFAULT_STORE_FROM_BYTES
 from kestrel_client.v1 import engine_service_pb2 as engine_pb2
@@ -435,7 +435,7 @@ class AsyncClient:
         )
 
     async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
-        """Returns the version, the instance, the model and the limits of the server.
+        """Returns the version, the instance, the model, the limits and the engines of the server.
 
         Args:
             timeout_s: The longest time for the call, in seconds.
@@ -456,8 +456,8 @@ class AsyncClient:
         )
         return results.models(response)
 
-    async def load(self, *, timeout_s: float | None = None) -> Load:
-        """Returns how busy the server is.
+    async def load(self, *, timeout_s: float | None = None) -> ServerLoad:
+        """Returns how busy the server is, each of its engines, and its processes that take calls.
 
         Args:
             timeout_s: The longest time for the call, in seconds.

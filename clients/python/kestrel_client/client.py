@@ -29,13 +29,13 @@ from kestrel_client.results import (
     ClearedCache,
     DetectResult,
     GazeResult,
-    Load,
     Model,
     Point,
     PointResult,
     QueryResult,
     SegmentResult,
     ServerInfo,
+    ServerLoad,
 )
 from kestrel_client.sending import DEFAULT_STORE_FROM_BYTES
 from kestrel_client.v1 import engine_service_pb2 as engine_pb2
@@ -433,7 +433,7 @@ class Client:
         )
 
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
-        """Returns the version, the instance, the model and the limits of the server.
+        """Returns the version, the instance, the model, the limits and the engines of the server.
 
         Args:
             timeout_s: The longest time for the call, in seconds.
@@ -454,8 +454,8 @@ class Client:
         )
         return results.models(response)
 
-    def load(self, *, timeout_s: float | None = None) -> Load:
-        """Returns how busy the server is.
+    def load(self, *, timeout_s: float | None = None) -> ServerLoad:
+        """Returns how busy the server is, each of its engines, and its processes that take calls.
 
         Args:
             timeout_s: The longest time for the call, in seconds.

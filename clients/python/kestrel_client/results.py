@@ -341,6 +341,47 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How the memory of a device was divided at the start.
+
+    `utilization` is the share of the memory that the server may take. The terms from `weight_bytes` on together are
+    `total_bytes`; `other_bytes` is what others had taken before, and `free_bytes` is planned for nothing.
+    """
+
+    total_bytes: int
+    utilization: float
+    weight_bytes: int
+    cache_bytes: int
+    activation_bytes: int
+    graph_bytes: int
+    image_bytes: int
+    image_cache_bytes: int
+    adapter_bytes: int
+    other_bytes: int
+    margin_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """An engine of a server, which has one for each device.
+
+    Attributes:
+        index: The number of the engine, from 0, as in the label `engine` of metrics.
+        device: Where it runs, such as "cpu" or "cuda"; empty while its process starts and has not told yet.
+        device_uuid: Names the GPU, as `nvidia-smi -L` does after "GPU-"; empty on the host.
+        max_running_requests: How many of its requests generate at a time; 0 while it has not told yet.
+        memory_plan: None where it divided no memory.
+    """
+
+    index: int
+    device: str
+    device_uuid: str
+    max_running_requests: int
+    memory_plan: MemoryPlan | None
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """Which server this is, and the name of its model. `instance_id` changes with every start."""
 
@@ -349,6 +390,10 @@ class ServerInfo:
     capabilities: tuple[str, ...]
     limits: Limits
     model: str
+    engines: tuple[EngineInfo, ...] = ()
+    """By index; empty from an older server."""
+    frontend_count: int = 0
+    """Processes that take calls; 0 where one process takes the calls and runs the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,9 +444,22 @@ class Adapter:
     """Whether new requests that name it use it; else only requests that run still do."""
 
 
+class EngineStatus(StrEnum):
+    """Whether an engine takes requests."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    """It finishes the requests that it has, and takes no others."""
+    RECOVERING = "recovering"
+    """It takes no requests while it recovers from a failure, or its process is started again."""
+    DEAD = "dead"
+    UNKNOWN = "unknown"
+    """A status that this version of the client does not know."""
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a server is."""
+    """How busy an engine is, or all engines of a server together."""
 
     running_request_count: int
     waiting_request_count: int
@@ -409,6 +467,40 @@ class Load:
     used_page_count: int
     page_count: int
     output_tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy one engine of a server is. `index` and `device` are those of its `EngineInfo`."""
+
+    index: int
+    device: str
+    status: EngineStatus
+    process_id: int | None
+    """None while its process is started again."""
+    load: Load | None
+    """None while its process is started again."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendLoad:
+    """How busy a process is that takes calls."""
+
+    name: str
+    """As in the log and in the label `process` of metrics; empty where one process is the whole server."""
+    process_id: int
+    open_request_count: int
+    """Requests to the model, of every API, that it has open now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad(Load):
+    """How busy a server is: all its engines together, each of them, and the processes that take calls."""
+
+    engines: tuple[EngineLoad, ...] = ()
+    """By index; empty from an older server."""
+    frontends: tuple[FrontendLoad, ...] = ()
+    """By name; empty from an older server. Those that do not answer in time are left out."""
 
 
 def query_result(message: vision_service_pb2.QueryResult) -> QueryResult:
@@ -478,7 +570,8 @@ def box(message: media_pb2.NormalizedBox) -> Box:
 def server_info(message: engine_service_pb2.GetServerInfoResponse) -> ServerInfo:
     """The server's information, read."""
     limits = _same(Limits, message.limits)
-    return _same(ServerInfo, message, capabilities=tuple(message.capabilities), limits=limits)
+    engines = tuple(map(_engine_info, message.engines))
+    return _same(ServerInfo, message, capabilities=tuple(message.capabilities), limits=limits, engines=engines)
 
 
 def models(message: engine_service_pb2.ListModelsResponse) -> tuple[Model, ...]:
@@ -494,9 +587,14 @@ def models(message: engine_service_pb2.ListModelsResponse) -> tuple[Model, ...]:
     )
 
 
-def load(message: engine_service_pb2.GetLoadResponse) -> Load:
+def load(message: engine_service_pb2.GetLoadResponse) -> ServerLoad:
     """The load, read."""
-    return _same(Load, message.load)
+    return _same(
+        ServerLoad,
+        message.load,
+        engines=tuple(map(_engine_load, message.engines)),
+        frontends=tuple(_same(FrontendLoad, frontend) for frontend in message.frontends),
+    )
 
 
 def cleared_cache(message: engine_service_pb2.ClearCacheResponse) -> ClearedCache:
@@ -571,6 +669,12 @@ _FINISH_REASONS: dict[int, FinishReason] = {
     generation_pb2.FINISH_REASON_MAX_OBJECTS: FinishReason.MAX_OBJECTS,
     generation_pb2.FINISH_REASON_STOP_SEQUENCE: FinishReason.STOP_SEQUENCE,
 }
+_ENGINE_STATUSES: dict[int, EngineStatus] = {
+    engine_service_pb2.ENGINE_STATUS_SERVING: EngineStatus.SERVING,
+    engine_service_pb2.ENGINE_STATUS_DRAINING: EngineStatus.DRAINING,
+    engine_service_pb2.ENGINE_STATUS_RECOVERING: EngineStatus.RECOVERING,
+    engine_service_pb2.ENGINE_STATUS_DEAD: EngineStatus.DEAD,
+}
 _CHANNELS: dict[int, TextChannel] = {
     generation_pb2.TEXT_CHANNEL_ANSWER: TextChannel.ANSWER,
     generation_pb2.TEXT_CHANNEL_REASONING: TextChannel.REASONING,
@@ -583,6 +687,24 @@ def _skill_defaults(message: engine_service_pb2.SkillDefaults) -> SkillDefaults:
         for name in ("max_tokens", "max_objects", "reasoning")
     }
     return _same(SkillDefaults, message, **given)
+
+
+def _engine_info(message: engine_service_pb2.EngineInfo) -> EngineInfo:
+    return _same(
+        EngineInfo,
+        message,
+        memory_plan=_same(MemoryPlan, message.memory_plan) if message.HasField("memory_plan") else None,
+    )
+
+
+def _engine_load(message: engine_service_pb2.EngineLoad) -> EngineLoad:
+    return _same(
+        EngineLoad,
+        message,
+        status=_ENGINE_STATUSES.get(message.status, EngineStatus.UNKNOWN),
+        process_id=message.process_id or None,
+        load=_same(Load, message.load) if message.HasField("load") else None,
+    )
 
 
 def _same(kind: type[AnyValue], message: Any, **converted: Any) -> AnyValue:

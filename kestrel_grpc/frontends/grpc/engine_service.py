@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_grpc import __version__
@@ -14,11 +16,23 @@ from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.peers import Peers
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterName
-from kestrel_runtime.api.engine import Engine, MemoryPlan, SkillDefaults
-from kestrel_runtime.api.errors import InvalidRequest, Violation
+from kestrel_runtime.api.engine import CoreReading, Engine, EngineStatus, Load, MemoryPlan, SkillDefaults
+from kestrel_runtime.api.errors import EngineUnavailable, InvalidRequest, Violation
 
+# What processes ask each other.
 _CANCEL = "cancel requests"
-"""What processes ask each other; the answer is the number of requests, in digits."""
+"""The answer is the number of requests, in digits."""
+_LOAD = "load"
+"""The answer is a `FrontendLoad`."""
+
+_STATUSES: Mapping[EngineStatus, wire.EngineStatus] = MappingProxyType(
+    {
+        EngineStatus.SERVING: wire.ENGINE_STATUS_SERVING,
+        EngineStatus.DRAINING: wire.ENGINE_STATUS_DRAINING,
+        EngineStatus.RECOVERING: wire.ENGINE_STATUS_RECOVERING,
+        EngineStatus.DEAD: wire.ENGINE_STATUS_DEAD,
+    }
+)
 
 
 class EngineService:
@@ -44,28 +58,30 @@ class EngineService:
         self._requests = requests
         self._peers = peers
         peers.answer(_CANCEL, self._cancel_for_peer)
+        peers.answer(_LOAD, lambda _: self._frontend_load().SerializeToString())
         self._server_info = self._render_server_info(instance_id, max_message_bytes, capabilities)
         self._models = wire.ListModelsResponse(models=[self._render_model()])
 
     async def GetServerInfo(
         self, request: wire.GetServerInfoRequest, call: CallContext
     ) -> wire.GetServerInfoResponse:
-        return self._server_info
+        info = wire.GetServerInfoResponse(engines=map(_engine_info, self._engine.cores()))
+        info.MergeFrom(self._server_info)
+        return info
 
     async def ListModels(self, request: wire.ListModelsRequest, call: CallContext) -> wire.ListModelsResponse:
         return self._models
 
     async def GetLoad(self, request: wire.GetLoadRequest, call: CallContext) -> wire.GetLoadResponse:
-        load = self._engine.load()
+        try:
+            others = await self._peers.ask(_LOAD, b"")
+        except EngineUnavailable:  # the load is needed most where a process does not answer
+            others = ()
+        frontends = [self._frontend_load(), *map(wire.FrontendLoad.FromString, others)]
         return wire.GetLoadResponse(
-            load=wire.Load(
-                running_request_count=load.num_running,
-                waiting_request_count=load.num_waiting,
-                preprocessing_request_count=load.num_preprocessing,
-                used_page_count=load.num_used_pages,
-                page_count=load.num_pages,
-                output_tokens_per_second=load.tokens_per_second,
-            )
+            load=_load(self._engine.load()),
+            engines=map(_engine_load, self._engine.cores()),
+            frontends=sorted(frontends, key=lambda frontend: frontend.name),
         )
 
     async def ClearCache(self, request: wire.ClearCacheRequest, call: CallContext) -> wire.ClearCacheResponse:
@@ -97,6 +113,14 @@ class EngineService:
         self, request: wire.UnloadAdapterRequest, call: CallContext
     ) -> wire.UnloadAdapterResponse:
         return wire.UnloadAdapterResponse(adapter=_adapter(await self._engine.unload_adapter(_name_of(request))))
+
+    def _frontend_load(self) -> wire.FrontendLoad:
+        """The load of this process."""
+        return wire.FrontendLoad(
+            name=self._peers.own_name,
+            process_id=os.getpid(),
+            open_request_count=len(self._requests.open_calls),
+        )
 
     def _cancel(self, request: wire.CancelRequestsRequest) -> int:
         """Cancel the selected requests of this process; returns how many."""
@@ -136,6 +160,7 @@ class EngineService:
                 max_running_requests=info.max_batch_size,
             ),
             memory_plan=None if info.memory is None else _memory_plan(info.memory),
+            frontend_count=self._peers.num_frontends,
         )
 
     def _render_model(self) -> wire.Model:
@@ -164,6 +189,38 @@ def _adapter(info: AdapterInfo) -> wire.Adapter:
     return wire.Adapter(
         name=info.name, digest=info.digest, request_count=info.num_requests, is_current=info.is_current
     )
+
+
+def _load(load: Load) -> wire.Load:
+    return wire.Load(
+        running_request_count=load.num_running,
+        waiting_request_count=load.num_waiting,
+        preprocessing_request_count=load.num_preprocessing,
+        used_page_count=load.num_used_pages,
+        page_count=load.num_pages,
+        output_tokens_per_second=load.tokens_per_second,
+    )
+
+
+def _engine_load(core: CoreReading) -> wire.EngineLoad:
+    return wire.EngineLoad(
+        index=core.index,
+        device="" if core.info is None else core.info.device,
+        status=_STATUSES[core.status],
+        process_id=core.process_id or 0,
+        load=None if core.load is None else _load(core.load),
+    )
+
+
+def _engine_info(core: CoreReading) -> wire.EngineInfo:
+    told, info = wire.EngineInfo(index=core.index), core.info
+    if info is not None:
+        told.device = info.device
+        told.device_uuid = info.device_uuid or ""
+        told.max_running_requests = info.max_batch_size
+        if info.memory is not None:
+            told.memory_plan.CopyFrom(_memory_plan(info.memory))
+    return told
 
 
 def _memory_plan(plan: MemoryPlan) -> wire.MemoryPlan:

@@ -190,6 +190,21 @@ class Load:
     """Captures of CUDA graphs during which a request came."""
 
 
+@dataclass(frozen=True, slots=True)
+class CoreReading:
+    """A reading of one engine core. An engine in this process is its only core."""
+
+    index: int
+    """From 0."""
+    status: EngineStatus
+    info: EngineInfo | None
+    """None until its process has told it for the first time."""
+    load: Load | None
+    """None while its process is started again."""
+    process_id: int | None
+    """None while its process is started again."""
+
+
 class Engine(Protocol):
     """An engine that has been started."""
 
@@ -259,7 +274,11 @@ class Engine(Protocol):
         ...
 
     def load(self) -> Load:
-        """How busy it is."""
+        """How busy it is, all cores together."""
+        ...
+
+    def cores(self) -> Sequence[CoreReading]:
+        """Each of its cores, in the order of their indices."""
         ...
 
     async def drain(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -20,7 +21,7 @@ from kestrel_ops import num_compilations
 from kestrel_runtime.adapters.store import AdapterPreparation, AdapterStore
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import CacheLoad, ClearedCache, EngineStatus, ImageInfo, Load
+from kestrel_runtime.api.engine import CacheLoad, ClearedCache, CoreReading, EngineStatus, ImageInfo, Load
 from kestrel_runtime.api.errors import (
     AdapterNotFound,
     EngineUnavailable,
@@ -301,6 +302,10 @@ class LocalEngine:
             num_compilations_awaited=num_compilations() - self._num_compilations,
             num_captures_awaited=self._loop.num_captures_awaited,
         )
+
+    def cores(self) -> list[CoreReading]:
+        """This engine alone."""
+        return [CoreReading(0, self.status, self.info, self.load(), os.getpid())]
 
     async def drain(self) -> None:
         """Take no new requests, and return when all of this event loop's have ended."""

@@ -23,7 +23,15 @@ import msgspec
 import zmq
 
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
-from kestrel_runtime.api.engine import CacheLoad, ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load
+from kestrel_runtime.api.engine import (
+    CacheLoad,
+    ClearedCache,
+    CoreReading,
+    EngineInfo,
+    EngineStatus,
+    ImageInfo,
+    Load,
+)
 from kestrel_runtime.api.errors import (
     EngineUnavailable,
     InternalError,
@@ -294,6 +302,10 @@ class EngineClient:
         """The sum over all cores, as they have last reported it."""
         return _sum_of([core.state.load for core in self._cores if core.is_connected])
 
+    def cores(self) -> list[CoreReading]:
+        """Each core, as it was last heard of."""
+        return [core.reading() for core in self._cores]
+
     async def drain(self) -> None:
         """Take no more requests, and return when those that run have ended."""
         self._is_draining = True
@@ -552,6 +564,7 @@ class _Core:
         self._build = build
         self._loop = asyncio.get_running_loop()
         self._info: EngineInfo | None = None
+        self._process_id: int | None = None
         self._state: CoreState | None = None
         self._sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
         self._numbers = itertools.count(1)
@@ -585,6 +598,10 @@ class _Core:
     @property
     def is_connected(self) -> bool:
         return self._state is not None
+
+    def reading(self) -> CoreReading:
+        load = None if self._state is None else self._state.load
+        return CoreReading(self.index, self.status, self._info, load, self._process_id)
 
     @property
     def load(self) -> int:
@@ -625,7 +642,7 @@ class _Core:
         if greeting.build != self._build:
             self.end()
             raise BuildMismatch(f"core {self.index} runs another build")
-        self._info = greeting.info
+        self._info, self._process_id = greeting.info, greeting.process_id
         await self._first_state
 
     def end(self) -> None:
@@ -635,7 +652,7 @@ class _Core:
             self._loop.remove_reader(events.FD)
             requests.close()
             events.close()
-        self._sockets = self._state = None
+        self._sockets = self._state = self._process_id = None
         self.num_sent = 0
         for asked in self._asked.values():
             if not asked.done():

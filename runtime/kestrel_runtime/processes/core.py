@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Hashable, Iterable
@@ -200,7 +201,7 @@ class CoreServer:
 
     def _greet(self, identity: bytes, message: Hello) -> None:
         frontend = self._frontends.get(identity) or _Frontend(identity, self)
-        welcome = Welcome(self._build, self._engine.info)
+        welcome = Welcome(self._build, self._engine.info, os.getpid())
         if self.send(frontend, welcome) and message.build == self._build:
             self._frontends[identity] = frontend
             self.send(frontend, self._current_state())

@@ -416,6 +416,7 @@ class Welcome(Message):
 
     build: str
     info: EngineInfo
+    process_id: int
 
 
 class CoreState(Message):

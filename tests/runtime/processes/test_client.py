@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import os
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import pytest
 from PIL import Image
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import EngineStatus
+from kestrel_runtime.api.engine import CoreReading, EngineStatus
 from kestrel_runtime.api.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -238,6 +239,29 @@ async def test_a_place_is_held_while_an_image_is_fetched(loaded: LoadedModel, tm
                     pytest.fail("there is one place")
         async with served.client.expecting(ENDLESS):
             pass
+
+
+async def test_each_core_tells_of_itself_and_has_no_load_while_it_is_gone(two: Cores) -> None:
+    first, second = two.client.cores()
+    for index, core in enumerate((first, second)):
+        assert core.load is not None
+        assert (core.index, core.status, core.process_id) == (index, EngineStatus.SERVING, os.getpid())
+        assert (core.info, core.load.num_pages) == (two.engines[index].info, two.engines[index].load().num_pages)
+    stream = submit(two.client, ENDLESS)
+    async for _ in stream:
+        if any(core.load and core.load.num_running for core in two.client.cores()):
+            break
+    assert sorted(core.load.num_running for core in two.client.cores() if core.load) == [0, 1]
+    assert two.client.load().num_running == 1
+    stream.cancel()
+    await two.lose(0)
+    assert two.client.cores()[0] == CoreReading(0, EngineStatus.RECOVERING, first.info, None, None)
+    assert two.client.cores()[1].status is EngineStatus.SERVING
+    assert two.client.load().num_pages == two.engines[1].load().num_pages
+    two.servers[0] = CoreServer(two.engines[0], two.endpoints[0])
+    await two.servers[0].start()
+    await two.client.core_ready(0)
+    assert (two.client.cores()[0].load, two.client.cores()[0].process_id) != (None, None)
 
 
 async def test_caches_are_cleared_in_every_core(two: Cores) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import os
 from unittest.mock import AsyncMock
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from kestrel_grpc import __version__
 from kestrel_grpc.__main__ import main
 from kestrel_runtime.api.adapters import AdapterInfo
+from kestrel_runtime.api.engine import CoreReading, EngineStatus, MemoryPlan
 from tests.fakes import FakeEngine
 from tests.server.serving import serving
 
@@ -22,8 +25,18 @@ async def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+def facts(text: str) -> dict[str, str]:
+    """The names and values above the tables."""
+    return dict(line.split(maxsplit=1) for line in text.partition("\n\n")[0].splitlines())
+
+
+def tables(text: str) -> list[list[str]]:
+    """The lines of each table, with one space in place of several."""
+    return [[" ".join(line.split()) for line in part.splitlines()] for part in text.split("\n\n")[1:]]
+
+
 async def test_info_says_which_server_this_is_and_what_it_accepts(capsys):
-    rows = dict(line.split(maxsplit=1) for line in (await printed(capsys, "info")).splitlines())
+    rows = facts(await printed(capsys, "info"))
     assert rows["server_version"] == __version__
     assert rows["model"] == "fake"
     assert rows["capabilities"] == "images"
@@ -37,8 +50,60 @@ async def test_models_lists_skills_and_their_defaults(capsys):
 
 
 async def test_load_is_a_table_of_numbers(capsys):
-    rows = dict(line.split(maxsplit=1) for line in (await printed(capsys, "load")).splitlines())
-    assert rows["running_request_count"] == "0"
+    text = await printed(capsys, "load")
+    assert facts(text)["running_request_count"] == "0"
+    assert tables(text) == [
+        [
+            "engine device process status running waiting preparing pages tokens/s",
+            f"0 cpu {os.getpid()} serving 0 2 3 40 of 500 123.5",
+        ],
+        ["front end process requests", f"(whole server) {os.getpid()} 0"],
+    ]
+
+
+@pytest.fixture
+def three_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has three engines; the processes of two are started again, the last one for the first time."""
+    plan = MemoryPlan(2**37, 0.9, 3 * 2**30, 2**36, *[0] * 6)
+
+    def cores(engine: FakeEngine) -> list[CoreReading]:
+        info = dataclasses.replace(engine.info, device="cuda", device_uuid="1a2b", memory=plan)
+        return [
+            CoreReading(0, EngineStatus.SERVING, info, engine.load(), 4711),
+            CoreReading(1, EngineStatus.RECOVERING, info, None, None),
+            CoreReading(2, EngineStatus.RECOVERING, None, None, None),
+        ]
+
+    monkeypatch.setattr(FakeEngine, "cores", cores)
+
+
+@pytest.mark.usefixtures("three_engines")
+async def test_load_and_info_have_a_line_for_each_engine(capsys):
+    load, _ = tables(await printed(capsys, "load"))
+    assert load[1:] == [
+        "0 cuda 4711 serving 0 2 3 40 of 500 123.5",
+        "1 cuda - recovering - - - - -",
+        "2 - - recovering - - - - -",
+    ]
+    (info,) = tables(await printed(capsys, "info"))
+    assert info == [
+        "engine device batch weights KV cache memory GPU",
+        "0 cuda 16 3.00 GiB 64.00 GiB 128.00 GiB 1a2b",
+        "1 cuda 16 3.00 GiB 64.00 GiB 128.00 GiB 1a2b",
+        "2 - - - - - -",
+    ]
+
+
+@pytest.mark.usefixtures("three_engines")
+async def test_engines_and_processes_are_in_the_json_too(capsys):
+    load = json.loads(await printed(capsys, "load", "--json"))
+    assert load["page_count"] == load["engines"][0]["load"]["page_count"] == 500
+    assert [engine["status"] for engine in load["engines"]] == ["serving", "recovering", "recovering"]
+    assert load["engines"][1]["load"] is None
+    assert load["frontends"] == [{"name": "", "process_id": os.getpid(), "open_request_count": 0}]
+    info = json.loads(await printed(capsys, "info", "--json"))
+    assert info["engines"][0]["memory_plan"]["total_bytes"] == 2**37
+    assert info["frontend_count"] == 0
 
 
 async def test_adapters_are_listed_loaded_and_unloaded(capsys):

@@ -1,4 +1,5 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -6,25 +7,56 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class EngineStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENGINE_STATUS_UNSPECIFIED: _ClassVar[EngineStatus]
+    ENGINE_STATUS_SERVING: _ClassVar[EngineStatus]
+    ENGINE_STATUS_DRAINING: _ClassVar[EngineStatus]
+    ENGINE_STATUS_RECOVERING: _ClassVar[EngineStatus]
+    ENGINE_STATUS_DEAD: _ClassVar[EngineStatus]
+ENGINE_STATUS_UNSPECIFIED: EngineStatus
+ENGINE_STATUS_SERVING: EngineStatus
+ENGINE_STATUS_DRAINING: EngineStatus
+ENGINE_STATUS_RECOVERING: EngineStatus
+ENGINE_STATUS_DEAD: EngineStatus
+
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("server_version", "instance_id", "capabilities", "limits", "memory_plan", "model")
+    __slots__ = ("server_version", "instance_id", "capabilities", "limits", "memory_plan", "model", "engines", "frontend_count")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_PLAN_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    FRONTEND_COUNT_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     instance_id: str
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     limits: Limits
     memory_plan: MemoryPlan
     model: str
-    def __init__(self, server_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ..., model: _Optional[str] = ...) -> None: ...
+    engines: _containers.RepeatedCompositeFieldContainer[EngineInfo]
+    frontend_count: int
+    def __init__(self, server_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ..., model: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., frontend_count: _Optional[int] = ...) -> None: ...
+
+class EngineInfo(_message.Message):
+    __slots__ = ("index", "device", "device_uuid", "max_running_requests", "memory_plan")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_PLAN_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    device: str
+    device_uuid: str
+    max_running_requests: int
+    memory_plan: MemoryPlan
+    def __init__(self, index: _Optional[int] = ..., device: _Optional[str] = ..., device_uuid: _Optional[str] = ..., max_running_requests: _Optional[int] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ...) -> None: ...
 
 class MemoryPlan(_message.Message):
     __slots__ = ("total_bytes", "utilization", "weight_bytes", "cache_bytes", "activation_bytes", "graph_bytes", "image_bytes", "other_bytes", "margin_bytes", "free_bytes", "image_cache_bytes", "adapter_bytes")
@@ -121,10 +153,38 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("load",)
+    __slots__ = ("load", "engines", "frontends")
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    FRONTENDS_FIELD_NUMBER: _ClassVar[int]
     load: Load
-    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    engines: _containers.RepeatedCompositeFieldContainer[EngineLoad]
+    frontends: _containers.RepeatedCompositeFieldContainer[FrontendLoad]
+    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineLoad, _Mapping]]] = ..., frontends: _Optional[_Iterable[_Union[FrontendLoad, _Mapping]]] = ...) -> None: ...
+
+class EngineLoad(_message.Message):
+    __slots__ = ("index", "device", "status", "process_id", "load")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    device: str
+    status: EngineStatus
+    process_id: int
+    load: Load
+    def __init__(self, index: _Optional[int] = ..., device: _Optional[str] = ..., status: _Optional[_Union[EngineStatus, str]] = ..., process_id: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class FrontendLoad(_message.Message):
+    __slots__ = ("name", "process_id", "open_request_count")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    OPEN_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    process_id: int
+    open_request_count: int
+    def __init__(self, name: _Optional[str] = ..., process_id: _Optional[int] = ..., open_request_count: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running_request_count", "waiting_request_count", "preprocessing_request_count", "used_page_count", "page_count", "output_tokens_per_second")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_client.v1 import generation_pb2, vision_service_pb2
 from kestrel_grpc import __version__
 from kestrel_grpc.access.tokens import Scope, line_for
-from kestrel_runtime.api.engine import MemoryPlan
+from kestrel_runtime.api.engine import CoreReading, EngineStatus, MemoryPlan
 from tests.fakes import HOLD, FakeEngine
 from tests.server.serving import Serving, details_of, reason_of, serving
 
@@ -103,6 +104,65 @@ async def test_load_is_that_of_the_engine() -> None:
         page_count=500,
         output_tokens_per_second=123.5,
     )
+
+
+async def test_the_only_engine_has_the_whole_load_and_one_process_takes_the_calls() -> None:
+    async with serving(FakeEngine(lambda request: [HOLD])) as rig:
+        running = rig.vision.CompleteQuery(vision_service_pb2.CompleteQueryRequest(question="?"))
+        await rig.engine.num_submitted.acquire()
+        told = await rig.engine_service.GetLoad(wire.GetLoadRequest())
+        rig.engine.become(EngineStatus.RECOVERING)
+        (recovering,) = (await rig.engine_service.GetLoad(wire.GetLoadRequest())).engines
+        rig.engine.release()
+        running.cancel()
+    assert told.load.running_request_count == 1
+    assert list(told.engines) == [
+        wire.EngineLoad(
+            index=0,
+            device="cpu",
+            status=wire.ENGINE_STATUS_SERVING,
+            process_id=os.getpid(),
+            load=told.load,
+        )
+    ]
+    assert list(told.frontends) == [wire.FrontendLoad(process_id=os.getpid(), open_request_count=1)]
+    assert recovering.status == wire.ENGINE_STATUS_RECOVERING
+
+
+async def test_every_state_of_an_engine_has_its_status_in_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [CoreReading(index, status, None, None, None) for index, status in enumerate(EngineStatus)]
+    monkeypatch.setattr(FakeEngine, "cores", lambda _: states)
+    async with serving() as rig:
+        told = await rig.engine_service.GetLoad(wire.GetLoadRequest())
+    names = [wire.EngineStatus.Name(engine.status) for engine in told.engines]
+    assert names == [f"ENGINE_STATUS_{status.name}" for status in EngineStatus]
+
+
+async def test_server_info_tells_of_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    plan = MemoryPlan(2**36 + 1, 0.875, 2**35 + 3, 5, 7, 11, 13, 17, 19, -23, 29, 31)
+    gpu = replace(engine.info, device="cuda", device_uuid="1a2b", memory=plan, max_batch_size=8)
+    states = [
+        CoreReading(0, EngineStatus.SERVING, gpu, engine.load(), 4711),
+        CoreReading(1, EngineStatus.RECOVERING, None, None, None),
+    ]
+    monkeypatch.setattr(engine, "cores", lambda: states)
+    engine.info = gpu
+    async with serving(engine) as rig:
+        info = await rig.engine_service.GetServerInfo(wire.GetServerInfoRequest())
+        again = await rig.engine_service.GetServerInfo(wire.GetServerInfoRequest())
+        load = await rig.engine_service.GetLoad(wire.GetLoadRequest())
+    assert list(info.engines) == [
+        wire.EngineInfo(
+            index=0, device="cuda", device_uuid="1a2b", max_running_requests=8, memory_plan=info.memory_plan
+        ),
+        wire.EngineInfo(index=1),
+    ]
+    assert info.memory_plan.total_bytes == 2**36 + 1
+    assert info == again
+    assert info.frontend_count == 0
+    assert load.engines[1] == wire.EngineLoad(index=1, status=wire.ENGINE_STATUS_RECOVERING)
+    assert not load.engines[1].HasField("load")
 
 
 def bearing(name: str, **more: str) -> tuple[tuple[str, str], ...]:
