@@ -111,6 +111,8 @@ class Supervisor:
         self.must_end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why no process can be started again, so that the server ends, to be started anew."""
         self._is_withdrawn = False
+        self._no_core_serves = asyncio.Event()
+        """Set while all cores that have served are gone."""
         self.owner = Owner(folder, config.store_limits(), self._links_to_cores)
         """Of what the front ends share."""
         self._restarts: Counter[str] = Counter()
@@ -180,9 +182,12 @@ class Supervisor:
         """The process of a core has ended: tell the front ends."""
         for frontend in self._frontends:
             frontend.tell(CoreGone(index, is_fault))
+        if not self.ready_cores():
+            self._no_core_serves.set()
 
     def core_ready(self, index: int) -> None:
         """A new process of a core serves: tell the front ends."""
+        self._no_core_serves.clear()
         for frontend in self._frontends:
             frontend.tell(CoreReady(index))
 
@@ -226,11 +231,13 @@ class Supervisor:
         self._frontends[0].tell(Announce())
 
     async def _leave(self, delay_s: float) -> None:
-        """The lame-duck period and the draining of the front ends."""
+        """The lame-duck period, which ends early if no core serves, and then the draining of the front ends."""
         _log.info("withdrawing: calls are taken for another %g s", delay_s)
         self._is_withdrawn = True
         self._tell_frontends(Withdraw())
-        await asyncio.sleep(delay_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._no_core_serves.wait()
         self.is_ending = True
         self._tell_frontends(Drain())
         await self._ended(self._frontends, self.config.drain_timeout + _LAST_S)

@@ -224,6 +224,16 @@ def test_sigterm_withdraws_and_a_second_one_ends_all() -> None:
         assert all(has_ended(pid) for pid in pids.values())
 
 
+def test_the_lame_duck_period_ends_with_the_last_core() -> None:
+    with host_process("--frontends", "1", "--withdrawal-delay", "3600") as host:
+        assert host.address
+        host.process.terminate()
+        host.wait_for("withdrawing")
+        host.kill("kestrel-grpc core 0")
+        host.wait_for("draining")
+        assert host.wait() == 0
+
+
 @pytest.fixture
 def runtime_folder() -> Iterator[Path]:
     """For the private folders of servers. The path of `tmp_path` is too long for sockets."""
