@@ -31,6 +31,8 @@ from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
+from kestrel_runtime.memory.processor_affinity import bind_near
+from kestrel_runtime.models.loaded_model import pci_address
 from kestrel_runtime.processes.core import CoreServer
 from kestrel_runtime.processes.endpoint import CoreEndpoint
 
@@ -44,7 +46,9 @@ def main() -> int:
     endpoint = CoreEndpoint(Path(said.folder), said.index)
     try:
         with ended_with_supervisor(connection):
-            engine = LocalEngine.start(said.config.engine_config(), flight_record=endpoint.flight_record)
+            config = said.config.engine_config()
+            bind_near(pci_address(config))
+            engine = LocalEngine.start(config, flight_record=endpoint.flight_record)
     except CheckpointError as error:
         complain(str(error))
         return 1

@@ -71,6 +71,19 @@ def device_type(config: EngineConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def pci_address(config: EngineConfig) -> str | None:
+    """The address of the GPU that an engine will use, such as "0000:1b:00.0"; None if it uses none, or if this
+    version of torch does not tell the address."""
+    if device_type(config) != "cuda" or not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(torch.device("cuda"))
+    numbers = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if None in numbers:
+        return None
+    # A GPU is the first function of its device.
+    return "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+
+
 def _device(config: EngineConfig) -> torch.device:
     kind = device_type(config)
     if kind == "cuda" and not torch.cuda.is_available():
