@@ -500,7 +500,7 @@ class ServerLoad(Load):
     engines: tuple[EngineLoad, ...] = ()
     """By index; empty from an older server."""
     frontends: tuple[FrontendLoad, ...] = ()
-    """By name; empty from an older server. Those that do not answer in time are left out."""
+    """By name; only the one that answered if another did not in time. Empty from an older server."""
 
 
 def query_result(message: vision_service_pb2.QueryResult) -> QueryResult:
