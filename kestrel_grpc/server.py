@@ -122,7 +122,7 @@ class Server:
         has_probe_port = config.metrics_port is not None and host is None
         self._probe_port = ProbePort(self._probes) if has_probe_port else None
         self._maintenance = None if at_rest is None else Maintenance(engine, at_rest)
-        self._images = images or _images(config)
+        self._images = images or image_source(config)
         self._submission = Submission(engine, self._images, self._store, model_names=config.served_model_name or ())
         self._triton = self._triton_service() if config.triton else None
         self._groups = CallGroups(engine, config, self._access, self._observers())
@@ -337,7 +337,8 @@ def _access(config: ServerConfig, limits: Limits) -> Access:
     return OpenAccess() if config.tokens is None else TokenAccess(Path(config.tokens), limits)
 
 
-def _images(config: ServerConfig) -> ImageSource:
+def image_source(config: ServerConfig) -> ImageSource:
+    """Fetches images as the configuration allows. Raises `RemoteImagesUnavailable`."""
     if config.image_hosts is None:
         return NoRemoteImages()
     try:
@@ -358,12 +359,9 @@ def _certificate(config: ServerConfig) -> CertificateFiles | None:
 
 def require_usable(config: ServerConfig) -> None:
     """Raise what a `Server` would raise, before a model is loaded. Also raises `ConfigurationError`."""
-    adapters = config.engine.adapters
-    if adapters is not None and not Path(adapters).is_dir():
-        raise ConfigurationError((f"--adapters: there is no folder {adapters}",))
+    require_usable_engine(config)
     _access(config, TokenLimits())
     _certificate(config)
-    _images(config)
     require_free_port(config.host, config.port)
     for port in (config.http_port, config.triton_port):
         if port is not None:
@@ -373,3 +371,11 @@ def require_usable(config: ServerConfig) -> None:
     for host, port in ((config.admin_host, config.admin_port), (config.metrics_host, config.metrics_port)):
         if port is not None:
             require_free_port(host, port)
+
+
+def require_usable_engine(config: ServerConfig) -> None:
+    """The part of `require_usable` that concerns no port and no caller."""
+    adapters = config.engine.adapters
+    if adapters is not None and not Path(adapters).is_dir():
+        raise ConfigurationError((f"--adapters: there is no folder {adapters}",))
+    image_source(config)

@@ -83,14 +83,16 @@ SERVER_ARROWS = {
         *("access", "config", "frontends", "images", "listeners", "maintenance", "process", "telemetry", "wire")
     },
     "host": {"access", "config", "frontends", "images", "listeners", "process", "server", "telemetry", "wire"},
-    "cli": {"access", "config", "host", "images", "listeners", "process", "server", "telemetry"},
+    "cli": {
+        *("access", "config", "frontends", "host", "images", "listeners", "process", "server", "telemetry", "wire")
+    },
     "__main__": {"cli"},
 }
 TRANSPORTS = {"grpc", "grpc_health", "grpc_reflection", "google", "kestrel_client"}
 WITHOUT_TRANSPORT = SERVER_ARROWS.keys() - {"frontends", "cli", "__main__"}
 # Of the runtime the server knows `api` alone; what starts an engine, compiles for one or speaks to one knows more.
 STARTING_AN_ENGINE = {
-    *(f"cli/{name}.py" for name in ("accept", "acceptance_page", "compile", "demo", "serve", "verify")),
+    *(f"cli/{name}.py" for name in ("accept", "acceptance_page", "batch", "compile", "demo", "serve", "verify")),
     *(f"host/{name}.py" for name in ("child", "core", "frontend", "layout", "supervisor")),
 }
 SERVER_BREACHES = set[str]()
@@ -422,7 +424,7 @@ def undeclared(paths: list[Path], declared: set[str]) -> list[str]:
 
 def test_every_import_of_the_server_is_a_declared_dependency():
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-    assert undeclared(SOURCES, requirements(project, "gpu", "remote", "otel")) == []
+    assert undeclared(SOURCES, requirements(project, "gpu", "remote", "parquet", "otel")) == []
     # Programs of clients run in environments of their own.
     ours = [path for path in WRITTEN if path.parent != CHECKOUT / "tests" / "clients" / "programs"]
     assert undeclared(ours, requirements(project, "gpu", "remote", "otel", "dev")) == []

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kestrel_grpc import __version__
-from kestrel_grpc.cli.common import refuse
+from kestrel_grpc.cli.common import PICTURE_SUFFIXES, refuse
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, named_values
 from kestrel_grpc.process import complain
 from kestrel_runtime.api.config import BUILT_IN_MODEL, EngineConfig
@@ -42,7 +42,6 @@ _MAX_OBJECTS = 20
 _SPEED_S = 5.0
 _FLOAT8_CAPABILITY = (9, 0)
 """The first compute capability whose float8 products the fused paths use."""
-_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 _LAST_ERRORS = 12
 """Lines of a failed reference that are shown."""
 
@@ -146,7 +145,7 @@ def _given_pictures(folder: Path | None) -> Iterator[Picture]:
     from kestrel_client import draw
     from kestrel_runtime.verify.recording import Picture
 
-    for path in sorted(path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES):
+    for path in sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURE_SUFFIXES):
         try:
             image = draw(path)  # nothing: upright, in RGB
         except OSError as error:

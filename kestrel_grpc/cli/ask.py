@@ -39,13 +39,11 @@ from kestrel_client import (
     draw,
 )
 from kestrel_client.images import is_on_server
-from kestrel_grpc.cli.common import add_client_arguments, explain, run_with_client
+from kestrel_grpc.cli.common import PICTURE_SUFFIXES, add_client_arguments, explain, run_with_client
 from kestrel_grpc.process import complain
 
 NO_IMAGE = "-"
 """The value of IMAGE for a question without an image."""
-_PICTURES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"))
-"""The endings of the names of image files, in a folder."""
 Found = PointResult | DetectResult | SegmentResult | GazeResult
 IMAGE_HELP = "an image file, its address (https://…), or the name of a stored one (sha256:…)"
 
@@ -278,9 +276,9 @@ def _images(names: Sequence[str]) -> Iterator[str]:
         if is_on_server(name) or name == NO_IMAGE or not Path(name).is_dir():
             yield name
             continue
-        found = [str(path) for path in sorted(Path(name).iterdir()) if path.suffix.lower() in _PICTURES]
+        found = [str(path) for path in sorted(Path(name).iterdir()) if path.suffix.lower() in PICTURE_SUFFIXES]
         if not found:
-            raise ValueError(f"{name}: the folder holds no pictures ({', '.join(sorted(_PICTURES))})")
+            raise ValueError(f"{name}: the folder holds no pictures ({', '.join(sorted(PICTURE_SUFFIXES))})")
         yield from found
 
 

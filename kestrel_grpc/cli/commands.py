@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from kestrel_grpc import __version__
 from kestrel_grpc.cli.accept import add_accept_command
 from kestrel_grpc.cli.ask import add_client_commands
+from kestrel_grpc.cli.batch import add_batch_command
 from kestrel_grpc.cli.compile import add_compile_command
 from kestrel_grpc.cli.demo import add_demo_command
 from kestrel_grpc.cli.health import add_health_command
@@ -33,7 +34,7 @@ def run(words: Sequence[str]) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for add in (
         *(add_serve_command, add_verify_command, add_accept_command, add_demo_command, add_token_command),
-        *(add_client_commands, add_status_commands, add_health_command, add_compile_command),
+        *(add_client_commands, add_batch_command, add_status_commands, add_health_command, add_compile_command),
     ):
         add(commands)
     if not words:

@@ -15,6 +15,10 @@ from kestrel_grpc.process import complain
 
 Command = Callable[[Client, argparse.Namespace], int | None]
 """Runs with a client; returns the exit status, None for 0."""
+Flags = argparse.ArgumentParser | argparse._ArgumentGroup
+"""What flags are added to."""
+PICTURE_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"))
+"""The endings of the names of image files, in a folder, in lower case."""
 
 
 def refuse(error: ConfigurationError) -> int:
@@ -32,6 +36,11 @@ def add_client_arguments(parser: argparse.ArgumentParser) -> None:
         address_help="where the server is (%(default)s; KESTREL_GRPC_ADDRESS sets another default)",
         timeout_s=DEFAULT_TIMEOUT_S,
     )
+    add_token_argument(parser)
+
+
+def add_token_argument(parser: Flags) -> None:
+    """Add the flag."""
     parser.add_argument(
         "--token",
         default=os.environ.get("KESTREL_GRPC_TOKEN") or None,
@@ -72,9 +81,7 @@ def explain(error: Exception) -> str:
     return str(error)
 
 
-def add_connection_arguments(
-    parser: argparse.ArgumentParser, *, address: str | None, address_help: str, timeout_s: float
-) -> None:
+def add_connection_arguments(parser: Flags, *, address: str | None, address_help: str, timeout_s: float) -> None:
     """Add the flags. `address` None leaves the choice of a default to the command."""
     parser.add_argument("--address", default=address, help=address_help)
     _add_file(parser, "ca", "connect with TLS to a server whose certificate is signed by one in this file")
@@ -94,7 +101,7 @@ def tls_of(arguments: argparse.Namespace) -> ClientTls | None:
     return ClientTls.named(arguments.tls_ca, arguments.tls_client_certificate, arguments.tls_client_key)
 
 
-def _add_file(parser: argparse.ArgumentParser, name: str, help: str) -> None:
+def _add_file(parser: Flags, name: str, help: str) -> None:
     variable = environment_name(f"tls_{name.replace('-', '_')}")
     parser.add_argument(
         f"--tls-{name}",

@@ -21,22 +21,36 @@ _KNOWN_WITH_MODEL = "; known when the model is loaded: see the log, or GetServer
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every flag. Values stay texts: `ServerConfig.parse` checks them with those of the environment."""
     parser.usage = f"{parser.prog} [OPTION ...]"
-    for title, kind in (("engine", EngineConfig), ("server", ServerConfig)):
-        group = parser.add_argument_group(title)
-        for _, item in options_of(kind):
-            # A switch without a value means on.
-            may_stand_alone: dict[str, Any] = {"nargs": "?", "const": "on"} if item.parse is on_or_off else {}
-            unit = f", in {item.unit}" if item.unit else ""
-            group.add_argument(
-                flag_name(item.name),
-                **may_stand_alone,
-                metavar="on|off" if may_stand_alone else item.unit.upper() or item.name.rsplit("_", 1)[-1].upper(),
-                help=f"{item.help}{unit} (default: {item.default_text}; {environment_name(item.name)})",
-            )
-            if item.former_name is not None:
-                group.add_argument(flag_name(item.former_name), **may_stand_alone, help=argparse.SUPPRESS)
+    add_engine_arguments(parser)
+    group = parser.add_argument_group("server")
+    for _, item in options_of(ServerConfig):
+        _add_flag(group, item)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
+    """Add the flags of the engine, and of those options of the server that `others` names."""
+    group = parser.add_argument_group("engine")
+    for _, item in options_of(EngineConfig):
+        _add_flag(group, item)
+    for _, item in options_of(ServerConfig):
+        if item.name in others:
+            _add_flag(group, item)
     for name in REPLACED:  # for an error that names the new one
         parser.add_argument(flag_name(name), help=argparse.SUPPRESS)
+
+
+def _add_flag(group: argparse._ArgumentGroup, item: Option) -> None:
+    # A switch without a value means on.
+    may_stand_alone: dict[str, Any] = {"nargs": "?", "const": "on"} if item.parse is on_or_off else {}
+    unit = f", in {item.unit}" if item.unit else ""
+    group.add_argument(
+        flag_name(item.name),
+        **may_stand_alone,
+        metavar="on|off" if may_stand_alone else item.unit.upper() or item.name.rsplit("_", 1)[-1].upper(),
+        help=f"{item.help}{unit} (default: {item.default_text}; {environment_name(item.name)})",
+    )
+    if item.former_name is not None:
+        group.add_argument(flag_name(item.former_name), **may_stand_alone, help=argparse.SUPPRESS)
 
 
 def markdown_table() -> str:

@@ -39,7 +39,8 @@ _INLINE_BYTES = 256 * 1024
 """A larger body is parsed in a thread, so that other calls do not wait for the parser."""
 # `float` accepts more, such as 1_0.
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?|\.[0-9]+")
-_MAX_TIMEOUT_S = 86_400.0
+MAX_TIMEOUT_S = 86_400.0
+"""The most seconds in that header."""
 _NO_TIMEOUT = nullcontext()
 
 
@@ -222,7 +223,7 @@ def _timeout(text: str | None) -> tuple[float | None, InvalidRequest | None]:
     if text is None:
         return None, None
     seconds = float(text) if _NUMBER.fullmatch(text) else math.nan
-    if not 0.0 < seconds <= _MAX_TIMEOUT_S:
-        description = f"must be a number of seconds above 0 and at most {_MAX_TIMEOUT_S:g}"
+    if not 0.0 < seconds <= MAX_TIMEOUT_S:
+        description = f"must be a number of seconds above 0 and at most {MAX_TIMEOUT_S:g}"
         return None, InvalidRequest((Violation(TIMEOUT_KEY, description),))
     return seconds, None

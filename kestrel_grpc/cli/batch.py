@@ -1,0 +1,319 @@
+"""The command `kestrel-grpc batch`: answers the lines of a file, or the pictures of a folder, into a file of lines.
+
+The engine runs in this process, or is that of the server at `--address`. Either way a line is a request of the HTTP
+port: `batch_lines.py` makes it, `batch_callers.py` has it answered, `batch_run.py` keeps many in flight, and
+`batch_output.py` writes the answers so that an interrupted run can go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kestrel_grpc.cli.common import add_connection_arguments, add_token_argument, refuse, tls_of
+from kestrel_grpc.config.listing import add_engine_arguments
+from kestrel_grpc.config.options import ConfigurationError, ServerConfig, option_names
+from kestrel_grpc.config.sources import flag_name
+from kestrel_grpc.process import (
+    END_TIMEOUT_S,
+    SWITCH_INTERVAL_S,
+    complain,
+    end_now,
+    end_within,
+    loop_factory,
+    raise_descriptor_limit,
+    return_large_blocks,
+    set_apart_what_stays,
+    stop_signals,
+)
+from kestrel_grpc.telemetry.logs import set_up_logging
+
+if TYPE_CHECKING:
+    from kestrel_grpc.cli.batch_callers import Caller, ServerAddress
+    from kestrel_grpc.cli.batch_lines import Record, Source, Template
+    from kestrel_grpc.cli.batch_output import Output
+
+_FAILED, _MISUSED, _BY_SIGNAL = 1, 2, 128
+_SERVER_OPTIONS = (
+    *("config", "precision", "served_model_name", "image_hosts", "image_fetch_timeout", "log_level", "log_format"),
+)
+_IN_FLIGHT_PER_BATCH = 2
+"""Requests in flight for each place in the batch: while one is computed, the next is prepared."""
+_IN_FLIGHT_OF_SERVER = 64
+_MAX_IN_FLIGHT = 1024
+_TIMEOUT_S = 600.0
+_MAX_RETRY_S = 300.0
+
+_log = logging.getLogger(__name__)
+
+
+def add_batch_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command; it sets `run`, which takes the parsed arguments and returns the exit status."""
+    parser = subparsers.add_parser(
+        "batch",
+        help="answer the lines of a file, or the pictures of a folder, into a file",
+        description="Answer each line of IN into a line of OUT, in the same order. The model is loaded into this "
+        "process, with the options of serve, unless --address names a server. Exit 0 if every line was answered, 1 "
+        "if some failed, 2 for a mistake in the call.",
+        usage="%(prog)s IN OUT [OPTION ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "input",
+        metavar="IN",
+        type=Path,
+        help="a file of JSON lines (also OpenAI's batch lines), a .parquet file, or a folder of pictures",
+    )
+    parser.add_argument("output", metavar="OUT", type=Path, help="file of JSON lines to write")
+    parser.add_argument("--skill", metavar="SKILL", help="skill of the lines that name none, such as caption")
+    parser.add_argument(
+        "--field",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="a field of the REST request for the lines that do not have it, such as question=… or "
+        "settings.max_tokens=32; VALUE is JSON or else a text; may be repeated",
+    )
+    parser.add_argument(
+        "--seed",
+        metavar="N",
+        type=_whole_number(0, 2**63 - 1),
+        default=0,
+        help="a line without a seed gets N plus its number (%(default)s)",
+    )
+    parser.add_argument(
+        "--in-flight",
+        metavar="N",
+        type=_whole_number(1, _MAX_IN_FLIGHT),
+        help=f"requests at a time ({_IN_FLIGHT_PER_BATCH} × --max-batch-size; with --address "
+        f"{_IN_FLIGHT_OF_SERVER})",
+    )
+    parser.add_argument("--resume", action="store_true", help="go on with OUT where an interrupted run has ended")
+    parser.add_argument("--force", action="store_true", help="replace OUT")
+    parser.add_argument("--progress", action="store_true", help="show progress also where no terminal is")
+    parser.add_argument(
+        "--max-retry",
+        metavar="SECONDS",
+        type=_seconds,
+        default=_MAX_RETRY_S,
+        help="how long lines that are refused for now are sent again while none is answered; then the run ends and "
+        "can be resumed (%(default)g)",
+    )
+    server = parser.add_argument_group("server, in place of an engine in this process")
+    add_connection_arguments(
+        server,
+        address=None,
+        address_help="the HTTP port of a running server, such as http://localhost:8000 (--http-port of serve)",
+        timeout_s=_TIMEOUT_S,
+    )
+    add_token_argument(server)
+    add_engine_arguments(parser, *_SERVER_OPTIONS)
+    parser.set_defaults(run=_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What the command line asks for."""
+
+    arguments: argparse.Namespace
+    template: Template
+    source: Source
+    records: Iterator[Record]
+
+    def open_output(self, **settings: Any) -> Output:
+        """The output, whose lines answer no record that is left. `settings` is what answers depend on besides the
+        template. Raises `OutputRefused`."""
+        from kestrel_grpc.cli.batch_output import Output
+
+        given, template = self.arguments, self.template
+        known = {"skill": template.skill, "field": template.fields, "seed": template.seed, **settings}
+        output = Output(given.output, known, resumes=given.resume, replaces=given.force)
+        output.skip_answered(self.records)
+        return output
+
+
+def _batch(arguments: argparse.Namespace) -> int:
+    from kestrel_grpc.cli.batch_lines import InputUnusable, Template, fields_of, open_source
+    from kestrel_grpc.cli.batch_output import OutputRefused
+
+    try:
+        template = Template(
+            arguments.skill, fields_of(arguments.field), arguments.seed, arguments.input.absolute().parent
+        )
+        _require_consistent(arguments)
+        source = open_source(arguments.input)
+        job = _Job(arguments, template, source, iter(source))
+        return _with_engine(job) if arguments.address is None else _with_server(job)
+    except ConfigurationError as error:
+        return refuse(error)
+    except (InputUnusable, OutputRefused, ValueError) as error:
+        complain(str(error))
+        return _MISUSED
+    except OSError as error:
+        complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return _MISUSED
+
+
+def _require_consistent(arguments: argparse.Namespace) -> None:
+    """Raises `ConfigurationError`."""
+    from kestrel_grpc.frontends.http.endpoint import MAX_TIMEOUT_S
+
+    problems: list[str] = []
+    if arguments.resume and arguments.force:
+        problems.append("--resume and --force: give one of them")
+    if arguments.output.exists() and arguments.output.samefile(arguments.input):
+        problems.append("OUT must not be IN")
+    if not 0.0 < arguments.timeout <= MAX_TIMEOUT_S:
+        problems.append(f"--timeout: must be above 0 and at most {MAX_TIMEOUT_S:g}")
+    if arguments.address is not None:
+        given = [name for name in option_names() if getattr(arguments, name, None) is not None]
+        problems += [f"{flag_name(name)}: is set by the server at --address" for name in given]
+    if problems:
+        raise ConfigurationError(tuple(problems))
+
+
+def _with_server(job: _Job) -> int:
+    """Run with the server at `--address`; returns the exit status."""
+    from kestrel_grpc.cli.batch_callers import RunEnded, ServerAddress, ServerCaller, Unreachable
+
+    arguments = job.arguments
+    address: ServerAddress = ServerAddress.parse(arguments.address, tls_of(arguments))
+    num_in_flight = arguments.in_flight or _IN_FLIGHT_OF_SERVER
+    output = job.open_output()
+
+    async def run() -> int:
+        caller = ServerCaller(address, arguments.token, timeout_s=arguments.timeout, num_connections=num_in_flight)
+        try:
+            await caller.check()
+        except (Unreachable, RunEnded) as error:
+            complain(f"{arguments.address}: {error}")
+            return _FAILED
+        try:
+            return await _run(job, caller, output, num_in_flight)
+        finally:
+            caller.close()
+
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(run())
+
+
+def _with_engine(job: _Job) -> int:
+    """Run with an engine of this process; returns the exit status."""
+    config = ServerConfig.parse(vars(job.arguments), os.environ)
+    if config.devices is not None or config.frontends != 0:
+        raise ConfigurationError(
+            ("--devices and --frontends: start a server with them, and give its HTTP port as --address",)
+        )
+    set_up_logging(config.log_level, line_format=config.log_format)
+    # The engine's libraries take seconds to import: what can be refused without them is refused first.
+    from kestrel_grpc.cli.batch_callers import EngineCaller
+    from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
+    from kestrel_grpc.server import image_source, require_usable_engine
+    from kestrel_runtime.api.engine import EngineStatus
+    from kestrel_runtime.api.errors import CheckpointError
+
+    try:
+        require_usable_engine(config)
+        images = image_source(config)
+        engine_config = config.engine_config()
+        output = job.open_output(
+            model=[engine_config.model, engine_config.revision],
+            formats=[config.precision, engine_config.dtype, engine_config.text_path, engine_config.vision_path],
+        )
+        from kestrel_runtime.engine.engine import LocalEngine
+        from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
+
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        raise_descriptor_limit()
+        return_large_blocks()
+        engine = LocalEngine.start(engine_config)
+    except (CheckpointError, RemoteImagesUnavailable) as error:
+        complain(str(error))
+        return _FAILED
+    _log.info("%s", config.precision_line())
+    engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
+    num_in_flight = job.arguments.in_flight or _IN_FLIGHT_PER_BATCH * engine.info.max_batch_size
+
+    async def run() -> int:
+        await warm_up(engine)
+        set_apart_what_stays()
+        caller = EngineCaller(engine, config, images, timeout_s=job.arguments.timeout)
+        try:
+            return await _run(job, caller, output, num_in_flight)
+        finally:
+            await images.close()
+
+    status = _FAILED
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            status = runner.run(run())
+    except WarmUpFailed as error:
+        complain(str(error))
+    finally:
+        engine.close()
+        if not engine.has_ended:
+            end_now(status)
+    return status
+
+
+async def _run(job: _Job, caller: Caller, output: Output, num_in_flight: int) -> int:
+    """Run until the end of the input, a signal or a failure; returns the exit status."""
+    from kestrel_grpc.cli.batch_callers import RunEnded
+    from kestrel_grpc.cli.batch_lines import InputUnusable
+    from kestrel_grpc.cli.batch_run import Progress, Run
+
+    arguments = job.arguments
+    run = Run(
+        job.records, output, caller, job.template, num_in_flight=num_in_flight, max_retry_s=arguments.max_retry
+    )
+    with stop_signals() as signals:
+        signals.first.add_done_callback(lambda _: run.stop())
+        signals.second.add_done_callback(lambda number: end_now(_BY_SIGNAL + number.result()))
+        progress = Progress(run, job.source, output)
+        try:
+            if arguments.progress or sys.stderr.isatty():
+                with progress.shown():
+                    is_complete = await run.run()
+            else:
+                is_complete = await run.run()
+            if is_complete:
+                output.finish()
+            complain(progress.line())
+        except (RunEnded, InputUnusable, OSError) as error:
+            complain(f"stopped: {error}; the same command with --resume goes on")
+            return _FAILED
+        finally:
+            output.close()
+        if is_complete:
+            return _FAILED if output.num_failures else 0
+        number = signals.first.result()
+        complain(f"stopped by {signal.Signals(number).name}; the same command with --resume goes on")
+        return _BY_SIGNAL + number
+
+
+def _whole_number(least: int, most: int) -> Any:
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError("must be a number of seconds")
+    return seconds

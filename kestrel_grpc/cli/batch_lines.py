@@ -1,0 +1,419 @@
+"""What `kestrel-grpc batch` reads and writes: records of the input, the HTTP request of each, and its output line.
+
+A record is a line of JSON, a picture of a folder, or a row of a Parquet file. It becomes the path and the body of a
+request, whose fields the HTTP frontends define and check; this module only adds the image and the seed. An output
+line leaves out what differs from run to run, so that a resumed run writes the same bytes as one without a break.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from kestrel_client.images import is_on_server
+from kestrel_grpc.cli.common import PICTURE_SUFFIXES
+from kestrel_grpc.frontends.http.output_json import to_json
+from kestrel_grpc.frontends.rest.rendering import failure_body
+from kestrel_grpc.frontends.rest.requests import ROUTES
+from kestrel_grpc.wire.errors import describe
+from kestrel_runtime.api.errors import InvalidRequest, Violation, did_you_mean
+from kestrel_runtime.api.sampling_params import MAX_SEED
+
+OWN_FIELDS = ("id", "skill", "image")
+"""The fields of a line that are not fields of the skill's request."""
+_OPENAI_FIELDS = ("custom_id", "method", "url", "body")
+_OPENAI_METHOD = "POST"
+_MAX_FILE_BYTES = 256 * 2**20
+"""Of an image file. Servers have lower limits; this one keeps other large files out of memory."""
+DIGEST_BYTES = 8
+"""Of the digest of a record, which is written in hexadecimal digits."""
+_ROWS_AT_ONCE = 64
+_MAX_PATH_CHARS = 1024
+_PATH = re.compile(r"/v1/[A-Za-z0-9_/.-]+")
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{40,}={0,2}\s*")
+"""No picture has fewer bytes than these stand for; shorter texts are names of files."""
+_VARYING = frozenset(("request_id", "created", "cached_tokens", "prompt_tokens_details", "retry_after_seconds"))
+"""Names in answers whose values differ from run to run, apart from times, whose names end with their unit."""
+_UNITS_OF_TIME = ("_ms", "_s")
+
+
+# Records
+
+
+class InputUnusable(Exception):
+    """The input cannot be read; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record of the input. `number` counts from 1; `content` is a line, or the fields that were read already."""
+
+    number: int
+    digest: str
+    content: bytes | Mapping[str, Any]
+
+
+class Source(Protocol):
+    """The records of an input, in order; they can be read once."""
+
+    def __iter__(self) -> Iterator[Record]: ...
+
+    def share_read(self) -> float | None:
+        """How much has been read, from 0 to 1; None where the size is not known."""
+        ...
+
+
+def open_source(path: Path) -> Source:
+    """The records of a folder of pictures, a Parquet file, or a file of JSON lines. Raises `InputUnusable`."""
+    try:
+        if path.is_dir():
+            return PictureFolder(path)
+        return ParquetRows(path) if path.suffix.lower() == ".parquet" else JsonLines(path)
+    except OSError as error:
+        raise InputUnusable(f"{error.filename or path}: {error.strerror or error}") from error
+
+
+class JsonLines:
+    """A file with a JSON object in each line. Empty lines are no records."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self._file = path.open("rb")
+        found = path.stat()
+        self._num_bytes = found.st_size if stat.S_ISREG(found.st_mode) else 0
+
+    def __iter__(self) -> Iterator[Record]:
+        number = 0
+        with self._file as file:
+            for line in file:
+                content = line.strip()
+                if content:
+                    number += 1
+                    yield Record(number, _digest(content), content)
+
+    def share_read(self) -> float | None:
+        if not self._num_bytes:
+            return None
+        return 1.0 if self._file.closed else self._file.tell() / self._num_bytes
+
+
+class PictureFolder:
+    """The image files of a folder and of the folders in it, by name. The id of each is its path in the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `InputUnusable` where there is no picture, or OSError."""
+        found = (path for path in folder.rglob("*") if path.suffix.lower() in PICTURE_SUFFIXES and path.is_file())
+        self._names = sorted(path.relative_to(folder).as_posix() for path in found)
+        self._folder = folder
+        self._num_read = 0
+        if not self._names:
+            raise InputUnusable(f"{folder}: the folder holds no pictures ({', '.join(sorted(PICTURE_SUFFIXES))})")
+
+    def __iter__(self) -> Iterator[Record]:
+        for name in self._names:
+            self._num_read += 1
+            path = self._folder / name
+            size = path.stat().st_size if path.exists() else None
+            yield Record(
+                self._num_read, _digest(f"{name} {size}".encode()), {"id": name, "image": str(path.absolute())}
+            )
+
+    def share_read(self) -> float | None:
+        return self._num_read / len(self._names)
+
+
+class ParquetRows:
+    """The rows of a Parquet file: columns are the fields of a line, and null is absent."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `InputUnusable` without pyarrow or for another file, or OSError."""
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            raise InputUnusable(f"{path}: Parquet needs `pip install 'kestrel-grpc[parquet]'`") from error
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path)
+        except pyarrow.ArrowInvalid as error:
+            raise InputUnusable(f"{path}: is no Parquet file") from error
+        self._num_read = 0
+
+    def __iter__(self) -> Iterator[Record]:
+        from pyarrow import ArrowException
+
+        try:
+            for batch in self._file.iter_batches(batch_size=_ROWS_AT_ONCE):
+                for row in batch.to_pylist():
+                    self._num_read += 1
+                    yield Record(self._num_read, _digest_of_row(row), row)
+        except ArrowException as error:
+            raise InputUnusable(f"the Parquet file is damaged behind row {self._num_read}") from error
+
+    def share_read(self) -> float | None:
+        num_rows = self._file.metadata.num_rows
+        return self._num_read / num_rows if num_rows else None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _digest_of_row(row: Mapping[str, Any]) -> str:
+    def plain(value: Any) -> str:
+        return _digest(value) if isinstance(value, bytes) else str(value)
+
+    return _digest(json.dumps(row, default=plain).encode())
+
+
+# From a record to a request
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What lines have where they do not say otherwise.
+
+    `fields` are fields of the request. A line without a seed gets `seed` plus its number. Paths of images are
+    relative to `folder`.
+    """
+
+    skill: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    seed: int = 0
+    folder: Path = Path()
+
+    def seed_of(self, record: Record) -> int:
+        """The seed of a line that has none."""
+        return (self.seed + record.number) % (MAX_SEED + 1)
+
+
+@dataclass(slots=True)
+class Line:
+    """A record as a request: `path` and `body()` are to be sent, unless there are `violations`."""
+
+    number: int
+    id: str | int
+    is_openai: bool
+    path: str = ""
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    image: bytes | Path | None = None
+    """The image where it is not among the fields."""
+    violations: list[Violation] = field(default_factory=list[Violation])
+
+    @classmethod
+    def read(cls, record: Record, template: Template) -> Self:
+        """Never raises: what is wrong is in `violations`."""
+        content = record.content
+        if isinstance(content, bytes):
+            content = _parsed(content)
+        if content is None:
+            line = cls(record.number, record.number, is_openai=False)
+            line.violations.append(Violation("", "the line is not a JSON object in UTF-8"))
+            return line
+        given = {name: value for name, value in content.items() if value is not None}
+        line = cls(record.number, record.number, is_openai="custom_id" in given or "body" in given)
+        if line.is_openai:
+            line._read_openai(given, template.seed_of(record))
+        else:
+            line._read_rest(given, template, template.seed_of(record))
+        if line.fields.get("stream"):
+            line._refuse("body.stream" if line.is_openai else "stream", "must be false: a line has a whole answer")
+        return line
+
+    @property
+    def request_id(self) -> str:
+        """By which the log of a server names the request."""
+        return f"batch-{self.number}"
+
+    @property
+    def reads_file(self) -> bool:
+        """Whether `body` reads a file, which takes a while."""
+        return isinstance(self.image, Path)
+
+    def body(self) -> bytes:
+        """The body of the request, as JSON. Raises OSError where the image cannot be read."""
+        fields = json.dumps(self.fields, default=str).encode()
+        if self.image is None:
+            return fields
+        data = self.image if isinstance(self.image, bytes) else self.image.read_bytes()
+        separator = b"," if self.fields else b""
+        return b'%b%b"image_url":"%b"}' % (fields[:-1], separator, base64.b64encode(data))
+
+    def _refuse(self, name: str, description: str) -> None:
+        self.violations.append(Violation(name, description))
+
+    def _read_openai(self, given: Mapping[str, Any], seed: int) -> None:
+        for name in given.keys() - set(_OPENAI_FIELDS):
+            self._refuse(name, "is not a field of a line of OpenAI's batches")
+        id, url, body = given.get("custom_id"), given.get("url"), given.get("body")
+        if isinstance(id, str):
+            self.id = id
+        else:
+            self._refuse("custom_id", "must be a text")
+        if given.get("method", _OPENAI_METHOD) != _OPENAI_METHOD:
+            self._refuse("method", f"must be {_OPENAI_METHOD}")
+        if isinstance(url, str) and _PATH.fullmatch(url):
+            self.path = url
+        else:
+            self._refuse("url", "must be a path such as /v1/chat/completions")
+        if isinstance(body, Mapping):
+            self.fields = {**body} if body.get("seed") is not None else {**body, "seed": seed}
+        else:
+            self._refuse("body", "must be an object")
+
+    def _read_rest(self, given: Mapping[str, Any], template: Template, seed: int) -> None:
+        id, skill, image = given.get("id"), given.get("skill", template.skill), given.get("image")
+        if isinstance(id, str) or type(id) is int:
+            self.id = id
+        elif id is not None:
+            self._refuse("id", "must be a text or a whole number")
+        if skill is None:
+            self._refuse("skill", "is required, in the line or by --skill")
+        elif skill not in tuple(ROUTES):
+            hint = did_you_mean(skill, ROUTES) if isinstance(skill, str) else ""
+            self._refuse("skill", f"must be one of {', '.join(ROUTES)}{hint}")
+        self.path = f"/v1/{skill}"
+        fields = {name: value for name, value in given.items() if name not in OWN_FIELDS}
+        self.fields = merged(template.fields, fields)
+        settings = self.fields.get("settings", {})
+        if isinstance(settings, Mapping) and settings.get("seed") is None:
+            self.fields["settings"] = {**settings, "seed": seed}
+        if image is not None:
+            if "image_url" in self.fields:
+                self._refuse("image", "cannot be combined with image_url")
+            self._read_image(image, template.folder)
+
+    def _read_image(self, image: Any, folder: Path) -> None:
+        if isinstance(image, Mapping):  # as collections of images for training have them in Parquet
+            image = image.get("bytes") or image.get("path")
+        if isinstance(image, bytes):
+            self.image = image
+        elif not isinstance(image, str):
+            self._refuse("image", "must be a text: a path, an address, a data URL, base64 or an image_id")
+        elif is_on_server(image) or image[:5].lower() == "data:":
+            self.fields["image_url"] = image
+        elif (path := _file(folder, image)) is not None:
+            self.image = path
+            if path.stat().st_size > _MAX_FILE_BYTES:
+                self._refuse("image", f"is a file of more than {_MAX_FILE_BYTES} bytes")
+        elif _BASE64.fullmatch(image):
+            self.fields["image_url"] = image
+        else:
+            self._refuse("image", f"there is no file {str(folder / image)[:_MAX_PATH_CHARS]}")
+
+
+def _parsed(content: bytes) -> Mapping[str, Any] | None:
+    """The JSON object in a line; None where there is none."""
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _file(folder: Path, name: str) -> Path | None:
+    """The regular file of this name, if there is one."""
+    if len(name) > _MAX_PATH_CHARS:
+        return None
+    try:
+        path = folder / name
+        return path if path.is_file() else None
+    except (OSError, ValueError):  # no name that a file can have
+        return None
+
+
+def merged(defaults: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, and the defaults of those that are absent, also in objects."""
+    found = {**defaults, **fields}
+    for name, value in defaults.items():
+        own = fields.get(name)
+        if isinstance(value, Mapping) and isinstance(own, Mapping):
+            found[name] = {**value, **own}
+    return found
+
+
+def fields_of(texts: Iterable[str]) -> dict[str, Any]:
+    """`NAME=VALUE` texts as fields; a value is JSON, or else a text. Raises ValueError.
+
+    `settings.seed=3` sets the field `seed` of the object `settings`.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        name, _, inner = path.partition(".")
+        if not equals or not name:
+            raise ValueError(f"--field {text}: must be NAME=VALUE, such as settings.max_tokens=32")
+        if name in OWN_FIELDS:
+            raise ValueError(f"--field {text}: {name} belongs to each line; see --skill")
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            parsed = value
+        found = merged(found, {name: {inner: parsed} if inner else parsed})
+    return found
+
+
+# From an answer to an output line
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLine:
+    """A line of the output with its line feed, and whether its request has failed."""
+
+    data: bytes
+    is_failure: bool
+
+
+def answer_line(line: Line, status: int, document: Mapping[str, Any]) -> OutputLine:
+    """The output line of an HTTP response to a line's request."""
+    told = without_what_varies(document)
+    if not line.is_openai:
+        return _written({"id": line.id, **told}, is_failure=status != 200)
+    response = {"status_code": status, "request_id": line.request_id, "body": told}
+    return _written(_openai(line, response, None), is_failure=status != 200)
+
+
+def refusal_line(line: Line) -> OutputLine:
+    """The output line of a line that cannot be sent: it has `violations`."""
+    body = failure_body(describe(InvalidRequest(tuple(line.violations))), line.request_id)
+    if not line.is_openai:
+        return _written({"id": line.id, **without_what_varies(body)}, is_failure=True)
+    error = {"code": body["error"]["code"].lower(), "message": body["error"]["message"]}
+    return _written(_openai(line, None, error), is_failure=True)
+
+
+def is_failure(data: bytes) -> bool:
+    """Whether an output line, with or without its line feed, says that its request has failed."""
+    if b'"error":' not in data:
+        return False
+    document = _parsed(data) or {}
+    response = document.get("response")
+    has_failed = isinstance(response, Mapping) and response.get("status_code") != 200
+    return has_failed or document.get("error") is not None
+
+
+def without_what_varies(document: Mapping[str, Any]) -> dict[str, Any]:
+    """An answer without ids of requests, times and what depends on the contents of caches."""
+    found = {
+        name: value
+        for name, value in document.items()
+        if name not in _VARYING and not name.endswith(_UNITS_OF_TIME)
+    }
+    for name in ("metrics", "usage", "error"):
+        if isinstance(found.get(name), Mapping):
+            found[name] = without_what_varies(found[name])
+    return found
+
+
+def _openai(line: Line, response: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {"id": f"batch_req_{line.number}", "custom_id": line.id, "response": response, "error": error}
+
+
+def _written(document: Mapping[str, Any], *, is_failure: bool) -> OutputLine:
+    return OutputLine(to_json(document) + b"\n", is_failure)

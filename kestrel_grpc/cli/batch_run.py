@@ -1,0 +1,229 @@
+"""Runs a batch: a fixed number of requests in flight, answers written in the order of the input, progress.
+
+    records ──▶ worker 1 ──▶ caller ──┐
+            ──▶ worker 2 ──▶ caller ──┼──▶ finished lines that wait for earlier ones ──▶ output
+            ──▶ …                     ┘
+
+A worker takes the next record as soon as its answer has come. No worker is further ahead of the output than the
+window, so that the memory of a run does not depend on the number of lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Iterator
+from typing import TextIO
+
+from kestrel_grpc.cli.batch_callers import Caller, Reply, RunEnded, Unreachable
+from kestrel_grpc.cli.batch_lines import (
+    InputUnusable,
+    Line,
+    OutputLine,
+    Record,
+    Source,
+    Template,
+    answer_line,
+    refusal_line,
+)
+from kestrel_grpc.cli.batch_output import Output
+from kestrel_runtime.api.errors import Violation
+
+_WINDOW = 16
+"""Finished lines that may wait for an earlier one, for each request in flight."""
+_FIRST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 5.0
+_SHOWN_EVERY_S = {True: 0.5, False: 10.0}
+"""How often progress is shown: on a terminal, and elsewhere."""
+_CALLERS_OWN_LIMIT = "QUEUE_TIMEOUT"
+"""The line limits its own wait: another attempt would exceed the limit."""
+
+
+class _Abandoned(Exception):
+    """The run ends while the request waits for another attempt."""
+
+
+class Run:
+    """One run over the records that `output` has no line for yet."""
+
+    def __init__(
+        self,
+        records: Iterator[Record],
+        output: Output,
+        caller: Caller,
+        template: Template,
+        *,
+        num_in_flight: int,
+        max_retry_s: float,
+    ) -> None:
+        """`max_retry_s`: for how long requests are sent again while none is answered."""
+        self.num_written = 0
+        self._records = records
+        self._output = output
+        self._caller = caller
+        self._template = template
+        self._num_in_flight = num_in_flight
+        self._max_retry_s = max_retry_s
+        self._stopping = asyncio.Event()
+        self._error: Exception | None = None
+        self._answered_at = time.monotonic()
+        self._num_taken = output.num_lines
+        self._waiting: dict[int, tuple[str, OutputLine]] = {}
+        self._has_written = asyncio.Event()
+
+    def stop(self) -> None:
+        """Take no further record. `run` returns once what is in flight is written."""
+        self._stopping.set()
+        self._has_written.set()
+
+    async def run(self) -> bool:
+        """Answer all records; returns False if `stop` came first.
+
+        Raises `InputUnusable` if the records cannot be read, and `RunEnded` or OSError if no more can be answered
+        or written.
+        """
+        await asyncio.gather(*(self._work() for _ in range(self._num_in_flight)))
+        if self._error is not None:
+            raise self._error
+        return not self._stopping.is_set()
+
+    async def _work(self) -> None:
+        try:
+            while True:
+                record = await self._next()
+                if record is None:
+                    return
+                self._finish(record, await self._answer(record))
+        except _Abandoned:
+            return
+        except Exception as error:
+            self._error = self._error or error
+            self.stop()
+
+    async def _next(self) -> Record | None:
+        """The next record once the window has room for it; None at the end."""
+        while self._num_taken - self._output.num_lines >= _WINDOW * self._num_in_flight:
+            if self._stopping.is_set():
+                return None
+            self._has_written.clear()
+            await self._has_written.wait()
+        if self._stopping.is_set():
+            return None
+        try:
+            record = next(self._records, None)
+        except OSError as error:
+            raise InputUnusable(f"the input cannot be read: {error.strerror or error}") from error
+        if record is not None:
+            self._num_taken = record.number
+        return record
+
+    def _finish(self, record: Record, line: OutputLine) -> None:
+        """Write the line, and those that waited for it."""
+        self._waiting[record.number] = (record.digest, line)
+        while (found := self._waiting.pop(self._output.num_lines + 1, None)) is not None:
+            self._output.append(*found)
+            self.num_written += 1
+        self._has_written.set()
+
+    async def _answer(self, record: Record) -> OutputLine:
+        line = Line.read(record, self._template)
+        body = b""
+        if not line.violations:
+            try:
+                body = await asyncio.to_thread(line.body) if line.reads_file else line.body()
+            except OSError as error:
+                line.violations.append(Violation("image", f"cannot be read: {error.strerror}"))
+        if line.violations:
+            return refusal_line(line)
+        reply = await self._reply(line, body)
+        return answer_line(line, reply.status, reply.document)
+
+    async def _reply(self, line: Line, body: bytes) -> Reply:
+        """The response to the request, which is sent again while the server refuses it for now."""
+        begun = time.monotonic()
+        least_wait_s = _FIRST_WAIT_S
+        while True:
+            try:
+                reply = await self._caller.post(line.path, body, line.request_id)
+                wait_s, why = _wait_s(reply), f"{reply.status} {_code(reply)}"
+            except Unreachable as error:
+                wait_s, why, reply = 0.0, str(error), None
+            if reply is not None and wait_s is None:
+                self._answered_at = time.monotonic()
+                return reply
+            if time.monotonic() - max(begun, self._answered_at) > self._max_retry_s:
+                raise RunEnded(f"no line was answered for {self._max_retry_s:g} s: {why}")
+            # Requests that were refused together must not come back together.
+            await self._pause(max(wait_s or 0.0, least_wait_s) * random.uniform(1.0, 1.5))
+            least_wait_s = min(2.0 * least_wait_s, _LONGEST_WAIT_S)
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        if self._stopping.is_set():
+            raise _Abandoned
+
+
+def _code(reply: Reply) -> str:
+    """The reason of a refusal, in capitals."""
+    error = reply.document.get("error")
+    return str(error.get("code", "")).upper() if isinstance(error, dict) else ""
+
+
+def _wait_s(reply: Reply) -> float | None:
+    """When to try again; None for an answer, and for a refusal that stays."""
+    return None if _code(reply) == _CALLERS_OWN_LIMIT else reply.retry_after_s
+
+
+class Progress:
+    """Shows how far a run is: one line that is rewritten on a terminal, else a line at a time."""
+
+    def __init__(self, run: Run, source: Source, output: Output, stream: TextIO = sys.stderr) -> None:
+        self._run = run
+        self._source = source
+        self._output = output
+        self._stream = stream
+        self._is_terminal = stream.isatty()
+        self._began = time.monotonic()
+        self._share_at_start = source.share_read() or 0.0
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show it during the block."""
+        showing = asyncio.ensure_future(self._show())
+        try:
+            yield
+        finally:
+            showing.cancel()
+            if self._is_terminal:
+                self._stream.write("\r\x1b[K")
+                self._stream.flush()
+
+    def line(self) -> str:
+        """As "1,234 lines, 3 failed, 56.7/s, 2 min left"."""
+        elapsed_s = max(time.monotonic() - self._began, 1e-9)
+        facts = [f"{self._output.num_lines:,} lines"]
+        if self._output.num_failures:
+            facts.append(f"{self._output.num_failures:,} failed")
+        facts.append(f"{self._run.num_written / elapsed_s:.1f}/s")
+        share = self._source.share_read()
+        read = 0.0 if share is None else share - self._share_at_start
+        if share is not None and read > 0.0 and share < 1.0 and self._run.num_written:
+            facts.append(f"{_duration(elapsed_s * (1.0 - share) / read)} left")
+        return ", ".join(facts)
+
+    async def _show(self) -> None:
+        while True:
+            await asyncio.sleep(_SHOWN_EVERY_S[self._is_terminal])
+            self._stream.write(f"\r\x1b[K{self.line()}" if self._is_terminal else f"{self.line()}\n")
+            self._stream.flush()
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90.0:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60.0:.0f} min" if seconds < 5400.0 else f"{seconds / 3600.0:.1f} h"
