@@ -171,6 +171,7 @@ class ServerCaller:
             self._headers["authorization"] = f"Bearer {token}"
         self._threads = ThreadPoolExecutor(num_connections, thread_name_prefix="batch-call")
         self._local = threading.local()
+        self._connections: list[http.client.HTTPConnection] = []
 
     async def check(self) -> None:
         """Raise `Unreachable` or `RunEnded` unless a server answers that takes the token."""
@@ -184,6 +185,8 @@ class ServerCaller:
     def close(self) -> None:
         """No request may be in flight."""
         self._threads.shutdown()
+        for connection in self._connections:
+            connection.close()
 
     async def _send(self, verb: str, path: str, body: bytes | None, request_id: str) -> Reply:
         loop = asyncio.get_running_loop()
@@ -196,6 +199,7 @@ class ServerCaller:
             is_used = connection is not None and connection.sock is not None
             if connection is None:
                 connection = self._local.connection = self._address.connect(self._timeout_s + _GRACE_S)
+                self._connections.append(connection)
             try:
                 connection.request(verb, self._address.prefix + path, body, headers)
                 response = connection.getresponse()

@@ -85,23 +85,25 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
-        self._file = path.open("rb")
         found = path.stat()
+        self._path = path
         self._num_bytes = found.st_size if stat.S_ISREG(found.st_mode) else 0
+        self._num_read_bytes = 0
+        if self._num_bytes:
+            path.open("rb").close()  # an error now rather than after the model was loaded
 
     def __iter__(self) -> Iterator[Record]:
         number = 0
-        with self._file as file:
+        with self._path.open("rb") as file:
             for line in file:
+                self._num_read_bytes += len(line)
                 content = line.strip()
                 if content:
                     number += 1
                     yield Record(number, _digest(content), content)
 
     def share_read(self) -> float | None:
-        if not self._num_bytes:
-            return None
-        return 1.0 if self._file.closed else self._file.tell() / self._num_bytes
+        return self._num_read_bytes / self._num_bytes if self._num_bytes else None
 
 
 class PictureFolder:

@@ -47,11 +47,15 @@ class Output:
             if has_lines and not (resumes or replaces):
                 raise OutputRefused(f"{path} exists: --resume goes on with it, --force replaces it")
             self._file = FileIO(path, "a")
+        except OSError as error:
+            raise OutputRefused(f"{error.filename or path}: {error.strerror or error}") from error
+        try:
             self._lock()
             if has_lines and resumes:
                 self._resume()
-        except OSError as error:
-            raise OutputRefused(f"{error.filename or path}: {error.strerror or error}") from error
+        except BaseException:
+            self.close()
+            raise
         self.num_resumed = self.num_lines
 
     def skip_answered(self, records: Iterator[Record]) -> None:
