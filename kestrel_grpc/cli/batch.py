@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kestrel_grpc.cli.batch_callers import Caller, ServerAddress
     from kestrel_grpc.cli.batch_lines import Record, Source, Template
     from kestrel_grpc.cli.batch_output import Output
+    from kestrel_grpc.images.image_uris import ImageSource
 
 _FAILED, _MISUSED, _BY_SIGNAL = 1, 2, 128
 _SERVER_OPTIONS = (
@@ -188,22 +190,20 @@ def _with_server(job: _Job) -> int:
     arguments = job.arguments
     address: ServerAddress = ServerAddress.parse(arguments.address, tls_of(arguments))
     num_in_flight = arguments.in_flight or _IN_FLIGHT_OF_SERVER
-    output = job.open_output()
 
-    async def run() -> int:
+    async def run(output: Output) -> int:
         caller = ServerCaller(address, arguments.token, timeout_s=arguments.timeout, num_connections=num_in_flight)
         try:
             await caller.check()
+            return await _run(job, caller, output, num_in_flight)
         except (Unreachable, RunEnded) as error:
             complain(f"{arguments.address}: {error}")
             return _FAILED
-        try:
-            return await _run(job, caller, output, num_in_flight)
         finally:
             caller.close()
 
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(run())
+    with closing(job.open_output()) as output, asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(run(output))
 
 
 def _with_engine(job: _Job) -> int:
@@ -215,28 +215,35 @@ def _with_engine(job: _Job) -> int:
         )
     set_up_logging(config.log_level, line_format=config.log_format)
     # The engine's libraries take seconds to import: what can be refused without them is refused first.
-    from kestrel_grpc.cli.batch_callers import EngineCaller
     from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
     from kestrel_grpc.server import image_source, require_usable_engine
-    from kestrel_runtime.api.engine import EngineStatus
-    from kestrel_runtime.api.errors import CheckpointError
 
     try:
         require_usable_engine(config)
         images = image_source(config)
-        engine_config = config.engine_config()
-        output = job.open_output(
-            model=[engine_config.model, engine_config.revision],
-            formats=[config.precision, engine_config.dtype, engine_config.text_path, engine_config.vision_path],
-        )
-        from kestrel_runtime.engine.engine import LocalEngine
-        from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
+    except RemoteImagesUnavailable as error:
+        complain(str(error))
+        return _FAILED
+    engine = config.engine_config()
+    formats = [config.precision, engine.dtype, engine.text_path, engine.vision_path]
+    with closing(job.open_output(model=[engine.model, engine.revision], formats=formats)) as output:
+        return _run_engine(job, config, images, output)
 
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        raise_descriptor_limit()
-        return_large_blocks()
-        engine = LocalEngine.start(engine_config)
-    except (CheckpointError, RemoteImagesUnavailable) as error:
+
+def _run_engine(job: _Job, config: ServerConfig, images: ImageSource, output: Output) -> int:
+    """Load the model and run; returns the exit status."""
+    from kestrel_grpc.cli.batch_callers import EngineCaller
+    from kestrel_runtime.api.engine import EngineStatus
+    from kestrel_runtime.api.errors import CheckpointError
+    from kestrel_runtime.engine.engine import LocalEngine
+    from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    raise_descriptor_limit()
+    return_large_blocks()
+    try:
+        engine = LocalEngine.start(config.engine_config())
+    except CheckpointError as error:
         complain(str(error))
         return _FAILED
     _log.info("%s", config.precision_line())
@@ -291,8 +298,6 @@ async def _run(job: _Job, caller: Caller, output: Output, num_in_flight: int) ->
         except (RunEnded, InputUnusable, OSError) as error:
             complain(f"stopped: {error}; the same command with --resume goes on")
             return _FAILED
-        finally:
-            output.close()
         if is_complete:
             return _FAILED if output.num_failures else 0
         number = signals.first.result()

@@ -46,6 +46,7 @@ class Output:
             has_lines = path.exists() and path.stat().st_size > 0
             if has_lines and not (resumes or replaces):
                 raise OutputRefused(f"{path} exists: --resume goes on with it, --force replaces it")
+            self._is_new = not path.exists()
             self._file = FileIO(path, "a")
         except OSError as error:
             raise OutputRefused(f"{error.filename or path}: {error.strerror or error}") from error
@@ -84,10 +85,12 @@ class Output:
         self.record_path.unlink()
 
     def close(self) -> None:
-        """May be repeated."""
+        """Leaves no file where there was none and nothing was written. May be repeated."""
         self._file.close()
         if self._record is not None:
             self._record.close()
+        elif self._is_new:
+            self.path.unlink(missing_ok=True)
 
     def _lock(self) -> None:
         try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
+import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,15 +16,9 @@ from typing import Any
 
 import pytest
 
-from kestrel_grpc.config.options import ServerConfig
-from kestrel_grpc.server import Server
-from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.engine.engine import LocalEngine
 from tests.reference_fixtures import CHECKOUT
 
-PICTURE = CHECKOUT / "kestrel_grpc" / "demo_picture.png"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("KESTREL")}
-BATCH = (sys.executable, "-m", "kestrel_grpc", "batch")
 WITH_FAKE_ENGINE = (sys.executable, "-m", "tests.server.cli.batch_program")
 
 
@@ -59,45 +55,44 @@ def ask(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str
     return run(WITH_FAKE_ENGINE, *words, "--skill", "query", **variables)
 
 
-async def test_an_engine_of_its_own_and_a_server_write_the_same_bytes(tmp_path: Path) -> None:
-    greedy = {"temperature": 0, "max_tokens": 12}
-    message = {"role": "user", "content": "What is a kite?"}
-    chat = {"model": "moondream3-preview", "messages": [message], "max_tokens": 4}
-    lines = write_lines(
-        tmp_path / "in.jsonl",
-        [
-            {"id": "query", "image": str(PICTURE), "question": "What color is the star?", "settings": greedy},
-            {"id": "sampled", "image": str(PICTURE), "skill": "caption", "settings": {"temperature": 1.5}},
-            {"id": "kestrel", "image": str(PICTURE), "skill": "point", "object": "star", "format": "kestrel"},
-            {"id": "wrong", "skill": "detect", "image": "data:image/png;base64,AAAA", "object": "star"},
-            {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
-            {"custom_id": "other", "method": "POST", "url": "/v1/embeddings", "body": {"input": "a"}},
-        ],
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl, as the examples do")
+def test_the_examples_of_the_page_run_as_written(tmp_path: Path) -> None:
+    """An engine of its own and a server write the same bytes, of REST and of OpenAI's API."""
+    page = (CHECKOUT / "docs" / "batch.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == page.count("```sh")
+    (tmp_path / "kestrel_grpc").symlink_to(CHECKOUT / "kestrel_grpc")
+    script = "".join(blocks).replace("kill %1", "kill -INT %1; wait").replace("8000", str(free_port()))
+    done = subprocess.run(
+        ["bash", "-euc", f"trap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n{script}"],
+        cwd=tmp_path,
+        env={
+            **ENVIRONMENT,
+            "KESTREL_GRPC_PORT": "0",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    one_by_one = ("--skill", "query", "--deterministic", "--max-batch-size", "2")
-    own = asyncio.create_task(asyncio.to_thread(run, BATCH, lines, tmp_path / "own.jsonl", *one_by_one))
-    engine = await asyncio.to_thread(LocalEngine.start, EngineConfig(deterministic=True, max_batch_size=2))
-    async with Server(engine, ServerConfig(port=0, http_port=0)) as server:
-        served = await asyncio.to_thread(
-            run,
-            BATCH,
-            *(lines, tmp_path / "served.jsonl", "--skill", "query"),
-            *("--address", f"http://127.0.0.1:{server.http_port}/v1", "--in-flight", "3"),
-        )
-    assert (served.returncode, (await own).returncode) == (1, 1), served.stderr + (await own).stderr
-    assert (tmp_path / "served.jsonl").read_bytes() == (tmp_path / "own.jsonl").read_bytes()
-    query, sampled, kestrel, wrong, chatted, other = read_lines(tmp_path / "own.jsonl")
-    assert query["id"] == "query"
-    assert query["answer"] == "yellow"
-    assert query["finish_reason"] == "stop"
-    assert query["metrics"].keys() == {"input_tokens", "output_tokens"}
-    assert sampled["caption"]
-    assert kestrel.keys() == {"id", "model", "points", "finish_reason", "input_tokens", "output_tokens"}
-    assert (wrong["id"], wrong["error"]["code"]) == ("wrong", "IMAGE_DECODE_FAILED")
-    assert chatted["response"]["status_code"] == 200
-    assert chatted["response"]["body"]["choices"][0]["finish_reason"] == "length"
-    assert (other["custom_id"], other["response"]["status_code"]) == ("other", 404)
-    assert {path.suffix for path in tmp_path.iterdir()} == {".jsonl"}  # noqa: ASYNC240 — nothing else runs
+    assert done.returncode == 0, done.stderr
+    color, shapes, kite = read_lines(tmp_path / "answers.jsonl")
+    assert color.keys() == {"id", "model", "answer", "finish_reason", "metrics"}
+    assert (color["id"], color["answer"]) == ("color", "yellow")
+    assert color["metrics"].keys() == {"input_tokens", "output_tokens"}
+    assert len(shapes["objects"]) == 5
+    assert (kite["custom_id"], kite["response"]["status_code"], kite["error"]) == ("kite", 200, None)
+    assert kite["response"]["body"]["choices"][0]["message"]["content"]
+    (caption,) = read_lines(tmp_path / "captions.jsonl")
+    assert caption["id"] == "demo_picture.png"
+    assert "yellow star" in caption["caption"]
+    assert list(tmp_path.glob("*.resume")) == []
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:

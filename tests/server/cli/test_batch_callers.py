@@ -90,7 +90,8 @@ async def test_a_bug_is_an_internal_error_without_its_text(caplog):
 async def test_a_connection_that_the_server_has_closed_is_opened_again():
     async with serving_http() as serving, calling(serving) as caller:
         await caller.check()
-        for connection in list(serving.server._http._listener._state.connections):  # pyright: ignore[reportOptionalMemberAccess]
+        frontend: Any = serving.server._http
+        for connection in list(frontend._listener._state.connections):
             connection.transport.close()
             await connection.closed
         for _ in range(3):

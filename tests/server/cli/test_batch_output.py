@@ -133,6 +133,16 @@ def test_resuming_nothing_begins(path):
     assert path.read_text().count("\n") == 2
 
 
+def test_a_run_that_writes_nothing_leaves_nothing(path):
+    with opened(path):
+        assert path.exists()
+    assert list(path.parent.iterdir()) == []
+    path.touch()
+    with opened(path):
+        pass
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_two_runs_do_not_write_one_file(path):
     with opened(path), pytest.raises(OutputRefused, match="another process writes this file"):
         Output(path, SETTINGS, resumes=False, replaces=False)

@@ -1,0 +1,259 @@
+"""`kestrel-grpc batch`: its rate beside the engine's own, its memory over many lines, and what kills leave.
+
+- `rate`: the engine answers questions, each about a picture of its own, in a closed loop and by a batch that reads
+  the pictures from files, with as many requests in flight. Rounds alternate in one process; the ratio is the median
+  over pairs of neighbours.
+- `memory`: a batch over an engine that answers at once. Tells the memory of the process by the number of lines.
+- `kills`: a batch of the built-in model is killed at random points and resumed, and its output is compared with
+  that of a run without a break, byte for byte.
+
+    python -m bench.batch rate --requests 200 --rounds 5
+    python -m bench.batch memory --lines 1000000
+    python -m bench.batch kills --lines 5000 --kills 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.frontend import EVENTS, EmptyEngine
+from bench.harness.engines import closed_loop, endless
+from bench.harness.output import write_json
+from bench.harness.serving import machine_facts
+from bench.harness.workload import WORKLOADS, Album
+from kestrel_grpc.cli.batch_callers import EngineCaller
+from kestrel_grpc.cli.batch_lines import Record, Template, open_source
+from kestrel_grpc.cli.batch_output import Output
+from kestrel_grpc.cli.batch_run import Run
+from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.images.image_uris import NoRemoteImages
+from kestrel_grpc.process import SWITCH_INTERVAL_S, loop_factory
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.engine import Engine
+from kestrel_runtime.api.requests import Query, Request, SamplingParams
+from kestrel_runtime.api.stream import Stream
+from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.engine.warm_up import warm_up
+
+_NUM_DRAWINGS = 16
+_POLL_S = 0.01
+_NUM_READINGS = 10
+
+
+# The rate
+
+
+def _numbers(round_: int, count: int) -> range:
+    """The numbers of a round's pictures: no two rounds show the same one."""
+    return range(round_ * count, (round_ + 1) * count)
+
+
+async def _run_lines(engine: Engine, given: Iterator[Record], target: Path, num_in_flight: int) -> None:
+    output = Output(target, {}, resumes=False, replaces=True)
+    caller = EngineCaller(engine, ServerConfig(), NoRemoteImages())
+    run = Run(given, output, caller, Template("query"), num_in_flight=num_in_flight, max_retry_s=60.0)
+    assert await run.run()
+    output.finish()
+    output.close()
+    assert not output.num_failures, f"{output.num_failures} requests have failed; see {target}"
+
+
+async def _rates(folder: Path, num_requests: int, num_rounds: int, num_in_flight: int | None) -> dict[str, Any]:
+    workload, album = WORKLOADS["direct"], Album(_NUM_DRAWINGS)
+    sampling = SamplingParams(temperature=0.0, max_tokens=workload.num_tokens)
+
+    def pictures(round_: int) -> Iterable[tuple[int, bytes]]:
+        for number in _numbers(round_, num_requests):
+            picture = album.picture(workload, number)
+            assert picture is not None
+            yield number, picture
+
+    def requests(round_: int) -> Iterator[Request]:
+        for number, picture in pictures(round_):
+            yield Query(workload.question(number), picture, sampling=sampling)
+
+    def lines(round_: int) -> Path:
+        path = folder / "lines.jsonl"
+        with path.open("w") as file:
+            for number, picture in pictures(round_):
+                (folder / f"{number}.jpg").write_bytes(picture)
+                settings = {"temperature": 0, "max_tokens": workload.num_tokens}
+                image = str(folder / f"{number}.jpg")
+                line = {"image": image, "question": workload.question(number), "settings": settings}
+                file.write(json.dumps(line) + "\n")
+        return path
+
+    with endless(EngineConfig()) as config:
+        engine = await asyncio.to_thread(LocalEngine.start, config)
+    await warm_up(engine)
+    at_once = num_in_flight or 2 * engine.info.max_batch_size
+    loop_s: list[float] = []
+    batch_s: list[float] = []
+    try:
+        for round_ in range(num_rounds + 1):  # the first is not counted
+            begun = time.perf_counter()
+            await closed_loop(engine, requests(2 * round_), at_once, _require_answer)
+            loop_s.append(time.perf_counter() - begun)
+            given = iter(open_source(lines(2 * round_ + 1)))
+            begun = time.perf_counter()
+            await _run_lines(engine, given, folder / "out.jsonl", at_once)
+            batch_s.append(time.perf_counter() - begun)
+            print(f"closed loop {num_requests / loop_s[-1]:.1f}/s, batch {num_requests / batch_s[-1]:.1f}/s")
+    finally:
+        engine.close()
+    ratios = [alone / batch for alone, batch in zip(loop_s[1:], batch_s[1:], strict=True)]
+    return {
+        "requests": num_requests,
+        "in_flight": at_once,
+        "closed_loop_per_s": num_requests / statistics.median(loop_s[1:]),
+        "batch_per_s": num_requests / statistics.median(batch_s[1:]),
+        "ratios": ratios,
+        "ratio": statistics.median(ratios),
+    }
+
+
+def _require_answer(number: int, answer: object) -> None:
+    if isinstance(answer, Exception):
+        raise answer
+
+
+# The memory
+
+
+class _InstantEngine(EmptyEngine):
+    """Ends each request at once, and notes the memory of the process now and then."""
+
+    def __init__(self, note_every: int) -> None:
+        super().__init__()
+        self._note_every = note_every
+        self.num_requests = 0
+        self.readings: list[dict[str, float]] = []
+
+    def submit_samples(
+        self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
+    ) -> list[Stream]:
+        self.num_requests += 1
+        if self.num_requests % self._note_every == 0:
+            self.readings.append({"lines": self.num_requests, "mib": _resident_bytes() / 2**20})
+        stream = Stream()
+        self.add(stream, [EVENTS[-1]])
+        return [stream]
+
+
+async def _memory(folder: Path, num_lines: int) -> dict[str, Any]:
+    path = folder / "lines.jsonl"
+    with path.open("w") as file:
+        for number in range(num_lines):
+            file.write(json.dumps({"id": f"line {number}", "question": f"What is in picture {number}?"}) + "\n")
+    engine = _InstantEngine(num_lines // _NUM_READINGS)
+    begun = time.perf_counter()
+    await _run_lines(engine, iter(open_source(path)), folder / "out.jsonl", 2 * engine.info.max_batch_size)
+    duration_s = time.perf_counter() - begun
+    for reading in engine.readings:
+        print(f"{reading['lines']:>9,.0f} lines  {reading['mib']:.1f} MiB")
+    print(f"{num_lines / duration_s:,.0f} lines/s")
+    return {"lines": num_lines, "lines_per_s": num_lines / duration_s, "readings": engine.readings}
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# The kills
+
+
+def _kills(folder: Path, num_lines: int, num_kills: int, seed: int) -> dict[str, Any]:
+    picture = Path(__file__).parent.parent / "kestrel_grpc" / "demo_picture.png"
+    settings = {"temperature": 1.0, "max_tokens": 4}
+    path = folder / "lines.jsonl"
+    with path.open("w") as file:
+        for number in range(num_lines):
+            line = {"image": str(picture), "question": f"How many shapes, {number}?", "settings": settings}
+            file.write(json.dumps(line) + "\n")
+    whole, parts = folder / "whole.jsonl", folder / "parts.jsonl"
+    subprocess.run(_command(path, whole), check=True)
+    points = sorted(random.Random(seed).sample(range(1, num_lines), num_kills))
+    found: list[int] = []
+    for point in points:
+        found.append(_run_until_killed(_command(path, parts, "--resume"), parts, point))
+        print(f"killed when {point} lines were asked for: {found[-1]} were written")
+    subprocess.run(_command(path, parts, "--resume"), check=True)
+    are_equal = whole.read_bytes() == parts.read_bytes()
+    print(f"{num_lines} lines, {num_kills} kills: the outputs are {'equal' if are_equal else 'DIFFERENT'}")
+    return {"lines": num_lines, "killed_at": found, "equal": are_equal}
+
+
+def _command(path: Path, target: Path, *words: str) -> Sequence[str]:
+    options = ("--skill", "query", "--deterministic", "--log-level", "warning", *words)
+    return (sys.executable, "-m", "kestrel_grpc", "batch", str(path), str(target), *options)
+
+
+def _run_until_killed(command: Sequence[str], target: Path, num_lines: int) -> int:
+    """Kill the command once its output has so many lines; returns how many it has."""
+    with subprocess.Popen(command) as process:
+        while _count(target) < num_lines:
+            if process.poll() is not None:
+                raise RuntimeError("the run has ended before it could be killed")
+            time.sleep(_POLL_S)
+        process.kill()
+    return _count(target)
+
+
+def _count(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = result.add_subparsers(dest="kind", required=True)
+    rate = kinds.add_parser("rate")
+    rate.add_argument("--requests", type=int, default=200, help="of each round (default: %(default)s)")
+    rate.add_argument("--rounds", type=int, default=5, help="of each kind (default: %(default)s)")
+    rate.add_argument("--in-flight", type=int, help="default: twice the batch")
+    memory = kinds.add_parser("memory")
+    memory.add_argument("--lines", type=int, default=1_000_000, help="default: %(default)s")
+    kills = kinds.add_parser("kills")
+    kills.add_argument("--lines", type=int, default=5_000, help="default: %(default)s")
+    kills.add_argument("--kills", type=int, default=3, help="default: %(default)s")
+    kills.add_argument("--seed", type=int, default=0, help="of the points at which it is killed")
+    result.add_argument("--json", type=Path, default=Path("bench/out/batch.json"), help="default: %(default)s")
+    return result
+
+
+def main() -> int:
+    """Measure, print, write the numbers; 1 if outputs differ."""
+    arguments = parser().parse_args()
+    with tempfile.TemporaryDirectory(prefix="kestrel-batch-") as name:
+        folder = Path(name)
+        if arguments.kind == "kills":
+            found = _kills(folder, arguments.lines, arguments.kills, arguments.seed)
+        else:
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
+            measured = (
+                _memory(folder, arguments.lines)
+                if arguments.kind == "memory"
+                else _rates(folder, arguments.requests, arguments.rounds, arguments.in_flight)
+            )
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                found = runner.run(measured)
+    if arguments.kind == "rate":
+        print(f"the batch has {found['ratio']:.3f} of the rate of the closed loop, {found['in_flight']} in flight")
+    write_json(arguments.json, {**machine_facts(), arguments.kind: found})
+    return 0 if found.get("equal", True) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
