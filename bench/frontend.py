@@ -46,7 +46,15 @@ from kestrel_grpc.server import Server
 from kestrel_grpc.telemetry.logs import set_up_logging
 from kestrel_runtime.api.adapters import AdapterInfo
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load, SkillDefaults
+from kestrel_runtime.api.engine import (
+    ClearedCache,
+    CoreReading,
+    EngineInfo,
+    EngineStatus,
+    ImageInfo,
+    Load,
+    SkillDefaults,
+)
 from kestrel_runtime.api.errors import AdapterNotFound
 from kestrel_runtime.api.events import (
     Event,
@@ -155,6 +163,9 @@ class EmptyEngine:
 
     def load(self) -> Load:
         return Load(0, 0, 0, 0, 0, 0.0)
+
+    def cores(self) -> list[CoreReading]:
+        return [CoreReading(0, self.status, self.info, self.load(), os.getpid())]
 
     async def drain(self) -> None:
         pass  # nothing is ever worth waiting for
