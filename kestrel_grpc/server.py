@@ -20,6 +20,7 @@ from kestrel_grpc.frontends.grpc.frontend import GrpcFrontend
 from kestrel_grpc.frontends.http.frontend import HttpFrontend
 from kestrel_grpc.frontends.http.probes import ProbePort, Probes
 from kestrel_grpc.frontends.openai.service import OpenAiService
+from kestrel_grpc.frontends.page.page import Page
 from kestrel_grpc.frontends.rest.service import RestService
 from kestrel_grpc.frontends.triton.service import TritonService
 from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
@@ -324,7 +325,18 @@ class Server:
             services,
             certificate,
             self._probes,
+            self._page() if self._config.page else None,
             shares_port=self._host is not None,
+        )
+
+    def _page(self) -> Page:
+        config = self._config
+        return Page(
+            self._engine,
+            grpc_port=lambda: self._frontend.port,
+            is_encrypted=config.tls_certificate is not None,
+            asks_for_tokens=config.tokens is not None,
+            stores_images=self._store is not None,
         )
 
     def _observers(self) -> Sequence[Observer]:

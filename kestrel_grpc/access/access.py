@@ -58,6 +58,7 @@ SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
         "openai/": _INFER,
         "openai/models": _ANY_SCOPE,
         "http/openapi": _ANY_SCOPE,
+        "http/page": _ANY_SCOPE,
         "http/metrics": _ADMIN,
     }
 )

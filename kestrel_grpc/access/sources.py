@@ -2,7 +2,9 @@
 
 A page that a user of this machine opens can send requests to a server on it. Those of another site carry an
 `Origin`. Those of a site whose name has been made to stand for this machine (DNS rebinding) carry that name as
-`Host`. Callers that are no browsers are not affected: they send no `Origin`, and as `Host` what they connect to.
+`Host`, and also as `Origin`: so `Origin` is compared with `Host` only after `Host` has been found to be a name of
+this server. Callers that are no browsers are not affected: they send no `Origin`, and as `Host` what they connect
+to.
 """
 
 from __future__ import annotations
@@ -26,32 +28,48 @@ class SourceGuard:
     """`hosts` are the names that the server is called by, besides addresses and `localhost`.
 
     Where `hosts` is None, every name is allowed: no page has the token that such a server asks for.
-    `origins` are the sites whose pages may call, as `https://example.com`.
+    `origins` are the sites whose pages may call, as `https://example.com`. If the server `has_pages` of its own,
+    these may call as well: their origin is the scheme and the `Host` of the request itself.
     """
 
-    def __init__(self, hosts: Collection[str] | None, origins: Collection[str]) -> None:
+    def __init__(self, hosts: Collection[str] | None, origins: Collection[str], *, has_pages: bool) -> None:
+        self._has_pages = has_pages
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origin.lower() for origin in origins)
         self._known_good: set[bytes] = set()
 
-    def check(self, headers: RawHeaders) -> None:
-        """Raise `SourceNotAllowed` for a request that is not to be answered."""
+    def check(self, headers: RawHeaders, scheme: str) -> None:
+        """Raise `SourceNotAllowed` for a request that is not to be answered.
+
+        `scheme` is that of the connection, `http` or `https`.
+        """
         host: bytes | None = None
+        origins: list[str] = []
         for name, value in headers:
             if name == b"host":
                 if host is not None:
                     raise SourceNotAllowed("Host", "more than one")
                 host = value
-            elif name == b"origin" and value.decode("latin-1").lower() not in self._origins:
-                raise SourceNotAllowed("Origin", value.decode("latin-1"))
+            elif name == b"origin":
+                origins.append(value.decode("latin-1"))
         if host is None:
             raise SourceNotAllowed("Host", "")
+        self._check_host(host)
+        for origin in origins:
+            if not self._may_call(origin.lower(), f"{scheme}://{host.decode('latin-1').lower()}"):
+                raise SourceNotAllowed("Origin", origin)
+
+    def _check_host(self, host: bytes) -> None:
         if host in self._known_good:
             return
         if not self._is_ours(host.decode("latin-1").lower()):
             raise SourceNotAllowed("Host", host.decode("latin-1"))
         if len(self._known_good) < 64:
             self._known_good.add(host)
+
+    def _may_call(self, origin: str, own: str) -> bool:
+        """Whether pages of `origin` may call a server whose own pages have the origin `own` for this caller."""
+        return origin in self._origins or (self._has_pages and origin == own)
 
     def _is_ours(self, host: str) -> bool:
         name, separator, port = host.rpartition(":")

@@ -158,6 +158,11 @@ class ServerConfig:
         "sites whose pages may call over HTTP (CORS), such as `https://example.com`, separated by commas",
         default_text="none",
     )
+    page: bool = option(
+        True,
+        on_or_off,
+        "whether the HTTP port has a page at `/`, to ask about pictures in a browser: on or off",
+    )
     triton: bool = option(
         True,
         on_or_off,

@@ -115,11 +115,12 @@ class Exchange:
         is_last = not self._has_whole_body and self.connection.cycle.more_body
         head: list[Header] = [
             (b"content-type", content_type),
-            (b"content-length", str(len(body)).encode()),
             (REQUEST_ID_KEY.encode(), request_id.encode()),
             *_ALWAYS,
             *headers,
         ]
+        if status != 304:  # which has no body, and would have to tell the length of the one that it stands for
+            head.append((b"content-length", str(len(body)).encode()))
         if is_last:
             head.append((b"connection", b"close"))
         await self.send({"type": "http.response.start", "status": status, "headers": head})

@@ -35,8 +35,24 @@ class HttpService(Protocol):
     def operations(self) -> Sequence[Operation]: ...
 
 
+class Page(Protocol):
+    """A page for people on the port."""
+
+    @property
+    def files(self) -> Mapping[str, App]:
+        """By path, what answers GET and HEAD with a file, to everybody."""
+        ...
+
+    @property
+    def description(self) -> Operation:
+        """What tells the page about the server."""
+        ...
+
+
 class HttpFrontend:
     """Serves `services` on one port. Refusals of unknown paths use the dialect of the first service.
+
+    With a `page` requests of pages that this port has served are answered, too.
 
     Belongs to the event loop of its calls.
     """
@@ -49,6 +65,7 @@ class HttpFrontend:
         services: Sequence[HttpService],
         certificate: CertificateFiles | None,
         probes: Probes,
+        page: Page | None,
         *,
         shares_port: bool = False,
     ) -> None:
@@ -60,11 +77,12 @@ class HttpFrontend:
         self._services = services
         self._certificate = certificate
         self._probes = probes
+        self._page = page
         described = [
             (item, service.dialect.failure_description) for service in services for item in service.operations
         ]
         self._document = openapi.document(described, engine.info.model)
-        self._guard = SourceGuard(_hosts(config), config.http_origins or ())
+        self._guard = SourceGuard(_hosts(config), config.http_origins or (), has_pages=page is not None)
         handlers = self._handlers(groups)
         # Most paths have no variable parts and need no search through the patterns of the router.
         self._fixed = {path: handler for path, handler in handlers.items() if "{" not in path}
@@ -89,7 +107,7 @@ class HttpFrontend:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._guard.check(scope["headers"])
+            self._guard.check(scope["headers"], scope["scheme"])
         except Exception as error:
             await self._refuse(error, scope, receive, send)
             return
@@ -144,6 +162,11 @@ class HttpFrontend:
                 groups.unrecorded(needs_token=self._config.reflection == "token"),
                 own,
             )
+        if self._page is not None:
+            add(self._page.description, groups.unrecorded(needs_token=True), own)
+            for name, file in self._page.files.items():
+                paths[name] = path = _Path(self._refuse, own)
+                path.endpoints.update(GET=file, HEAD=file)
         return {**self._probes.apps(), **paths}
 
     async def _scrape(self, _: object, call: CallContext) -> bytes:
@@ -157,7 +180,7 @@ class _Path:
     """An ASGI application for all verbs of one path."""
 
     def __init__(self, refuse: Callable[..., Any], dialect: Dialect) -> None:
-        self.endpoints: dict[str, Endpoint] = {}
+        self.endpoints: dict[str, App] = {}
         self._refuse = refuse
         self._dialect = dialect
 

@@ -1,0 +1,112 @@
+// Draws results over the picture, and takes places that are marked in it. Places run from 0 to 1.
+
+const SVG = "http://www.w3.org/2000/svg";
+const DOT_PX = 7;
+const DRAG_PX = 8;
+
+export class Overlay {
+  #marks = [];
+  #lit = null;
+
+  /** `onMark` gets what is marked in the picture: `[x, y]`, or `[x_min, y_min, x_max, y_max]`. */
+  constructor(svg, frame, onMark) {
+    this.svg = svg;
+    this.frame = frame;
+    /** What a click marks: "", "point" or "place" (a point, or a box by dragging). */
+    this.marking = "";
+    new ResizeObserver(() => this.#draw()).observe(frame);
+    let start = null;
+    frame.addEventListener("pointerdown", (event) => {
+      if (!this.marking) return;
+      event.preventDefault();
+      frame.setPointerCapture(event.pointerId);
+      start = event;
+    });
+    frame.addEventListener("pointerup", (event) => {
+      if (start === null) return;
+      const [from, to] = [this.#place(start), this.#place(event)];
+      const moved = Math.hypot(event.clientX - start.clientX, event.clientY - start.clientY);
+      start = null;
+      if (this.marking === "point" || moved < DRAG_PX) onMark(to);
+      else onMark([...from.map((side, axis) => Math.min(side, to[axis])), ...from.map((side, axis) => Math.max(side, to[axis]))]);
+    });
+  }
+
+  /**
+   * Show marks, each `{kind, …, label, isGiven}`: a `point` has `at`, a `box` has `box`, an `outline` has `path` and
+   * `box`, a `look` has `from` and `at`.
+   */
+  show(marks) {
+    this.#marks = marks;
+    this.#lit = null;
+    this.#draw();
+  }
+
+  /** Emphasise the mark with this label; null emphasises none. */
+  light(label) {
+    this.#lit = label;
+    this.#draw();
+  }
+
+  #place(event) {
+    const area = this.frame.getBoundingClientRect();
+    const within = (value) => Math.round(Math.min(Math.max(value, 0), 1) * 1000) / 1000;
+    return [within((event.clientX - area.left) / area.width), within((event.clientY - area.top) / area.height)];
+  }
+
+  #draw() {
+    const { clientWidth: width, clientHeight: height } = this.frame;
+    if (!width || !height) return;
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    this.svg.replaceChildren(...this.#marks.map((mark) => this.#group(mark, width, height)));
+  }
+
+  #group(mark, width, height) {
+    const group = element("g", mark.label !== undefined && mark.label === this.#lit ? { class: "lit" } : {});
+    const given = mark.isGiven ? " given" : "";
+    const stroke = (name, attributes) =>
+      group.append(...["halo", `line${given}`].map((kind) => element(name, { class: kind, ...attributes })));
+    const dot = ([x, y]) =>
+      group.append(element("circle", { class: `dot${given}`, cx: x * width, cy: y * height, r: DOT_PX }));
+    let corner = null;
+    if (mark.kind === "point") {
+      dot(mark.at);
+      corner = [mark.at[0] * width + DOT_PX + 3, mark.at[1] * height - DOT_PX];
+    } else if (mark.kind === "look") {
+      const [from, to] = [mark.from, mark.at].map(([x, y]) => [x * width, y * height]);
+      stroke("line", { x1: from[0], y1: from[1], x2: to[0], y2: to[1] });
+      dot(mark.at);
+    } else if (mark.box) {
+      const [left, top, right, bottom] = mark.box.map((side, index) => side * (index % 2 ? height : width));
+      stroke("rect", { x: left, y: top, width: right - left, height: bottom - top });
+      corner = [left + 4, top < 20 ? top + 16 : top - 6];
+      if (mark.path) {
+        const shape = {
+          d: mark.path,
+          transform: `translate(${left} ${top}) scale(${right - left} ${bottom - top})`,
+          "vector-effect": "non-scaling-stroke",
+        };
+        stroke("path", shape);
+        group.append(element("path", { ...shape, class: "area", "fill-rule": "evenodd" }));
+      }
+    }
+    if (corner !== null && mark.label) {
+      const text = element("text", { x: corner[0], y: corner[1] });
+      text.textContent = mark.label;
+      group.append(text);
+    }
+    return group;
+  }
+}
+
+/** The whole commands of a path that is still being generated. */
+export function wholeCommands(path) {
+  const last = path.search(/[A-DF-Za-df-z][^A-DF-Za-df-z]*$/);
+  return last > 0 ? path.slice(0, last) : "";
+}
+
+function element(name, attributes) {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
+}

@@ -1,0 +1,172 @@
+// The same request as code. `request` is what `read` of form.js returns; `image` says how the picture is named.
+
+/**
+ * `image` is null, `{id}` of a stored image, or `{file, type}`. `place` has `origin`, `grpcAddress`, `isEncrypted`,
+ * `asksForTokens` and `model`.
+ */
+export function sample(language, request, image, place) {
+  return { curl, python, grpcurl, openai }[language](request, image, place);
+}
+
+function curl({ skill, body, timeoutS }, image, place) {
+  const headers = ["-H 'content-type: application/json'"];
+  if (place.asksForTokens) headers.push('-H "authorization: Bearer $KESTREL_GRPC_TOKEN"');
+  if (timeoutS) headers.push(`-H 'x-request-timeout: ${timeoutS}'`);
+  const name = image?.id ?? "$PICTURE";
+  const json = shellJson(body, image && `"image_url": "${name}"`);
+  const call = `curl -sN ${place.origin}/v1/${skill} ${headers.join(" \\\n    ")} -d @- <<END\n${json}\nEND\n`;
+  return image?.file ? `PICTURE="data:${image.type};base64,${base64Of(image.file)}"\n${call}` : call;
+}
+
+function grpcurl({ skill, body, adapter, timeoutS }, image, place) {
+  const method = { query: "Query", caption: "Caption", point: "Point", detect: "Detect", segment: "Segment", gaze: "Gaze" };
+  const prefix = skill === "segment" ? (body.stream ? "Stream" : "") : isText(skill) && !body.stream ? "Complete" : "";
+  const options = [place.isEncrypted ? "" : " -plaintext"];
+  if (place.asksForTokens) options.push(' -H "authorization: Bearer $KESTREL_GRPC_TOKEN"');
+  if (timeoutS) options.push(` -max-time ${timeoutS}`);
+  const source = image?.id ? `"image_id": "${image.id}"` : `"data": "${image && base64Of(image.file)}"`;
+  const json = shellJson(message(body, adapter), image && `"image": {${source}}`);
+  const call = `kestrel.v1.VisionService/${prefix}${method[skill]}`;
+  return `grpcurl${options.join("")} -d @ ${place.grpcAddress} ${call} <<END\n${json}\nEND\n`;
+}
+
+function python({ skill, body, adapter, timeoutS }, image, place) {
+  const imported = ["Client"];
+  const named = (kind, sides) => {
+    if (!imported.includes(kind)) imported.push(kind);
+    return `${kind}(${sides.join(", ")})`;
+  };
+  const given = [image === null ? "None" : literal(image.id ?? image.file)];
+  const { n, ...settings } = body.settings ?? {};
+  const keywords = { ...settings, ...body.constraint };
+  if (body.question) given.push(literal(body.question));
+  if (body.object) given.push(literal(body.object));
+  if (body.eye) given.push(named("Point", body.eye));
+  if (body.length) keywords.length = body.length;
+  if (body.reasoning) keywords.reasoning = true;
+  if (n) keywords.n = n;
+  if (adapter) keywords.adapter = adapter;
+  if (body.priority) keywords.priority = body.priority;
+  if (body.cache) keywords.cache = body.cache;
+  if (body.max_queue_seconds !== undefined) keywords.max_queue_s = body.max_queue_seconds;
+  if (timeoutS) keywords.timeout_s = timeoutS;
+  const bias = keywords.logit_bias;
+  if (bias) delete keywords.logit_bias;
+  given.push(...Object.entries(keywords).map(([name, value]) => `${name}=${literal(value)}`));
+  if (bias) given.push(`logit_bias={${Object.entries(bias).map(([id, value]) => `${id}: ${value}`).join(", ")}}`);
+  if (body.spatial_refs) {
+    const refs = body.spatial_refs.map((sides) => named(sides.length === 2 ? "Point" : "Box", sides));
+    given.push(`spatial_refs=[${refs.join(", ")}]`);
+  }
+  const address = place.isEncrypted ? `https://${place.grpcAddress}` : place.grpcAddress;
+  const token = place.asksForTokens ? "# The token is in the variable KESTREL_GRPC_TOKEN.\n" : "";
+  const lines = pythonCall(skill, given.join(", "), Boolean(body.stream), n > 1);
+  const block = lines.map((line) => `    ${line}\n`).join("");
+  return `from kestrel_client import ${imported.sort().join(", ")}\n\n${token}with Client(${literal(address)}) as client:\n${block}`;
+}
+
+function pythonCall(skill, given, isStreamed, hasSamples) {
+  if (isText(skill) && isStreamed) {
+    return [`for piece in client.${skill}(${given}):`, '    print(piece, end="", flush=True)', "print()"];
+  }
+  if (isText(skill)) {
+    const field = skill === "query" ? "answer" : "caption";
+    const samples = hasSamples ? ["for other in result.alternatives:", `    print(other.${field})`] : [];
+    return [`result = client.complete_${skill}(${given})`, `print(result.${field})`, ...samples];
+  }
+  return {
+    point: [`for point in client.point(${given}).points:`, "    print(point.x, point.y)"],
+    detect: [`for found in client.detect(${given}).objects:`, "    print(found.box)"],
+    segment: [`for segment in client.segment(${given}).segments:`, "    print(segment.box, segment.svg_path)"],
+    gaze: [`print(client.gaze(${given}).target)`],
+  }[skill];
+}
+
+function openai({ skill, body, adapter, timeoutS }, image, place) {
+  if (skill !== "query") return "# OpenAI's API has questions only.\n";
+  const { settings = {}, question, stream, constraint, reasoning } = body;
+  const { logprobs, top_k, min_p, repetition_penalty, include_stop, ...standard } = settings;
+  const extra = { reasoning, constraint, top_k, min_p, repetition_penalty, include_stop };
+  for (const name of Object.keys(extra)) if (extra[name] === undefined) delete extra[name];
+  const url = image?.id ? literal(image.id) : `"data:${image?.type};base64," + picture`;
+  const parts = [`{"type": "text", "text": ${literal(question)}}`];
+  if (image) parts.push(`{"type": "image_url", "image_url": {"url": ${url}}}`);
+  const given = [`model=${literal(adapter ? `${place.model}/${adapter}` : place.model)}`];
+  given.push(`messages=[{"role": "user", "content": [${parts.join(", ")}]}]`);
+  given.push(...Object.entries(standard).map(([name, value]) => `${name}=${literal(value)}`));
+  if (logprobs !== undefined) given.push("logprobs=True");
+  if (Object.keys(extra).length) given.push(`extra_body=${literal(extra)}`);
+  if (timeoutS) given.push(`timeout=${literal(timeoutS)}`);
+  if (stream) given.push("stream=True");
+  const imports = ["import base64", "import os"].filter((line) => line.endsWith("os") ? place.asksForTokens : image?.file);
+  const key = place.asksForTokens ? 'os.environ["KESTREL_GRPC_TOKEN"]' : '"none is asked for"';
+  const lines = [...imports, ...(imports.length ? [""] : []), "from openai import OpenAI", ""];
+  lines.push(`client = OpenAI(base_url=${literal(`${place.origin}/v1`)}, api_key=${key})`);
+  if (image?.file) {
+    lines.push(`with open(${literal(image.file)}, "rb") as file:`);
+    lines.push("    picture = base64.b64encode(file.read()).decode()");
+  }
+  lines.push("answer = client.chat.completions.create(", ...given.map((line) => `    ${line},`), ")");
+  if (stream) lines.push("for chunk in answer:", '    print(chunk.choices[0].delta.content or "", end="", flush=True)', "print()");
+  else lines.push("for choice in answer.choices:", "    print(choice.message.content)");
+  const left = ["spatial_refs", "priority", "cache", "max_queue_seconds"].filter((name) => name in body);
+  const note = left.length ? `# OpenAI's API has no ${left.join(", ")}.\n` : "";
+  return `${note}${lines.join("\n")}\n`;
+}
+
+/** The body of a request over HTTP as a message of the gRPC contract, in JSON. */
+function message(body, adapter) {
+  const { stream, settings = {}, constraint, eye, length, spatial_refs, priority, cache, max_queue_seconds, model, ...made } = body;
+  const { max_objects, logit_bias, ...sampling } = settings;
+  if (length) made.length = `CAPTION_LENGTH_${length.toUpperCase()}`;
+  if (eye) made.eye = { x: eye[0], y: eye[1] };
+  if (spatial_refs) made.spatial_refs = spatial_refs.map(reference);
+  if (max_objects !== undefined) made.max_objects = max_objects;
+  if (logit_bias) {
+    sampling.logit_bias = Object.entries(logit_bias).map(([id, bias]) => ({ token_id: Number(id), bias }));
+  }
+  if (Object.keys(sampling).length) made.sampling = sampling;
+  if (constraint?.choices) made.constraint = { choices: { values: constraint.choices } };
+  else if (constraint?.json_schema !== undefined) made.constraint = { json_schema: JSON.stringify(constraint.json_schema) };
+  else if (constraint) made.constraint = constraint;
+  const options = {};
+  if (adapter) options.adapter = adapter;
+  if (priority) options.priority = `PRIORITY_${priority.toUpperCase()}`;
+  if (cache) options.cache = `CACHE_POLICY_${cache.toUpperCase()}`;
+  if (max_queue_seconds !== undefined) options.max_queue_duration = `${max_queue_seconds}s`;
+  if (Object.keys(options).length) made.options = options;
+  return made;
+}
+
+function reference(sides) {
+  if (sides.length === 2) return { point: { x: sides[0], y: sides[1] } };
+  const [x_min, y_min, x_max, y_max] = sides;
+  return { box: { x_min, y_min, x_max, y_max } };
+}
+
+function isText(skill) {
+  return skill === "query" || skill === "caption";
+}
+
+/** An object as JSON in a here-document, in which a shell expands variables; `first` is a member in the shell's words. */
+function shellJson(value, first) {
+  const json = JSON.stringify(value, null, 2).replace(/[\\$`]/g, "\\$&");
+  if (!first) return json;
+  return json === "{}" ? `{${first}}` : `{\n  ${first},${json.slice(1)}`;
+}
+
+function base64Of(file) {
+  return `$(base64 < '${file.replaceAll("'", "'\\''")}' | tr -d '\\n')`;
+}
+
+/** A value as Python writes it. */
+function literal(value) {
+  if (value === true) return "True";
+  if (value === false) return "False";
+  if (value === null) return "None";
+  if (Array.isArray(value)) return `[${value.map(literal).join(", ")}]`;
+  if (typeof value === "object") {
+    return `{${Object.entries(value).map(([key, item]) => `${literal(key)}: ${literal(item)}`).join(", ")}}`;
+  }
+  return JSON.stringify(value);
+}

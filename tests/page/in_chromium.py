@@ -1,0 +1,598 @@
+"""What people do with the page, in Chromium: ask, mark, stop, ask again, with mouse, touch and keyboard."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import Browser, async_playwright
+
+from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.server import Server
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.engine.engine import LocalEngine
+from tests.clients.__main__ import CLIENTS, ENVIRONMENTS, install
+from tests.fakes import HOLD, FakeEngine, answers
+from tests.page.browser import DEMO_PICTURE, PHONE, Window, launch, window
+from tests.server.frontends.http.test_frontend import tokens_in
+from tests.server.http_calls import HttpServing, serving_http
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+STAR = (0.21, 0.72)
+"""Where the star of the demo picture is."""
+TOKEN = "kestrel_of_alice_00000000000000000000000000000000"
+# Of the gRPC tools, those of this environment.
+ACTIVATED = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        launched = await launch(playwright)
+        yield launched
+        await launched.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def nano() -> AsyncIterator[Server]:
+    """The built-in model, with its adapters."""
+    adapters = files("kestrel_runtime").joinpath("nano", "adapters")
+    engine_config = EngineConfig(adapters=str(adapters), num_adapter_slots=1)
+    config = ServerConfig(port=0, http_port=0, engine=engine_config)
+    engine = await asyncio.to_thread(LocalEngine.start, config.engine_config())
+    async with Server(engine, config) as server:
+        yield server
+
+
+def origin_of(server: Server) -> str:
+    return f"http://localhost:{server.http_port}"
+
+
+def holds(request: Any) -> list[object]:
+    """An answer that stops behind its first piece until it is released."""
+    return [*answers(request)[:2], HOLD, *answers(request)[2:]]
+
+
+@asynccontextmanager
+async def faked(
+    browser: Browser, engine: FakeEngine | None = None, *, refusals: tuple[int, ...] = (), **options: Any
+) -> AsyncIterator[tuple[HttpServing, Window]]:
+    """A window at a server whose engine is scripted."""
+    async with (
+        serving_http(engine, **options) as rig,
+        window(browser, origin_of(rig.server), refusals=refusals) as opened,
+    ):
+        yield rig, opened
+
+
+async def take_example(opened: Window) -> None:
+    await opened.page.get_by_role("button", name="Take the example").click()
+    await opened.page.locator("#picture-facts", has_text="900 × 600").wait_for()
+
+
+def near(found: tuple[float, float], expected: tuple[float, float]) -> bool:
+    return all(abs(one - other) < 0.04 for one, other in zip(found, expected, strict=True))
+
+
+# The skills of a model
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(None, "light"), (PHONE, "light"), (PHONE, "dark")])
+async def test_a_question_is_answered_with_its_confidence_and_timings(
+    browser: Browser, nano: Server, size: dict[str, int] | None, scheme: Literal["light", "dark"]
+) -> None:
+    async with window(browser, origin_of(nano), size=size, scheme=scheme) as opened:
+        await take_example(opened)
+        await opened.ask("query", question="What color is the star?")
+        await opened.has_status("Complete.")
+        assert await opened.text("#answer") == "yellow"
+        confidence = re.match(r"Confidence: ([\d.]+) %", await opened.text("#confidence"))
+        assert confidence is not None
+        assert 50 < float(confidence[1]) <= 100
+        assert "First token, in the server" in await opened.text("#timings")
+        assert await opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        device = "phone" if size is PHONE else "desktop"
+        await opened.screenshot(f"query-{device}" + ("-dark" if scheme == "dark" else ""))
+        assert await opened.accessibility_problems() == []
+
+
+async def test_a_description_is_as_long_as_is_asked(browser: Browser, nano: Server) -> None:
+    async with window(browser, origin_of(nano)) as opened:
+        await take_example(opened)
+        await opened.page.get_by_role("radio", name="Caption").check()
+        await opened.page.locator("#length").select_option("short")
+        await opened.ask("caption")
+        await opened.has_status("Complete.")
+        assert "star" in await opened.text("#answer")
+        assert opened.body_of_last_request()["length"] == "short"
+        await opened.screenshot("caption-desktop")
+
+
+async def test_points_are_drawn_where_the_objects_are(browser: Browser, nano: Server) -> None:
+    async with window(browser, origin_of(nano)) as opened:
+        await take_example(opened)
+        await opened.ask("point", object="star")
+        await opened.has_status("Complete.")
+        assert await opened.page.locator("#overlay circle").count() == 1
+        assert near(await opened.center_of("#overlay circle"), STAR)
+        assert await opened.page.locator("#answer li").count() == 1
+        await opened.screenshot("point-desktop")
+
+
+async def test_boxes_are_drawn_around_the_objects(browser: Browser, nano: Server) -> None:
+    async with window(browser, origin_of(nano)) as opened:
+        await take_example(opened)
+        await opened.ask("detect", object="shape")
+        await opened.has_status("Complete.")
+        assert await opened.page.locator("#overlay rect.line").count() == 5
+        await opened.page.locator("#answer li").nth(1).hover()
+        assert await opened.page.locator("#overlay .lit rect").count() == 2
+        await opened.screenshot("detect-desktop")
+        # Drawings stay on their objects when the window changes its size.
+        await opened.ask("detect", object="yellow star")
+        await opened.has_status("Complete.")
+        await opened.page.set_viewport_size({"width": 500, "height": 700})
+        width = await opened.page.locator("#frame").evaluate("(frame) => frame.clientWidth")
+        await opened.page.locator(f'#overlay[viewBox^="0 0 {width} "]').wait_for()
+        assert near(await opened.center_of("#overlay rect.line"), STAR)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_an_outline_is_drawn(browser: Browser, nano: Server, scheme: Literal["light", "dark"]) -> None:
+    size = PHONE if scheme == "dark" else None
+    async with window(browser, origin_of(nano), size=size, scheme=scheme) as opened:
+        await take_example(opened)
+        await opened.ask("segment", object="yellow star")
+        await opened.has_status("Complete.")
+        assert near(await opened.center_of("#overlay path.line"), STAR)
+        await opened.screenshot("segment-phone-dark" if scheme == "dark" else "segment-desktop")
+        assert await opened.accessibility_problems() == []
+
+
+async def test_a_look_is_drawn_from_the_eye_that_is_clicked(browser: Browser) -> None:
+    async with faked(browser) as (rig, opened):
+        await take_example(opened)
+        await opened.page.get_by_role("radio", name="Gaze").check()
+        frame = await opened.page.locator("#frame").bounding_box()
+        assert frame is not None
+        await opened.page.mouse.click(frame["x"] + 0.25 * frame["width"], frame["y"] + 0.5 * frame["height"])
+        assert near(await opened.center_of("#overlay circle.given"), (0.25, 0.5))
+        await opened.ask("gaze")
+        await opened.has_status("Complete.")
+        (request,) = rig.engine.requests
+        assert near((request.eye.x, request.eye.y), (0.25, 0.5))  # pyright: ignore[reportAttributeAccessIssue]
+        assert await opened.page.locator("#overlay line.line").count() == 1
+        await opened.screenshot("gaze-desktop")
+
+
+async def test_reasoning_is_shown_with_the_points_that_it_speaks_of(browser: Browser) -> None:
+    async with faked(browser) as (_, opened):
+        await take_example(opened)
+        await opened.page.locator("#reasoning").check()
+        await opened.ask("query", question="What bird is it?")
+        await opened.has_status("Complete.")
+        assert await opened.page.locator("#thoughts").is_visible()
+        assert await opened.page.locator("#reasoning-text mark").count() > 0
+        assert await opened.page.locator("#overlay circle").count() > 0
+        await opened.screenshot("reasoning-desktop")
+        assert await opened.accessibility_problems() == []
+
+
+# Streams, failures, overload
+
+
+async def test_an_answer_is_shown_while_it_is_generated(browser: Browser) -> None:
+    async with faked(browser, FakeEngine(holds)) as (rig, opened):
+        await opened.ask("query", question="What bird is it?")
+        await opened.page.locator("#answer", has_text=re.compile(r"^a k$")).wait_for()
+        assert await opened.page.locator("#answer").get_attribute("aria-busy") == "true"
+        rig.engine.release()
+        await opened.has_status("Complete.")
+        assert await opened.text("#answer") == "a kestrel"
+        assert await opened.page.locator("#answer").get_attribute("aria-busy") == "false"
+
+
+async def test_a_stopped_stream_ends_the_request_and_keeps_what_has_come(browser: Browser) -> None:
+    async with faked(browser, FakeEngine(holds)) as (rig, opened):
+        await opened.ask("query", question="What bird is it?")
+        await opened.page.locator("#answer", has_text=re.compile(r"^a k$")).wait_for()
+        await opened.page.get_by_role("button", name="Stop").click()
+        await opened.has_status("Stopped.")
+        await rig.engine.is_idle.wait()
+        assert rig.engine.num_cancelled == 1
+        assert await opened.text("#answer") == "a k"
+        assert await opened.page.evaluate("document.activeElement.id") == "ask"
+        await opened.screenshot("stopped-desktop")
+        rig.engine.release()
+        await opened.ask("query", question="And this?")
+        await opened.has_status("Complete.")
+
+
+async def test_an_overload_says_when_to_try_again(browser: Browser) -> None:
+    engine = FakeEngine(holds, max_queued_requests=1)
+    async with faked(browser, engine, refusals=(429,)) as (rig, opened):
+        first = asyncio.create_task(rig.ask("/v1/query", {"question": "?"}))
+        await rig.engine.num_submitted.acquire()
+        await opened.ask("query", question="What bird is it?")
+        await opened.page.get_by_role("alert").get_by_text("QUEUE_FULL").wait_for()
+        assert "in 1 s" in await opened.text("#error")
+        await opened.screenshot("overload-desktop")
+        assert await opened.accessibility_problems() == []
+        rig.engine.release()
+        assert (await first).status == 200
+        await opened.page.get_by_role("button", name="Try again").click()
+        await opened.has_status("Complete.")
+        assert await opened.text("#error") == ""
+
+
+async def test_a_refusal_names_the_fields_that_are_wrong(browser: Browser, nano: Server) -> None:
+    async with window(browser, origin_of(nano), size=PHONE, refusals=(400,)) as opened:
+        await opened.page.get_by_text("More", exact=True).click()
+        await opened.page.locator("#constraint").select_option("regex")
+        await opened.page.locator("#constraint-text").fill("(")
+        await opened.page.locator("#top_p").fill("2")
+        await opened.ask("query", question="What is in this image?")
+        await opened.has_status("Failed.")
+        shown = await opened.text("#error")
+        assert "INVALID_REQUEST" in shown
+        assert "settings.top_p" in shown
+        assert await opened.page.locator("#top_p").get_attribute("aria-invalid") == "true"
+        assert await opened.accessibility_problems() == []
+        await opened.page.get_by_text("More", exact=True).click()
+        await opened.screenshot("error-phone")
+
+
+async def test_what_is_missing_is_said_before_anything_is_sent(browser: Browser) -> None:
+    async with faked(browser) as (rig, opened):
+        await opened.ask("query")
+        assert "question is needed" in await opened.text("#error")
+        assert await opened.page.evaluate("document.activeElement.id") == "question"
+        await opened.ask("detect", object="star")
+        assert "picture is needed" in await opened.text("#error")
+        await opened.page.get_by_text("More", exact=True).click()
+        await opened.page.locator("#temperature").fill("0.5")
+        await opened.ask("point", places="2,3")
+        assert "from 0 to 1" in await opened.text("#error")
+        assert rig.engine.requests == []
+
+
+async def test_a_picture_that_is_none_is_refused_with_the_reason(browser: Browser, nano: Server) -> None:
+    async with window(browser, origin_of(nano), refusals=(400,)) as opened:
+        broken = {"name": "broken.png", "mimeType": "image/png", "buffer": DEMO_PICTURE.read_bytes()[:200]}
+        await opened.page.locator("#file").set_input_files(broken)  # pyright: ignore[reportArgumentType]
+        await opened.ask("caption")
+        await opened.has_status("Failed.")
+        assert "IMAGE" in await opened.text("#error")
+
+
+# Tokens
+
+
+async def test_a_token_is_asked_for_and_kept_in_this_tab_only(browser: Browser, tmp_path: Path) -> None:
+    file = tokens_in(tmp_path, **{TOKEN: 'scopes = ["infer"]'})
+    async with faked(browser, refusals=(401, 403), tokens=file) as (rig, opened):
+        assert await opened.text("#server") == "This server asks for a token."
+        assert opened.problems == []
+        token = opened.page.get_by_label("Token", exact=True)
+        await token.fill("wrong")
+        await token.press("Tab")
+        await opened.page.get_by_role("alert").get_by_text("TOKEN_INVALID").wait_for()
+        await token.fill(TOKEN)
+        await token.press("Tab")
+        await opened.page.locator("#server", has_text="served by").wait_for()
+        await take_example(opened)
+        await opened.ask("query", question="What bird is it?")
+        await opened.has_status("Complete.")
+        # The token may not store images, so the picture went with the request.
+        assert opened.body_of_last_request()["image_url"].startswith("data:image/png;base64,")
+        assert "sent with each request" in await opened.text("#picture-facts")
+        await opened.screenshot("token-desktop")
+        for language in ("curl", "Python", "grpcurl", "OpenAI"):
+            sample = await opened.sample(language)
+            assert TOKEN not in sample
+            assert "KESTREL_GRPC_TOKEN" in sample
+        kept = await opened.page.evaluate(
+            "[JSON.stringify(sessionStorage), JSON.stringify(localStorage), document.cookie]"
+        )
+        assert TOKEN in kept[0]
+        assert kept[1:] == ["{}", ""]
+        assert rig.engine.tenants == [TOKEN]
+        await opened.page.reload()
+        await opened.page.locator("#server", has_text="served by").wait_for()
+
+
+# The picture
+
+
+async def test_a_picture_is_sent_once_and_named_from_then_on(browser: Browser) -> None:
+    async with faked(browser, refusals=(404,)) as (rig, opened):
+        await take_example(opened)
+        for _ in range(2):
+            await opened.ask("query", question="What bird is it?")
+            await opened.has_status("Complete.")
+        assert len(opened.uploads()) == 1
+        handle = opened.body_of_last_request()["image_url"]
+        assert handle.startswith("sha256:")
+        assert handle in await opened.sample("curl")
+        # The server has dropped it.
+        assert (await rig.ask(f"/v1/images/{handle}", verb="DELETE")).status == 200
+        await opened.ask("query", question="Is it there?")
+        await opened.has_status("Complete.")
+        assert len(opened.uploads()) == 2
+        await opened.page.get_by_role("button", name="Delete it from the server").click()
+        await opened.page.locator("#forget").wait_for(state="hidden")
+        assert (await rig.ask(f"/v1/images/{handle}")).status == 404
+        assert {request.image for request in rig.engine.requests} == {DEMO_PICTURE.read_bytes()}
+    async with faked(browser, max_stored_image_bytes=0) as (rig, opened):
+        await take_example(opened)
+        await opened.ask("caption")
+        await opened.has_status("Complete.")
+        assert opened.uploads() == []
+        assert rig.engine.requests[0].image == DEMO_PICTURE.read_bytes()
+
+
+async def test_pictures_are_chosen_dropped_and_pasted(browser: Browser) -> None:
+    async with faked(browser) as (rig, opened):
+        await opened.page.locator("#file").set_input_files(DEMO_PICTURE)
+        await opened.page.locator("#picture-facts", has_text="demo_picture.png · 900 × 600").wait_for()
+        for kind, target in (("drop", "#stage"), ("paste", "body")):
+            await opened.page.get_by_role("button", name="Remove the picture").click()
+            assert await opened.page.locator("#frame").is_hidden()
+            await opened.page.evaluate(
+                """async ([kind, target]) => {
+                    const blob = await (await fetch("/page/example.png")).blob();
+                    const data = new DataTransfer();
+                    data.items.add(new File([blob], `${kind}.png`, {type: "image/png"}));
+                    const options = {bubbles: true, cancelable: true, dataTransfer: data, clipboardData: data};
+                    const Kind = kind === "drop" ? DragEvent : ClipboardEvent;
+                    document.querySelector(target).dispatchEvent(new Kind(kind, options));
+                }""",
+                [kind, target],
+            )
+            await opened.page.locator("#picture-facts", has_text=f"{kind}.png · 900 × 600").wait_for()
+        await opened.ask("caption")
+        await opened.has_status("Complete.")
+        assert rig.engine.requests[0].image == DEMO_PICTURE.read_bytes()
+
+
+async def test_the_camera_takes_a_picture(browser: Browser) -> None:
+    async with faked(browser) as (rig, opened):
+        await opened.page.get_by_role("button", name="Use the camera").click()
+        await opened.page.locator("#shoot").wait_for()
+        await opened.screenshot("camera-desktop")
+        await opened.page.get_by_role("button", name="Take the picture").click()
+        await opened.page.locator("#picture-facts", has_text="camera.jpg").wait_for()
+        assert await opened.page.evaluate("document.getElementById('video').srcObject") is None
+        await opened.ask("query", question="What is this?")
+        await opened.has_status("Complete.")
+        image = rig.engine.requests[0].image
+        assert image is not None
+        assert image.startswith(b"\xff\xd8\xff")  # a JPEG
+
+
+async def test_places_are_marked_in_the_picture(browser: Browser) -> None:
+    async with faked(browser) as (rig, opened):
+        await take_example(opened)
+        await opened.page.get_by_text("More", exact=True).click()
+        await opened.page.get_by_role("button", name="Mark places in the picture").click()
+        await opened.page.locator("#frame").scroll_into_view_if_needed()
+        frame = await opened.page.locator("#frame").bounding_box()
+        assert frame is not None
+
+        def at(x: float, y: float) -> tuple[float, float]:
+            return frame["x"] + x * frame["width"], frame["y"] + y * frame["height"]
+
+        await opened.page.mouse.click(*at(0.2, 0.7))
+        await opened.page.mouse.move(*at(0.6, 0.9))
+        await opened.page.mouse.down()
+        await opened.page.mouse.move(*at(0.4, 0.6))
+        await opened.page.mouse.up()
+        assert await opened.page.locator("#overlay .given").count() == 2
+        await opened.ask("query", question="What is it?")
+        await opened.has_status("Complete.")
+        point, box = opened.body_of_last_request()["spatial_refs"]
+        assert point == pytest.approx([0.2, 0.7], abs=0.01)
+        assert box == pytest.approx([0.4, 0.6, 0.6, 0.9], abs=0.01)
+        assert len(rig.engine.requests) == 1
+
+
+# Settings
+
+
+async def test_constraints_sampling_and_handling_reach_the_server(browser: Browser) -> None:
+    async with faked(browser) as (_, opened):
+        await opened.page.get_by_text("More", exact=True).click()
+        await opened.page.locator("#constraint").select_option("choices")
+        fields = {
+            "constraint-text": "yes\nno",
+            "temperature": "0.5",
+            "max_tokens": "5",
+            "seed": "7",
+            "n": "2",
+            "stop-strings": "a\nb",
+            "logit-bias": '{"5": -1}',
+            "timeout": "30",
+        }
+        for name, value in fields.items():
+            await opened.page.locator(f"#{name}").fill(value)
+        await opened.page.locator("#priority").select_option("batch")
+        await opened.page.locator("#cache").select_option("bypass")
+        await opened.page.locator("#adapter").select_option("colours")
+        await opened.page.locator("#question").fill("Is it a kestrel?")
+        body = json.loads(re.findall(r"<<END\n(.*)\nEND", await opened.sample("curl"), re.DOTALL)[0])
+        assert body == {
+            "question": "Is it a kestrel?",
+            "constraint": {"choices": ["yes", "no"]},
+            "settings": {
+                "temperature": 0.5,
+                "max_tokens": 5,
+                "seed": 7,
+                "n": 2,
+                "stop": ["a", "b"],
+                "logit_bias": {"5": -1},
+                "logprobs": 0,
+            },
+            "priority": "batch",
+            "cache": "bypass",
+            "model": "fake/colours",
+        }
+        await opened.screenshot("more-desktop")
+        assert await opened.accessibility_problems() == []
+
+
+async def test_several_samples_are_shown(browser: Browser) -> None:
+    async with faked(browser) as (_, opened):
+        await opened.page.get_by_text("More", exact=True).click()
+        await opened.page.locator("#n").fill("2")
+        await opened.ask("query", question="What bird is it?")
+        await opened.has_status("Complete.")
+        assert await opened.page.locator("#answer li").all_inner_texts() == ["a kestrel", "a kestrel"]
+
+
+async def test_an_adapter_answers(browser: Browser, nano: Server) -> None:
+    async with window(browser, origin_of(nano)) as opened:
+        await take_example(opened)
+        await opened.page.get_by_text("More", exact=True).click()
+        await opened.page.locator("#adapter").select_option("gold")
+        await opened.ask("query", question="What color is the star?", temperature="0")
+        await opened.has_status("Complete.")
+        assert await opened.text("#answer") == "gold"
+
+
+# The same request as code
+
+LANGUAGES = ("curl", "Python", "grpcurl")
+ASKED = {
+    "query": ({"question": "What color is the star? $HOME \"`'"}, "yellow"),
+    "caption": ({}, "star"),
+    "point": ({"object": "star"}, "0.2"),
+    "detect": ({"object": "star"}, "0.1"),
+    "segment": ({"object": "yellow star"}, "M"),
+    "gaze": ({"eye-x": "0.5", "eye-y": "0.5"}, ""),
+}
+
+
+async def run(sample: str, language: str, folder: Path) -> str:
+    """What a sample prints, for a reader with the picture in this folder."""
+    interpreter = {
+        "Python": (sys.executable, "-c"),
+        "OpenAI": (str(ENVIRONMENTS / "openai" / "bin" / "python"), "-c"),
+    }.get(language, ("bash", "-euc"))
+    process = await asyncio.create_subprocess_exec(
+        *interpreter,
+        sample,
+        cwd=folder,
+        env=ACTIVATED,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, complaints = await process.communicate()
+    assert process.returncode == 0, f"{sample}\n{out.decode()}\n{complaints.decode()}"
+    return out.decode()
+
+
+async def test_the_request_as_code_does_the_same(browser: Browser, nano: Server, tmp_path: Path) -> None:
+    name = "demo_picture.png"
+    (tmp_path / name).write_bytes(DEMO_PICTURE.read_bytes())
+    offered = [skill for skill in ASKED if skill in nano._engine.info.skills]  # pyright: ignore[reportPrivateUsage]
+    assert len(offered) >= 5
+    async with window(browser, origin_of(nano)) as opened:
+        await take_example(opened)
+        samples: dict[tuple[str, str, bool], str] = {}
+        for is_stored in (False, True):
+            for skill in offered if not is_stored else ("query",):
+                await opened.page.get_by_role("radio", name=skill.capitalize()).check()
+                fields, _ = ASKED[skill]
+                for control, text in fields.items():
+                    await opened.page.locator(f"#{control}").fill(text)
+                for language in LANGUAGES:
+                    samples[skill, language, is_stored] = await opened.sample(language)
+            if not is_stored:
+                await opened.ask("query")
+                await opened.has_status("Complete.")
+        printed = await asyncio.gather(*(run(text, key[1], tmp_path) for key, text in samples.items()))
+        for (skill, language, is_stored), shown in zip(samples, printed, strict=True):
+            assert ASKED[skill][1] in shown, (skill, language, is_stored, shown)
+            assert (name in samples[skill, language, is_stored]) is not is_stored
+
+
+async def test_the_request_for_the_client_of_openai_does_the_same(
+    browser: Browser, nano: Server, tmp_path: Path
+) -> None:
+    (client,) = (item for item in CLIENTS if item.name == "openai")
+    await asyncio.to_thread(install, client, ENVIRONMENTS / client.name)
+    (tmp_path / "demo_picture.png").write_bytes(DEMO_PICTURE.read_bytes())
+    async with window(browser, origin_of(nano)) as opened:
+        await take_example(opened)
+        await opened.page.get_by_text("More", exact=True).click()
+        await opened.page.locator("#constraint").select_option("choices")
+        await opened.page.locator("#constraint-text").fill("yellow\nblue")
+        await opened.page.locator("#question").fill("What color is the star?")
+        streamed = await opened.sample("OpenAI")
+        await opened.page.locator("#n").fill("2")
+        whole = await opened.sample("OpenAI")
+        assert ("stream=True" in streamed, "stream=True" in whole) == (True, False)
+        assert (await run(streamed, "OpenAI", tmp_path)).strip() == "yellow"
+        assert (await run(whole, "OpenAI", tmp_path)).split() == ["yellow", "yellow"]
+
+
+# Without a mouse, and without eyes
+
+
+_FOCUSED = "[document.activeElement].map((item) => item.id || item.value || item.tagName)[0]"
+
+
+async def test_everything_is_reached_by_the_keyboard_in_the_order_of_reading(browser: Browser) -> None:
+    async with faked(browser) as (_, opened):
+        reached: list[str] = []
+        for _ in range(12):
+            await opened.page.keyboard.press("Tab")
+            reached.append(await opened.page.evaluate(_FOCUSED))
+        assert reached == [
+            *("choose", "camera", "example", "query", "question", "reasoning", "ask"),
+            *("SUMMARY", "curl", "sample", "copy", "BODY"),
+        ]
+        await opened.page.locator("#example").focus()
+        await opened.page.keyboard.press("Enter")
+        await opened.page.locator("#picture-facts", has_text="900 × 600").wait_for()
+        await opened.page.locator("[value=query]").focus()
+        for _ in range(2):
+            await opened.page.keyboard.press("ArrowRight")
+        await opened.page.keyboard.press("Tab")
+        await opened.page.keyboard.type("star")
+        await opened.page.keyboard.press("Enter")
+        await opened.has_status("Complete.")
+        assert await opened.page.locator("#overlay circle").count() > 0
+
+
+async def test_a_screen_reader_finds_names_and_is_told_what_changes(browser: Browser) -> None:
+    async with faked(browser) as (_, opened):
+        for role in ("heading", "radio", "button", "textbox"):
+            for element in await opened.page.get_by_role(role).all():  # pyright: ignore[reportArgumentType]
+                assert await element.evaluate(
+                    "(item) => Boolean(item.textContent.trim() || item.labels?.length || item.ariaLabel)"
+                )
+        live = await opened.page.locator("[aria-live], [role=status], [role=alert]").evaluate_all(
+            "(elements) => elements.map((element) => element.id)"
+        )
+        assert set(live) >= {"answer", "status", "error", "picture-facts", "copied"}
+
+
+async def test_the_request_is_copied(browser: Browser) -> None:
+    async with faked(browser) as (_, opened):
+        await opened.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        await opened.page.locator("#question").fill("What bird is it?")
+        await opened.page.get_by_role("button", name="Copy").click()
+        await opened.page.locator("#copied", has_text="Copied.").wait_for()
+        assert await opened.page.evaluate("navigator.clipboard.readText()") == await opened.text("#sample-text")
