@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup proto check test test-clients fuzz serve demo attacks quality train bench supply dist clean
+.PHONY: setup proto check test test-clients test-page fuzz serve demo attacks quality train bench supply dist clean
 
 # Everything into .venv; nothing to do until pyproject.toml changes.
 setup: .venv/installed
@@ -47,6 +47,10 @@ test: check
 test-clients: setup
 	$(BIN)/python -m tests.deploy
 	$(BIN)/python -m tests.clients $(ARGS)
+
+# The page in Chromium, which Debian's package manager installs where it is missing; ARGS are options of pytest.
+test-page: setup
+	$(BIN)/python -m tests.page $(ARGS)
 
 # Ten minutes of CPU for requests, images and frames that nobody meant well; another length with CPU_SECONDS=…
 CPU_SECONDS ?= 600

@@ -103,6 +103,8 @@ def test_every_module_is_in_its_package(wheels):
             modules = {path.relative_to(CHECKOUT / root) for path in (CHECKOUT / root / package).rglob("*.py")}
             assert {path.as_posix() for path in modules} <= packed
     assert "kestrel_runtime/nano/adapters/gold/adapter_model.safetensors" in server
+    page = CHECKOUT / "kestrel_grpc" / "frontends" / "page" / "static"
+    assert {path.relative_to(CHECKOUT).as_posix() for path in page.iterdir()} <= server
 
 
 def test_the_server_needs_the_client_of_its_own_version():

@@ -21,6 +21,7 @@ export class AnswerView {
     clear();
     $("answer").setAttribute("aria-busy", "true");
     overlay.show(given);
+    this.#bringIntoView($("result"));
   }
 
   /** An event of a stream. */
@@ -56,12 +57,19 @@ export class AnswerView {
       stop_sequence: `Ended by “${answer.stop_sequence}”.`,
     };
     this.end(endings[answer.finish_reason]);
+    this.#bringIntoView($("answer"));
   }
 
   /** Nothing more comes. */
   end(status) {
     $("status").textContent = status;
     $("answer").setAttribute("aria-busy", "false");
+  }
+
+  /** On a phone the answer may be below the screen, or the picture above it. */
+  #bringIntoView(answer) {
+    const isText = ["query", "caption"].includes(this.request.skill);
+    (isText ? answer : $("stage")).scrollIntoView({ block: "nearest" });
   }
 
   #showOutline() {
@@ -131,8 +139,9 @@ export function clear() {
 
 /** Show a failure of the server, and mark the controls that it is about. `again` is offered where a retry may help. */
 export function showFailure(failure, again) {
-  const lines = [paragraph(`${failure.code}: ${failure.message}`)];
-  if (failure.violations.length) {
+  const hasFields = failure.violations.length > 0;
+  const lines = [paragraph(hasFields ? `${failure.code}:` : `${failure.code}: ${failure.message}`)];
+  if (hasFields) {
     const list = document.createElement("ul");
     for (const { field, description } of failure.violations) {
       list.append(item(field ? `${field} ${description}` : description));
@@ -158,10 +167,7 @@ export function showFailure(failure, again) {
 /** Show that the form lacks something, and go there. */
 export function showUnfilled(unfilled) {
   $("error").replaceChildren(paragraph(unfilled.message));
-  const control = document.getElementById(unfilled.id);
-  for (let parent = control.parentElement; parent; parent = parent.parentElement) {
-    if (parent.tagName === "DETAILS") parent.open = true;
-  }
+  const control = $(unfilled.id);
   markInvalid(control);
   control.focus();
 }
@@ -170,6 +176,8 @@ function markInvalid(control) {
   if (control === null) return;
   control.setAttribute("aria-invalid", "true");
   control.setAttribute("aria-errormessage", "error");
+  const folded = control.closest("details");
+  if (folded) folded.open = true;
 }
 
 function marksOf({ skill, body }, answer) {

@@ -35,6 +35,11 @@ export class Server {
     return (await this.#fetch("/page/server.json")).json();
   }
 
+  /** A picture to try the page with. */
+  async example() {
+    return (await this.#fetch("/page/example.png")).blob();
+  }
+
   /** Ask for a skill. Calls `onEvent` with each event of a stream. Returns the whole answer. */
   async ask(skill, body, { signal, timeoutS, onEvent }) {
     const headers = { "content-type": "application/json" };

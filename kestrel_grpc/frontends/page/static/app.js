@@ -53,8 +53,18 @@ function take(file, fileName) {
   $("drop-hint").hidden = picture !== null;
   $("frame").hidden = $("remove").hidden = picture === null;
   $("picture-facts").textContent = picture === null ? "" : picture.fileName;
+  $("forget").hidden = true;
   if (picture !== null) $("picture").src = picture.url;
   update();
+}
+
+async function takeExample() {
+  try {
+    take(await server.example(), "demo_picture.png");
+  } catch (error) {
+    if (!(error instanceof Failure)) throw error;
+    showFailure(error, takeExample);
+  }
 }
 
 function showPictureFacts() {
@@ -147,7 +157,7 @@ async function ask(event) {
   clear();
   try {
     request = read(facts?.model);
-    if (picture === null && request.skill !== "query") throw new Unfilled("choose", "a picture is needed");
+    requirePicture(request.skill);
   } catch (error) {
     if (!(error instanceof Unfilled)) throw error;
     showUnfilled(error);
@@ -177,6 +187,13 @@ async function ask(event) {
     showPictureFacts();
     updateSample();
   }
+}
+
+/** Raises `Unfilled` where the skill needs a picture, or another one. */
+function requirePicture(asked) {
+  if (picture === null && asked !== "query") throw new Unfilled("choose", "a picture is needed");
+  const most = facts?.max_image_bytes ?? Infinity;
+  if (picture?.blob.size > most) throw new Unfilled("choose", `the picture may have at most ${most} bytes`);
 }
 
 /** Send the request, and once more if the server has dropped the stored picture. */
@@ -292,9 +309,7 @@ $("shoot").addEventListener("click", async () => {
   take(await camera.shoot(), "camera.jpg");
   $("question").focus();
 });
-$("example").addEventListener("click", async () => {
-  take(await (await fetch("/page/example.png")).blob(), "demo_picture.png");
-});
+$("example").addEventListener("click", takeExample);
 $("remove").addEventListener("click", () => {
   take(null);
   $("choose").focus();

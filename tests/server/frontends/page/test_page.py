@@ -116,9 +116,10 @@ def of_page(rig: HttpServing, host: str, *, port: int | None = None) -> dict[str
 
 
 async def test_requests_of_the_page_itself_are_answered() -> None:
-    async with serving_http(http_hosts=("kestrel.lan",)) as rig:
-        for host in ("localhost", "127.0.0.1", "kestrel.lan"):
-            assert (await rig.ask("/v1/query", QUERY, headers=of_page(rig, host))).status == 200
+    for origins in (None, ("https://good.example",)):
+        async with serving_http(http_hosts=("kestrel.lan",), http_origins=origins) as rig:
+            for host in ("localhost", "127.0.0.1", "kestrel.lan"):
+                assert (await rig.ask("/v1/query", QUERY, headers=of_page(rig, host))).status == 200
 
 
 async def test_requests_of_other_pages_are_refused() -> None:
