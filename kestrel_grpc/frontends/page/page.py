@@ -130,7 +130,7 @@ class _StaticFile:
 
 
 def _files() -> Iterator[tuple[str, _StaticFile]]:
-    for item in files(__package__).joinpath("static").iterdir():
+    for item in files("kestrel_grpc.frontends.page").joinpath("static").iterdir():
         path = "/" if item.name == "index.html" else f"{ROOT}{item.name}"
         yield path, _StaticFile(item.read_bytes(), _MEDIA_TYPES[item.name.rpartition(".")[2]])
     example = files("kestrel_grpc").joinpath("demo_picture.png")
