@@ -264,6 +264,9 @@ async def test_what_is_missing_is_said_before_anything_is_sent(browser: Browser)
         await opened.page.locator("#temperature").fill("0.5")
         await opened.ask("point", places="2,3")
         assert "from 0 to 1" in await opened.text("#error")
+        assert await opened.page.locator("[aria-invalid]").evaluate_all("(all) => all.map(({id}) => id)") == [
+            "places"
+        ]
         assert rig.engine.requests == []
 
 
@@ -272,6 +275,7 @@ async def test_a_picture_that_is_too_large_is_not_sent(browser: Browser) -> None
         await take_example(opened)
         await opened.ask("caption")
         assert "at most 5000 bytes" in await opened.text("#error")
+        assert await opened.accessibility_problems() == []
         assert (opened.uploads(), rig.engine.requests) == ([], [])
 
 

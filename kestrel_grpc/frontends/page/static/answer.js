@@ -173,7 +173,7 @@ export function showUnfilled(unfilled) {
 }
 
 function markInvalid(control) {
-  if (control === null) return;
+  if (control === null || control.tagName === "BUTTON") return;
   control.setAttribute("aria-invalid", "true");
   control.setAttribute("aria-errormessage", "error");
   const folded = control.closest("details");

@@ -27,12 +27,12 @@ export class Server {
 
   /** Whether callers need a token. */
   async asksForTokens() {
-    return (await (await this.#fetch("/page/access.json")).json()).asks_for_tokens;
+    return (await json(await this.#fetch("/page/access.json"))).asks_for_tokens;
   }
 
   /** The model, its skills, and what else the server offers. */
   async describe() {
-    return (await this.#fetch("/page/server.json")).json();
+    return json(await this.#fetch("/page/server.json"));
   }
 
   /** A picture to try the page with. */
@@ -50,7 +50,7 @@ export class Server {
       body: JSON.stringify(body),
       signal,
     });
-    if (!body.stream) return response.json();
+    if (!body.stream) return json(response);
     for await (const event of events(response)) {
       if (event.error) throw new Failure(event.error.status, event.error);
       if (event.completed) return event;
@@ -68,7 +68,7 @@ export class Server {
       body: blob,
       signal,
     });
-    return response.json();
+    return json(response);
   }
 
   /** Delete a stored picture. */
@@ -89,6 +89,15 @@ export class Server {
     const { error } = await response.json().catch(() => ({}));
     const unknown = { code: `HTTP ${response.status}`, message: "the server refused the request" };
     throw new Failure(response.status, error ?? unknown);
+  }
+}
+
+/** The body of a response. */
+async function json(response) {
+  try {
+    return await response.json();
+  } catch (error) {
+    throw asFailure(error);
   }
 }
 
@@ -114,5 +123,5 @@ async function* events(response) {
 /** What `fetch` throws, unless the caller has aborted the request. */
 function asFailure(error) {
   if (error.name === "AbortError") return error;
-  return new Failure(0, { code: "SERVER_UNREACHABLE", message: "no server answers" });
+  return new Failure(0, { code: "SERVER_UNREACHABLE", message: "no server answers, or the connection broke" });
 }

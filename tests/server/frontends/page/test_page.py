@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import ssl
 from importlib.resources import files
 from pathlib import Path
 
+import trustme
+
 from tests.fakes import FakeEngine
+from tests.server.certificates import Pair
 from tests.server.frontends.http.test_frontend import bearer, tokens_in
-from tests.server.http_calls import HttpServing, serving_http
+from tests.server.http_calls import Connection, HttpServing, serving_http
 
 QUERY = {"question": "?"}
 STATIC = files("kestrel_grpc.frontends.page").joinpath("static")
@@ -120,6 +125,21 @@ async def test_requests_of_the_page_itself_are_answered() -> None:
         async with serving_http(http_hosts=("kestrel.lan",), http_origins=origins) as rig:
             for host in ("localhost", "127.0.0.1", "kestrel.lan"):
                 assert (await rig.ask("/v1/query", QUERY, headers=of_page(rig, host))).status == 200
+
+
+async def test_the_origin_of_the_page_has_the_scheme_of_the_connection(tmp_path: Path) -> None:
+    pair, authority = Pair.within(tmp_path), trustme.CA()
+    pair.write(authority)
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    async with serving_http(tls_certificate=str(pair.certificate), tls_key=str(pair.key)) as rig:
+        host = f"127.0.0.1:{rig.server.http_port}"
+        for scheme, status in (("https", 200), ("http", 403)):
+            streams = await asyncio.open_connection("127.0.0.1", rig.server.http_port, ssl=context)
+            connection = Connection(*streams)
+            await connection.send("/v1/query", QUERY, headers={"Host": host, "Origin": f"{scheme}://{host}"})
+            assert (await connection.response()).status == status
+            connection.writer.close()
 
 
 async def test_requests_of_other_pages_are_refused() -> None:
