@@ -1,4 +1,4 @@
-"""Tests the page in Chromium, which is installed first where it is missing. Takes names of tests.
+"""Tests the page in Chromium, which is installed first where it is missing.
 
 python -m tests.page                 # all tests; their screenshots are in build/page
 python -m tests.page -k camera       # arguments are those of pytest
