@@ -129,7 +129,8 @@ export class AnswerView {
 
 /** Remove the answer before. */
 export function clear() {
-  for (const id of ["status", "error", "reasoning-text", "answer", "confidence", "timings"]) $(id).replaceChildren();
+  for (const id of ["status", "error", "reasoning-text", "answer", "confidence", "timings"])
+    $(id).replaceChildren();
   $("thoughts").hidden = true;
   for (const control of document.querySelectorAll("[aria-invalid]")) {
     control.removeAttribute("aria-invalid");
@@ -154,7 +155,10 @@ export function showFailure(failure, again) {
     button.type = "button";
     button.textContent = "Try again";
     button.addEventListener("click", again);
-    lines.push(paragraph(`A new attempt may succeed in ${Math.max(1, Math.ceil(failure.retryAfterS))} s. `), button);
+    lines.push(
+      paragraph(`A new attempt may succeed in ${Math.max(1, Math.ceil(failure.retryAfterS))} s. `),
+      button,
+    );
   }
   if (failure.requestId) {
     const id = paragraph(`Request ${failure.requestId}`);
@@ -182,16 +186,20 @@ function markInvalid(control) {
 
 function marksOf({ skill, body }, answer) {
   const label = (index) => String(index + 1);
-  if (skill === "point") return answer.points.map(({ x, y }, index) => ({ kind: "point", at: [x, y], label: label(index) }));
-  if (skill === "detect") return answer.objects.map((box, index) => ({ kind: "box", box: sides(box), label: label(index) }));
-  if (skill === "gaze") return answer.points.map(({ x, y }) => ({ kind: "look", from: body.eye, at: [x, y], label: "1" }));
+  if (skill === "point")
+    return answer.points.map(({ x, y }, index) => ({ kind: "point", at: [x, y], label: label(index) }));
+  if (skill === "detect")
+    return answer.objects.map((box, index) => ({ kind: "box", box: sides(box), label: label(index) }));
+  if (skill === "gaze")
+    return answer.points.map(({ x, y }) => ({ kind: "look", from: body.eye, at: [x, y], label: "1" }));
   if (!answer.bbox) return [];
   return [{ kind: "outline", box: sides(answer.bbox), path: answer.path, isPartial: answer.partial, label: "1" }];
 }
 
 function describe({ kind, at, box, isPartial }) {
   const number = (value) => value.toFixed(3);
-  if (kind === "point" || kind === "look") return `at ${number(at[0])} from the left, ${number(at[1])} from the top`;
+  if (kind === "point" || kind === "look")
+    return `at ${number(at[0])} from the left, ${number(at[1])} from the top`;
   const [left, top, right, bottom] = box.map(number);
   return `from ${left}, ${top} to ${right}, ${bottom}${isPartial ? "; the outline lacks something" : ""}`;
 }

@@ -28,7 +28,11 @@ export class Overlay {
       const moved = Math.hypot(event.clientX - start.clientX, event.clientY - start.clientY);
       start = null;
       if (this.marking === "point" || moved < DRAG_PX) onMark(to);
-      else onMark([...from.map((side, axis) => Math.min(side, to[axis])), ...from.map((side, axis) => Math.max(side, to[axis]))]);
+      else
+        onMark([
+          ...from.map((side, axis) => Math.min(side, to[axis])),
+          ...from.map((side, axis) => Math.max(side, to[axis])),
+        ]);
     });
   }
 

@@ -75,7 +75,10 @@ export function skill() {
 
 /** The places in a text such as `0.2,0.7; 0.1,0.6,0.3,0.9`. Raises `Unfilled`. */
 export function places() {
-  const parts = $("places").value.split(";").map((part) => part.trim()).filter(Boolean);
+  const parts = $("places")
+    .value.split(";")
+    .map((part) => part.trim())
+    .filter(Boolean);
   return parts.map((part) => {
     const numbers = part.split(",").map(Number);
     if (![2, 4].includes(numbers.length) || numbers.some((side) => !(side >= 0 && side <= 1))) {
@@ -87,7 +90,7 @@ export function places() {
 
 /** The eye that is looked from; null while it is not known. */
 export function eye() {
-  const sides = [$("eye-x"), $("eye-y")].map((input) => input.value === "" ? NaN : Number(input.value));
+  const sides = [$("eye-x"), $("eye-y")].map((input) => (input.value === "" ? NaN : Number(input.value)));
   return sides.some(Number.isNaN) ? null : sides;
 }
 

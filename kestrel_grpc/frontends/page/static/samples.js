@@ -19,8 +19,16 @@ function curl({ skill, body, timeoutS }, image, place) {
 }
 
 function grpcurl({ skill, body, adapter, timeoutS }, image, place) {
-  const method = { query: "Query", caption: "Caption", point: "Point", detect: "Detect", segment: "Segment", gaze: "Gaze" };
-  const prefix = skill === "segment" ? (body.stream ? "Stream" : "") : isText(skill) && !body.stream ? "Complete" : "";
+  const method = {
+    query: "Query",
+    caption: "Caption",
+    point: "Point",
+    detect: "Detect",
+    segment: "Segment",
+    gaze: "Gaze",
+  };
+  const prefix =
+    skill === "segment" ? (body.stream ? "Stream" : "") : isText(skill) && !body.stream ? "Complete" : "";
   const options = [place.isEncrypted ? "" : " -plaintext"];
   if (place.asksForTokens) options.push(' -H "authorization: Bearer $KESTREL_GRPC_TOKEN"');
   if (timeoutS) options.push(` -max-time ${timeoutS}`);
@@ -53,7 +61,12 @@ function python({ skill, body, adapter, timeoutS }, image, place) {
   const bias = keywords.logit_bias;
   if (bias) delete keywords.logit_bias;
   given.push(...Object.entries(keywords).map(([name, value]) => `${name}=${literal(value)}`));
-  if (bias) given.push(`logit_bias={${Object.entries(bias).map(([id, value]) => `${id}: ${value}`).join(", ")}}`);
+  if (bias)
+    given.push(
+      `logit_bias={${Object.entries(bias)
+        .map(([id, value]) => `${id}: ${value}`)
+        .join(", ")}}`,
+    );
   if (body.spatial_refs) {
     const refs = body.spatial_refs.map((sides) => named(sides.length === 2 ? "Point" : "Box", sides));
     given.push(`spatial_refs=[${refs.join(", ")}]`);
@@ -98,7 +111,9 @@ function openai({ skill, body, adapter, timeoutS }, image, place) {
   if (Object.keys(extra).length) given.push(`extra_body=${literal(extra)}`);
   if (timeoutS) given.push(`timeout=${literal(timeoutS)}`);
   if (stream) given.push("stream=True");
-  const imports = ["import base64", "import os"].filter((line) => line.endsWith("os") ? place.asksForTokens : image?.file);
+  const imports = ["import base64", "import os"].filter((line) =>
+    line.endsWith("os") ? place.asksForTokens : image?.file,
+  );
   const key = place.asksForTokens ? 'os.environ["KESTREL_GRPC_TOKEN"]' : '"none is asked for"';
   const lines = [...imports, ...(imports.length ? [""] : []), "from openai import OpenAI", ""];
   lines.push(`client = OpenAI(base_url=${literal(`${place.origin}/v1`)}, api_key=${key})`);
@@ -107,7 +122,12 @@ function openai({ skill, body, adapter, timeoutS }, image, place) {
     lines.push("    picture = base64.b64encode(file.read()).decode()");
   }
   lines.push("answer = client.chat.completions.create(", ...given.map((line) => `    ${line},`), ")");
-  if (stream) lines.push("for chunk in answer:", '    print(chunk.choices[0].delta.content or "", end="", flush=True)', "print()");
+  if (stream)
+    lines.push(
+      "for chunk in answer:",
+      '    print(chunk.choices[0].delta.content or "", end="", flush=True)',
+      "print()",
+    );
   else lines.push("for choice in answer.choices:", "    print(choice.message.content)");
   const left = ["spatial_refs", "priority", "cache", "max_queue_seconds"].filter((name) => name in body);
   const note = left.length ? `# OpenAI's API has no ${left.join(", ")}.\n` : "";
@@ -116,7 +136,19 @@ function openai({ skill, body, adapter, timeoutS }, image, place) {
 
 /** The body of a request over HTTP as a message of the gRPC contract, in JSON. */
 function message(body, adapter) {
-  const { stream, settings = {}, constraint, eye, length, spatial_refs, priority, cache, max_queue_seconds, model, ...made } = body;
+  const {
+    stream,
+    settings = {},
+    constraint,
+    eye,
+    length,
+    spatial_refs,
+    priority,
+    cache,
+    max_queue_seconds,
+    model,
+    ...made
+  } = body;
   const { max_objects, logit_bias, ...sampling } = settings;
   if (length) made.length = `CAPTION_LENGTH_${length.toUpperCase()}`;
   if (eye) made.eye = { x: eye[0], y: eye[1] };
@@ -127,7 +159,8 @@ function message(body, adapter) {
   }
   if (Object.keys(sampling).length) made.sampling = sampling;
   if (constraint?.choices) made.constraint = { choices: { values: constraint.choices } };
-  else if (constraint?.json_schema !== undefined) made.constraint = { json_schema: JSON.stringify(constraint.json_schema) };
+  else if (constraint?.json_schema !== undefined)
+    made.constraint = { json_schema: JSON.stringify(constraint.json_schema) };
   else if (constraint) made.constraint = constraint;
   const options = {};
   if (adapter) options.adapter = adapter;
@@ -166,7 +199,9 @@ function literal(value) {
   if (value === null) return "None";
   if (Array.isArray(value)) return `[${value.map(literal).join(", ")}]`;
   if (typeof value === "object") {
-    return `{${Object.entries(value).map(([key, item]) => `${literal(key)}: ${literal(item)}`).join(", ")}}`;
+    return `{${Object.entries(value)
+      .map(([key, item]) => `${literal(key)}: ${literal(item)}`)
+      .join(", ")}}`;
   }
   return JSON.stringify(value);
 }
