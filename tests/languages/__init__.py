@@ -1,0 +1,1 @@
+"""The examples in other languages, run against a server of ours."""
