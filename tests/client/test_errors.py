@@ -198,6 +198,16 @@ def test_details_that_are_not_a_status_are_ignored() -> None:
     assert type(from_rpc_error(call)) is Unavailable
 
 
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_stream_that_a_proxy_resets_has_lost_its_server(code: int) -> None:
+    text = f"Stream removed (RST_STREAM (Received RST_STREAM with error code {code}))"
+    call = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), text)
+    error = from_rpc_error(call, "mine")
+    assert type(error) is Unavailable
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "SERVER_LOST")
+    assert (error.request_id, error.retry_after_s) == ("mine", None)
+
+
 def test_an_error_survives_the_way_between_processes() -> None:
     failure = Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", retry_after_s=2.0)
     error = pickle.loads(pickle.dumps(Overloaded(failure)))

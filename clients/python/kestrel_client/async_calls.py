@@ -14,7 +14,7 @@ import grpc
 from kestrel_client import requests
 from kestrel_client.connection import Connection
 from kestrel_client.errors import KestrelClientError, client_closed, errors_of, from_rpc_error
-from kestrel_client.images import ImageInput, image_bytes, put_reference
+from kestrel_client.images import ImageInput, bytes_in, image_bytes, name_in, name_of, put_reference
 from kestrel_client.requests import CallOptions
 from kestrel_client.results import Segment, SegmentResult, TextChannel, TextDelta
 from kestrel_client.sending import (
@@ -123,6 +123,7 @@ class _Attempts:
         self._image = image
         self._options = options
         self._delivery: Delivery | None = None
+        self._image_name: str | None = None
         self._retries: Retries | None = None
 
     async def start(self) -> Any:
@@ -132,6 +133,11 @@ class _Attempts:
             self._retries = requests.retries(self._options, calls.timeout_s, calls.max_retry_s)
             if self._image is not None and not put_reference(self._message.image, self._image):
                 self._delivery = await Asyncio.run(self._deliver, self._image)
+                self._image_name = self._delivery.image_id
+            elif (held := bytes_in(self._message)) is not None:
+                self._image_name = await Asyncio.run(name_of, held)
+            else:
+                self._image_name = name_in(self._message)
         if self._delivery is not None:
             if self._delivery.must_store:
                 await self._store(self._delivery)
@@ -170,7 +176,9 @@ class _Attempts:
         """The call, which the asyncio client awaits or reads."""
         assert self._retries is not None, "a call has a deadline"
         calls = self._calls
-        metadata = requests.metadata(self.request_id, calls.connection.token)
+        metadata = requests.metadata(
+            self.request_id, calls.connection.token, self._image_name, is_stored=name_in(message) is not None
+        )
         timeout_s = self._retries.remaining_s
         try:
             return rpc(message, timeout=timeout_s, metadata=metadata, wait_for_ready=calls.wait_for_ready)

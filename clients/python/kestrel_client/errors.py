@@ -11,7 +11,7 @@
     ├── SkillUnsupported     the model has no such skill
     ├── RequestRefused       an equal request made the server fail before; it does not try again
     ├── Overloaded           a limit of the server or of the token is reached; carries when to try again
-    ├── Unavailable          no server, or one that is starting or stopping; carries when to try again
+    ├── Unavailable          no server, or one that is starting, stopping or lost; carries when to try again
     ├── DeadlineExceeded     no answer within `timeout_s`
     ├── Cancelled            the call was cancelled
     ├── StreamIdle           the caller did not read the stream's messages
@@ -26,6 +26,7 @@ any file does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from grpc_status import rpc_status
 CLIENT_CLOSED = "CLIENT_CLOSED"
 INVALID_REQUEST = "INVALID_REQUEST"
 RESULT_MISSING = "RESULT_MISSING"
+SERVER_LOST = "SERVER_LOST"
 SERVER_UNREACHABLE = "SERVER_UNREACHABLE"
 TOKEN_INVALID = "TOKEN_INVALID"
 LOCAL_REASONS: Mapping[grpc.StatusCode, str] = {
@@ -255,6 +257,10 @@ def _kind(failure: Failure) -> type[KestrelClientError]:
     return kind or _KINDS.get(failure.code, ServerError)
 
 
+# A proxy that loses a server in the middle of an answer can only reset the stream, and gRPC makes INTERNAL of that.
+_LOST_BY_PROXY = re.compile(r"RST_STREAM with error code [02]\b")
+
+
 def _failure(error: grpc.RpcError, request_id: str) -> Failure:
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return Failure(grpc.StatusCode.UNKNOWN, str(error), "UNKNOWN", request_id=request_id)
@@ -274,6 +280,9 @@ def _failure(error: grpc.RpcError, request_id: str) -> Failure:
             retry_after_s = retry_info.retry_delay.ToTimedelta().total_seconds()
     details = error.details() or ""
     code = error.code()
+    if code is grpc.StatusCode.INTERNAL and not reason and _LOST_BY_PROXY.search(details):
+        text = "the connection to the server was lost during the answer"
+        return Failure(grpc.StatusCode.UNAVAILABLE, text, SERVER_LOST, request_id=request_id)
     named = reason or LOCAL_REASONS.get(code, code.name)
     return Failure(
         code, details, named, metadata, tuple(violations), retry_after_s, request_id, is_from_server=bool(reason)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import base64
 import errno
+import hashlib
 import importlib
 import io
 import os
+import re
 import struct
 import sys
 import zlib
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeGuard, 
 from urllib.parse import unquote_to_bytes
 
 from kestrel_client.errors import invalid_argument
-from kestrel_client.v1 import media_pb2
+from kestrel_client.v1 import image_service_pb2, media_pb2
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -98,6 +100,7 @@ turned upright by their EXIF orientation, so coordinates refer to the upright im
 _ADDRESSES = ("https://", "http://")
 _DATA_URL = "data:"
 _STORED = "sha256:"
+_NAME = re.compile(f"{_STORED}(?P<digest>[0-9a-f]{{64}})", re.ASCII)
 # How the image formats begin in base64: a text that begins so and is the path of no file is not meant as a path.
 _BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "SUkq", "TU0A")
 _LAYOUTS: dict[int, PixelLayout] = {1: "gray8", 3: "rgb8", 4: "rgba8"}
@@ -132,6 +135,39 @@ def put_reference(message: media_pb2.Image, image: ImageInput) -> bool:
     else:
         return False
     return True
+
+
+def name_of(data: bytes) -> str:
+    """The name under which a server stores a file: `sha256:` and its SHA-256 in lower-case hexadecimal digits."""
+    return f"{_STORED}{hashlib.sha256(data).hexdigest()}"
+
+
+def digest_of(name: str) -> str | None:
+    """The digest in the name of a stored image; None where it is no such name."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else match["digest"]
+
+
+def bytes_in(message: Any) -> bytes | None:
+    """The image that a request holds: a file or pixels. None where it holds none, or names one."""
+    if isinstance(message, image_service_pb2.PutImageRequest):
+        return message.data
+    source = _source_of(message)
+    if source is None:
+        return None
+    return message.image.raw.pixels if source == "raw" else message.image.data if source == "data" else None
+
+
+def name_in(message: Any) -> str | None:
+    """The name of a stored image in a request; None where it has none."""
+    if isinstance(message, image_service_pb2.GetImageRequest | image_service_pb2.DeleteImageRequest):
+        return message.image_id
+    return message.image.image_id if _source_of(message) == "image_id" else None
+
+
+def _source_of(message: Any) -> str | None:
+    """How a request has its image; None where it has none."""
+    return message.image.WhichOneof("source") if "image" in message.DESCRIPTOR.fields_by_name else None
 
 
 def is_address(image: ImageInput) -> TypeGuard[str]:

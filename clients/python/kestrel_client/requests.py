@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 from kestrel_client.errors import errors_of, invalid_argument
-from kestrel_client.images import StoredImage
+from kestrel_client.images import StoredImage, digest_of
 from kestrel_client.results import Box, Point
 from kestrel_client.sending import Retries
 from kestrel_client.v1 import generation_pb2, image_service_pb2, media_pb2, vision_service_pb2
@@ -97,6 +97,9 @@ class CallOptions(TypedDict, total=False):
     max_retry_s: float | None
     request_id: str | None
 
+
+IMAGE_DIGEST_KEY = "x-image-sha256"
+IMAGE_IS_STORED_KEY = "x-image-stored"
 
 _CONSTRAINT = ("choices", "regex", "json_schema")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
@@ -199,10 +202,23 @@ def new_request_id() -> str:
     return secrets.token_hex(16)
 
 
-def metadata(request_id: str, token: str | None) -> tuple[tuple[str, str], ...]:
-    """The metadata that is sent with the message."""
-    named = (("x-request-id", request_id),)
-    return named if token is None else (*named, ("authorization", f"Bearer {token}"))
+def metadata(
+    request_id: str, token: str | None, image_name: str | None = None, *, is_stored: bool = False
+) -> tuple[tuple[str, str], ...]:
+    """The metadata that is sent with the message.
+
+    A balancer sends calls about one image to one server by the digest in `image_name`; `is_stored` says that the
+    message has this name in place of the image, so that no other server can answer.
+    """
+    pairs = [("x-request-id", request_id)]
+    if token is not None:
+        pairs.append(("authorization", f"Bearer {token}"))
+    digest = None if image_name is None else digest_of(image_name)
+    if digest is not None:
+        pairs.append((IMAGE_DIGEST_KEY, digest))
+        if is_stored:
+            pairs.append((IMAGE_IS_STORED_KEY, "1"))
+    return tuple(pairs)
 
 
 def _shared(options: CallOptions, unused: Sequence[str] = _CONSTRAINT) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import random
 import threading
 import time
@@ -25,7 +24,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from kestrel_client import results
+from kestrel_client import images, results
 from kestrel_client.connection import Connection
 from kestrel_client.errors import (
     LOCAL_REASONS,
@@ -45,7 +44,7 @@ from kestrel_client.v1 import image_service_pb2, media_pb2, vision_service_pb2
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 5.0
 DEFAULT_STORE_FROM_BYTES = 2**20
-"""Below this, sending an image again takes hardly longer than hashing and naming it, see `bench/NOTES.md`."""
+"""Below this, sending an image again takes hardly longer than naming it, see `bench/NOTES.md`."""
 _MAX_REMEMBERED = 4096
 _IN_MESSAGE, _STORE_FIRST, _BY_NAME = "in message", "store first", "by name"
 AnyResult = TypeVar("AnyResult", QueryResult, CaptionResult, SegmentResult)
@@ -155,9 +154,9 @@ class SentImages:
 
     def delivery(self, data: bytes) -> Delivery:
         """How a call sends an image, which counts as sent from now on."""
+        image_id = images.name_of(data)
         if self._store_from_bytes is None or len(data) < self._store_from_bytes:
-            return Delivery(self, data, "", [_IN_MESSAGE])
-        image_id = f"sha256:{hashlib.sha256(data).hexdigest()}"
+            return Delivery(self, data, image_id, [_IN_MESSAGE])
         with self._lock:
             is_stored = self._is_stored.get(image_id)
             self._is_stored[image_id] = bool(is_stored)
@@ -185,9 +184,10 @@ class Delivery:
     """How one call sends its image. Begins with the best way and falls back to the next where that fails."""
 
     def __init__(self, sent: SentImages, data: bytes, image_id: str, ways: list[str]) -> None:
+        self.image_id = image_id
+        """The name under which a server stores the image."""
         self._sent = sent
         self._data = data
-        self._image_id = image_id
         self._ways = ways
 
     @property
@@ -201,7 +201,7 @@ class Delivery:
 
     def note_stored(self) -> None:
         """The image is stored."""
-        self._sent.note_stored(self._image_id)
+        self._sent.note_stored(self.image_id)
 
     def note_not_stored(self, error: KestrelClientError) -> None:
         """The image could not be stored."""
@@ -214,7 +214,7 @@ class Delivery:
         if self._ways[0] is _IN_MESSAGE:
             message.data = self._data
         else:
-            message.image_id = self._image_id
+            message.image_id = self.image_id
 
     def can_retry(self, error: KestrelClientError) -> bool:
         """Whether to try again after a failed call, since the server did not have the image."""
