@@ -38,7 +38,7 @@ CYCLE_S, IDLE_SHARE = 60.0, 0.2
 LARGEST_SLOPE_MIB_PER_HOUR = 10.0
 SHORTEST_HALF_CYCLES = 10
 """Over less than so many cycles memory may well rise: it still fills what it will reuse."""
-NUM_BURST_CALLS = 32
+NUM_BURST_CALLS, BURSTS_PER_FRONTEND = 32, 4
 SETTLE_TIMEOUT_S = 120.0
 _MIB = 2**20
 _OF_A_PROCESS = (
@@ -206,7 +206,9 @@ async def soak(server: WatchedServer, duration_s: float, num_callers: int, pause
     cycle_s = min(CYCLE_S, duration_s / 6)
     machine = machine_facts()  # now: half an hour later the checkout may be another
     traffic = MixedTraffic(server.address)
-    for _ in server.processes():  # the calls of a burst come over one connection, so to one front end
+    # The calls of a burst come over one connection, so to one front end.
+    num_frontends = sum(name.startswith("frontend") for name in server.processes())
+    for _ in range(max(1, BURSTS_PER_FRONTEND * num_frontends)):
         await traffic.burst(NUM_BURST_CALLS)
     await traffic.run(num_callers, cycle_s)
     before = await _rest(server, None)

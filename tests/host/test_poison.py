@@ -48,7 +48,7 @@ async def ask(client: AsyncClient, number: int) -> str:
 
 @asynccontextmanager
 async def clients(address: str) -> AsyncIterator[list[AsyncClient]]:
-    """With a connection each. Calls wait until a core serves: for a while there is none."""
+    """Whose calls wait until a core serves: for a while there is none."""
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(AsyncClient(address, timeout_s=MAX_WAIT_S, wait_for_ready=True))
