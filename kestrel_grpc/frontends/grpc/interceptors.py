@@ -217,8 +217,8 @@ class AdmittedServices:
             trailers = trailing_metadata(failure, call.request_id)
             try:
                 await context.abort(status_code(failure), failure.message, trailers)
-            except _ServerStopped as stopped:
-                raise asyncio.CancelledError from stopped
+            except (grpc.aio.InternalError, _ServerStopped) as gone:
+                raise asyncio.CancelledError from gone
 
 
 def _required(message: Message | None) -> Message:

@@ -7,6 +7,7 @@ import logging
 import re
 import struct
 import tracemalloc
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -14,8 +15,9 @@ import h2.events
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 
-from kestrel_client.v1 import engine_service_pb2
+from kestrel_client.v1 import engine_service_pb2, vision_service_pb2_grpc
 from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.frontends.grpc.interceptors import AdmittedServices
 from kestrel_grpc.frontends.grpc.ports import UNREAD_BYTES
 from kestrel_grpc.wire import call_groups
 from kestrel_grpc.wire.call_admission import CallAdmission
@@ -362,6 +364,45 @@ async def test_a_call_whose_task_runs_after_the_server_has_stopped_writes_one_li
     lines: list[Any] = [record.args for record in caplog.records if record.name == "kestrel_grpc.calls"]
     assert [facts["outcome"] for facts in lines] == ["DRAINING"]
     assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+
+
+async def test_a_refusal_that_can_no_longer_be_sent_ends_its_call_as_a_cancelled_one_does() -> None:
+    """A call may end, such as by its deadline, between its refusal and the moment at which the status is sent."""
+
+    class GoneContext:
+        """gRPC's context of such a call. The real one is in this state for microseconds."""
+
+        def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+            return ()
+
+        def time_remaining(self) -> float:
+            return 0.001
+
+        def peer(self) -> str:
+            return "ipv4:127.0.0.1:1"
+
+        async def read(self) -> bytes:
+            return b"no message"
+
+        async def abort(self, *status: Any) -> None:
+            raise grpc.aio.InternalError
+
+    class Handlers:
+        """Takes the place of gRPC's server."""
+
+        def add_generic_rpc_handlers(self, handlers: Any) -> None:
+            (self.methods,) = handlers
+
+    async with serving() as rig:
+        frontend: Any = rig.server._frontend  # pyright: ignore[reportPrivateUsage]
+        handlers: Any = Handlers()
+        services = AdmittedServices(handlers, frontend._groups.inference, frontend._connections)
+        vision_service_pb2_grpc.add_VisionServiceServicer_to_server(frontend._vision, services)
+        for method in ("Query", "CompleteQuery"):
+            details: Any = SimpleNamespace(method=f"/kestrel.v1.VisionService/{method}", invocation_metadata=())
+            handler = handlers.methods.service(details)
+            with pytest.raises(asyncio.CancelledError):
+                await (handler.stream_unary or handler.stream_stream)(None, GoneContext())
 
 
 async def test_failed_call_logs_its_reason(caplog: pytest.LogCaptureFixture) -> None:
