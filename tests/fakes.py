@@ -57,7 +57,9 @@ from kestrel_runtime.api.requests import Caption, Detect, Gaze, Point, Query, Re
 from kestrel_runtime.api.stream import Stream
 
 HOLD = object()
-"""In a script: wait here until `FakeEngine.release` or the end of the request."""
+"""In a script: wait here until `FakeEngine.release` or the end of the request.
+
+An `asyncio.Event` in a script is waited for likewise."""
 
 Script = Callable[[Request], Iterable[object]]
 
@@ -287,6 +289,8 @@ class FakeEngine:
                 for item in script:
                     if item is HOLD:
                         await self._released.wait()
+                    elif isinstance(item, asyncio.Event):
+                        await item.wait()
                     elif isinstance(item, KestrelError):
                         stream.deliver([], item)
                         return

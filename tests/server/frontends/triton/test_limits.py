@@ -15,6 +15,7 @@ from kestrel_grpc.access.tokens import Scope, line_for
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
 from kestrel_grpc.wire import call_groups
 from kestrel_runtime.api.errors import ImageError
+from kestrel_runtime.api.requests import Query
 from tests.fakes import HOLD, FakeEngine
 from tests.fakes import answers as scripted
 from tests.server.certificates import replace
@@ -194,18 +195,23 @@ async def test_where_too_many_streams_wait_the_one_that_waits_longest_ends(monke
 
 async def test_many_callers_that_wait_for_each_answer_may_have_a_stream_each() -> None:
     num_streams = 3 * call_groups.MAX_WAITING_STREAMS
-    async with serving(FakeEngine(holds)) as rig:
-        streams = [await open_stream(rig, query(f"{index}")) for index in range(num_streams)]
-        for _ in streams:
-            await rig.engine.num_submitted.acquire()
-        rig.engine.release()
+    may_answer = [asyncio.Event() for _ in range(num_streams)]
 
-        async def finish(index: int, stream: Any) -> None:
+    def holds_each(request: object) -> list[object]:
+        assert isinstance(request, Query)
+        return [may_answer[int(request.question)], *scripted(request)]
+
+    async with serving(FakeEngine(holds_each)) as rig:
+        streams: list[Any] = []
+        for index in range(num_streams):
+            streams.append(await open_stream(rig, query(f"{index}", QUESTION=f"{index}")))
+            await rig.engine.num_submitted.acquire()
+        # One after the other: streams that have their answer, and whose end has not arrived, wait for a message.
+        for index, stream in enumerate(streams):
+            may_answer[index].set()
             assert (await stream.read()).infer_response.id == f"{index}"
             await stream.done_writing()
             assert await stream.read() is EOF
-
-        await asyncio.gather(*(finish(index, stream) for index, stream in enumerate(streams)))
 
 
 async def test_a_message_that_is_none_ends_the_stream_with_a_status() -> None:
