@@ -49,6 +49,7 @@ from tests.reference_fixtures import MD3_SMALL
 SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
+MAX_WAIT_S = 60.0
 ENDLESS = Query("hello", sampling=SamplingParams(temperature=50.0, top_p=1.0, max_tokens=3000, seed=14))
 
 
@@ -399,12 +400,12 @@ async def test_a_request_is_refused_once_its_core_was_killed_four_times_without_
     def launch_when_let(*arguments: Any) -> Any:
         let = threading.Event()
         loop.call_soon_threadsafe(held.put_nowait, let)
-        let.wait()
+        assert let.wait(MAX_WAIT_S)
         return launch(*arguments)
 
     async def kill(index: int) -> None:
         """Have a core killed that has the request in a step; it goes to the other one."""
-        let = await held.get()
+        let = await asyncio.wait_for(held.get(), MAX_WAIT_S)
         await two.lose(index, is_fault=False)
         await two.replace(index)
         let.set()
@@ -413,8 +414,9 @@ async def test_a_request_is_refused_once_its_core_was_killed_four_times_without_
     stream = submit(two.client, request)
     for index in (0, 1, 0):
         await kill(index)
+    let = await asyncio.wait_for(held.get(), MAX_WAIT_S)
     monkeypatch.setattr(StepRunner, "launch", launch)
-    (await held.get()).set()
+    let.set()
     await stream.result()  # an end: what was held against it is forgotten
     monkeypatch.setattr(StepRunner, "launch", launch_when_let)
     stream = submit(two.client, request)
