@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the first commands of the page were run, with the contract."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "proto").symlink_to(CHECKOUT / "proto")
-    compiling, _ = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    compiling, *_ = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert compiling.startswith("python -m pip install grpcio-tools\n")
     run(compiling.partition("\n")[2], "sh", "-e", cwd=folder, path=folder)
     return folder
@@ -58,7 +58,7 @@ def test_stubs_with_another_name_live_beside_a_package_named_kestrel_and_the_cli
     said = run(failing, sys.executable, "-", cwd=folder, path=path).strip()
     assert said == "No module named 'kestrel.v1'"
     assert said in PAGE
-    _, renaming = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    _, renaming, *_ = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     run(renaming, "sh", "-e", cwd=folder, path=folder)
     both = (
         "import kestrel\n"
