@@ -86,7 +86,7 @@ async def test_a_client_that_is_killed_leaves_no_page_behind(live_server: LiveSe
         "import sys\n"
         "from kestrel_client import Client\n"
         "client = Client(sys.argv[1])\n"
-        "stream = client.query(None, 'hello', temperature=50.0, top_p=1.0, max_tokens=3000)\n"
+        "stream = client.query(None, 'hello', temperature=50.0, top_p=1.0, max_tokens=3000, seed=14)\n"
         "for piece in stream:\n"
         "    print(len(piece), flush=True)\n"
     )
