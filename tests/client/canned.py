@@ -16,6 +16,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from kestrel_client import Client, Point
 from kestrel_client.v1 import (
     engine_service_pb2,
     engine_service_pb2_grpc,
@@ -363,3 +364,17 @@ def queue_full(retry_after_s: int = 0) -> status_pb2.Status:
 
 def _delta(text: str, channel: generation_pb2.TextChannel, index: int) -> generation_pb2.TextDelta:
     return generation_pb2.TextDelta(text=text, channel=channel, token_index=index, token_count=1)
+
+
+def ask_with_every_call(client: Client, picture: bytes) -> int:
+    """Make each of the calls about an image once, and return how many these are."""
+    client.query(picture, "q").result()
+    client.complete_query(picture, "q")
+    client.caption(picture).result()
+    client.complete_caption(picture)
+    client.point(picture, "kite")
+    client.detect(picture, "kite")
+    client.segment(picture, "kite")
+    client.stream_segment(picture, "kite").result()
+    client.gaze(picture, Point(0.25, 0.25))
+    return 9

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from kestrel_client import AsyncClient, Client, Point, RawImage
-from tests.client.canned import CannedVision
+from kestrel_client import AsyncClient, Client, RawImage
+from tests.client.canned import CannedVision, ask_with_every_call
 
 PICTURE = bytes(range(250))
 LARGE = b"kestrel" * 1000
@@ -39,16 +39,8 @@ async def async_client(address: str) -> AsyncIterator[AsyncClient]:
 
 
 def test_every_call_about_an_image_tells_its_digest(client: Client, vision: CannedVision) -> None:
-    client.query(PICTURE, "q").result()
-    client.complete_query(PICTURE, "q")
-    client.caption(PICTURE).result()
-    client.complete_caption(PICTURE)
-    client.point(PICTURE, "kite")
-    client.detect(PICTURE, "kite")
-    client.segment(PICTURE, "kite")
-    client.stream_segment(PICTURE, "kite").result()
-    client.gaze(PICTURE, Point(0.25, 0.25))
-    assert sent(vision) == [(digest(PICTURE), None)] * 9
+    num_calls = ask_with_every_call(client, PICTURE)
+    assert sent(vision) == [(digest(PICTURE), None)] * num_calls
 
 
 def test_pixels_are_told_by_their_bytes(client: Client, vision: CannedVision) -> None:

@@ -117,16 +117,8 @@ def test_a_gaze_has_a_target_or_none(client: Client, vision: CannedVision) -> No
 
 
 def test_the_image_travels_with_every_skill_and_only_if_there_is_one(client: Client, vision: CannedVision) -> None:
-    client.query(PICTURE, "q").result()
-    client.complete_query(PICTURE, "q")
-    client.caption(PICTURE).result()
-    client.complete_caption(PICTURE)
-    client.point(PICTURE, "kite")
-    client.detect(PICTURE, "kite")
-    client.segment(PICTURE, "kite")
-    client.stream_segment(PICTURE, "kite").result()
-    client.gaze(PICTURE, Point(0.5, 0.5))
-    assert [request.image.data for request in vision.requests] == [PICTURE] * 9
+    num_calls = canned.ask_with_every_call(client, PICTURE)
+    assert [request.image.data for request in vision.requests] == [PICTURE] * num_calls
     client.complete_query(None, "q")
     assert not vision.requests[-1].HasField("image")
 
