@@ -256,7 +256,7 @@ async def test_a_tenant_that_floods_the_queue_leaves_room_for_another(loaded: Lo
 async def test_a_tenant_is_answered_while_another_has_requests_for_all_rows(loaded: LoadedModel) -> None:
     engine = LocalEngine(loaded, EngineConfig(model="", max_batch_size=3))
     try:
-        flood = [engine.submit(endless(seed), tenant="flood") for seed in range(5)]
+        flood = [engine.submit(endless(), tenant="flood") for _ in range(5)]
         await anext(flood[2])
         for _ in range(4):
             await engine.submit(Query("hi", sampling=SamplingParams(max_tokens=2)), tenant="modest").result()
