@@ -88,9 +88,10 @@ VARIANTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "frontends-1": ("--frontends", "1"),
         "frontends-2": ("--frontends", "2"),
         "frontends-4": ("--frontends", "4"),
+        "devices-all": ("--frontends", "4", "--devices", "all"),
     }
 )
-"""Options of the server by the caches that it has, and with both by the number of its front ends."""
+"""Options of the server by the caches that it has, and with both by the number of its front ends and GPUs."""
 _CACHES = "both,prefixes,embeddings,neither"
 
 

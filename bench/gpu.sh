@@ -14,6 +14,7 @@
 #   start        a first start and another one by stage, and the traffic right after them
 #   stress       cached answers against computed ones, in float32
 #   processes    one process and 1, 2 and 4 front ends: a known picture, and the usual workloads
+#   gpus         where there are two: one and both behind one port, and processes that die beside GPUs
 #   cards        on Hopper, what is compiled for Ampere and Ada: every kernel, and FOLDERS
 #   card-times   the times of portable plans beside those of Hopper's
 #
@@ -111,7 +112,7 @@ card_times() {
     echo "as $card vision-$of bench.vision --tiles 9 36 --parts 36 --precision $precision"
 }
 
-needs_weights() { case " peer serve caching adapters constraints start " in *" $1 "*) ;; *) false ;; esac }
+needs_weights() { case " peer serve caching processes gpus adapters constraints start " in *" $1 "*) ;; *) false ;; esac }
 for stage in $stages; do
     if needs_weights "$stage" && [ ! -e "$folder/model.safetensors" ]; then
         say "random weights of $model"
@@ -187,6 +188,15 @@ for stage in $stages; do
             --variants both,frontends-1,frontends-2,frontends-4 \
             --rows cached:1,cached:64,cached-whole:64,direct:64,cot:64,long:64 --processes 8 \
             --json "$out/processes-$model.json" -- --kv-pages 12000 "${options[@]}"
+        ;;
+    gpus)
+        # Four engines share the first GPU.
+        measure 400 gpus python3 -m bench.caches tiers --model "$folder" --rounds 2 --seconds 3 \
+            --variants both,frontends-1,frontends-4,devices-all \
+            --rows cached:1,cached:64,cached:128,cached-whole:128,direct:64,direct:128,cot:128,long:64 --processes 12 \
+            --json "$out/gpus-$model.json" -- --kv-pages 4500 "${options[@]}"
+        measure 160 gpu-faults python3 -m bench.process_faults --devices 0,1 --only core,frontend,poison --runs 4 \
+            --json "$out/gpu-faults.json"
         ;;
     adapters)
         measure 300 adapters python3 -m bench.adapters --model "$folder" --rounds 3 --seconds 4 \
