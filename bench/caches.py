@@ -60,7 +60,7 @@ from PIL import Image
 from bench.harness.engines import closed_loop
 from bench.harness.instant_steps import leave_out_model
 from bench.harness.load import LoadProcesses
-from bench.harness.output import Progress, write_json
+from bench.harness.output import write_json
 from bench.harness.rounds import Load, ask_once, rounds
 from bench.harness.serving import machine_facts, started_server
 from bench.harness.summary import Row
@@ -95,26 +95,19 @@ VARIANTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _CACHES = "both,prefixes,embeddings,neither"
 
 
-def _tiers_table(results: Sequence[tuple[Load, Mapping[str, Sequence[Row]]]]) -> str:
-    lines = ["| load | caches | requests/s | p50 ms | p99 ms | hits |", "|---|---|---|---|---|---|"]
-    for load, by_name in results:
-        for name, rows in by_name.items():
-            rate, p50, p99 = (
-                statistics.median(values)
-                for values in zip(
-                    *((row.requests_per_s, row.total_ms["p50"], row.total_ms["p99"]) for row in rows), strict=True
-                )
+_TIERS_HEAD = "| load | variant | requests/s | p50 ms | p99 ms | hits |\n|---|---|---|---|---|---|"
+
+
+def _tiers_lines(load: Load, by_name: Mapping[str, Sequence[Row]]) -> Iterator[str]:
+    for name, rows in by_name.items():
+        rate, p50, p99 = (
+            statistics.median(values)
+            for values in zip(
+                *((row.requests_per_s, row.total_ms["p50"], row.total_ms["p99"]) for row in rows), strict=True
             )
-            cells = (
-                str(load),
-                name,
-                f"{rate:,.1f}",
-                f"{p50:.2f}",
-                f"{p99:.2f}",
-                f"{100 * rows[-1].hit_share:.0f}%",
-            )
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        )
+        cells = (str(load), name, f"{rate:,.1f}", f"{p50:.2f}", f"{p99:.2f}", f"{100 * rows[-1].hit_share:.0f}%")
+        yield "| " + " | ".join(cells) + " |"
 
 
 def tiers(arguments: argparse.Namespace) -> int:
@@ -123,24 +116,24 @@ def tiers(arguments: argparse.Namespace) -> int:
     names = arguments.variants.split(",")
     most = max(load.concurrency for load in loads)
     options = ("--model", arguments.model, "--max-batch-size", str(most), *arguments.server_options)
+    program = "bench.harness.instant_steps" if arguments.instant == "on" else "kestrel_grpc"
     results: list[tuple[Load, dict[str, list[Row]]]] = []
     with contextlib.ExitStack() as stack:
         processes: dict[str, LoadProcesses] = {}
         for name in names:
-            server = stack.enter_context(started_server((*options, *VARIANTS[name])))
+            server = stack.enter_context(started_server((*options, *VARIANTS[name]), program=program))
             print(f"{name}: {server.address} after {server.ready_s:.1f} s", flush=True)
             processes[name] = stack.enter_context(
                 LoadProcesses(server.address, arguments.processes, arguments.pictures)
             )
-        progress = Progress(len(loads))
+        print(_TIERS_HEAD)
         for load in loads:
             ask_once(load, processes)
             found: dict[str, list[Row]] = {name: [] for name in processes}
             for name, row in rounds(load, processes, arguments.rounds, arguments.seconds, arguments.warm_up):
                 found[name].append(row)
             results.append((load, found))
-            progress.end(str(load))
-        progress.close()
+            print("\n".join(_tiers_lines(load, found)), flush=True)  # whoever ends the run early has these
     rows = {
         f"{load.workload.name}:{load.concurrency}": {
             name: [row.as_json() for row in rows] for name, rows in by_name.items()
@@ -148,9 +141,8 @@ def tiers(arguments: argparse.Namespace) -> int:
         for load, by_name in results
     }
     variants = {name: list(VARIANTS[name]) for name in names}
-    facts = {"machine": machine_facts(), "options": list(options), "variants": variants}
+    facts = {"machine": machine_facts(), "program": program, "options": list(options), "variants": variants}
     write_json(arguments.json, facts | {"rows": rows})
-    print(_tiers_table(results))
     return 0
 
 
@@ -484,6 +476,7 @@ def parser() -> argparse.ArgumentParser:
     option("--model", None, "folder of the model; its answers must never end early", required=True)
     option("--rows", TIER_ROWS, "workload:requests at once, …")
     option("--variants", _CACHES, f"of {', '.join(VARIANTS)}")
+    option("--instant", "off", "on: steps after the first return at once, so that the host's work is what is left")
     option("--rounds", 3, "turns of each server")
     option("--seconds", 4.0, "length of each window")
     option("--warm-up", 2.0, "before each window, at most")

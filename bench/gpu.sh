@@ -14,6 +14,7 @@
 #   start        a first start and another one by stage, and the traffic right after them
 #   stress       cached answers against computed ones, in float32
 #   processes    one process and 1, 2 and 4 front ends: a known picture, and the usual workloads
+#   frontends    1, 2 and 4 front ends of an engine whose steps cost nothing; needs processors, no GPU
 #   gpus         where there are two: one and both behind one port, and processes that die beside GPUs
 #   cards        on Hopper, what is compiled for Ampere and Ada: every kernel, and FOLDERS
 #   card-times   the times of portable plans beside those of Hopper's
@@ -188,6 +189,12 @@ for stage in $stages; do
             --variants both,frontends-1,frontends-2,frontends-4 \
             --rows cached:1,cached:64,cached-whole:64,direct:64,cot:64,long:64 --processes 8 \
             --json "$out/processes-$model.json" -- --kv-pages 12000 "${options[@]}"
+        ;;
+    frontends)
+        # The built-in model on a processor, without its steps: what is left is the host's work.
+        measure 150 frontends python3 -m bench.caches tiers --instant on --model moondream-nano --rounds 3 --seconds 3 \
+            --variants both,frontends-1,frontends-2,frontends-4 --rows cached:64 --processes 12 \
+            --json "$out/frontends.json" -- --device cpu --kv-pages 1024
         ;;
     gpus)
         # Four engines share the first GPU.

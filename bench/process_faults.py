@@ -101,7 +101,8 @@ class Server:
     def __init__(
         self, tree: Path, options: Sequence[str], log: Path, program: str, environment: Mapping[str, str]
     ) -> None:
-        paths = (tree, tree / "runtime", tree / "kernels", tree / "clients/python")
+        sources = (tree, tree / "runtime", tree / "kernels", tree / "clients/python")
+        paths = (*sources, os.environ.get("PYTHONPATH", ""))
         with log.open("w") as stderr:
             self.process = subprocess.Popen(
                 (sys.executable, "-m", program, "serve", *_OPTIONS, *options),

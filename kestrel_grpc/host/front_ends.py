@@ -22,10 +22,12 @@ class AskAll(msgspec.Struct, array_like=True):
 
     topic: str
     question: bytes
+    needs_all: bool
+    """Whether one that does not answer is an error; otherwise the answers of the rest are enough."""
 
 
 class AskOne(msgspec.Struct, array_like=True):
-    """The same question, as each of the others gets it."""
+    """The question, as each of the others gets it."""
 
     topic: str
     question: bytes
@@ -49,9 +51,10 @@ class LinkedPeers:
         """Be asked from now on; all topics have their answers."""
         self._link.tell(TakePart())
 
-    async def ask(self, topic: str, question: bytes) -> Sequence[bytes]:
+    async def ask(self, topic: str, question: bytes, *, needs_all: bool = True) -> Sequence[bytes]:
         """The answer of each of the others. Raises `SupervisorUnavailable`."""
-        return await self._link.ask(AskAll(topic, question), list[bytes], timeout_s=ANSWER_TIMEOUT_S + _MARGIN_S)
+        asked = AskAll(topic, question, needs_all)
+        return await self._link.ask(asked, list[bytes], timeout_s=ANSWER_TIMEOUT_S + _MARGIN_S)
 
 
 class Switchboard:
@@ -85,10 +88,13 @@ class Switchboard:
 
 
 async def _ask_one(link: Link, asked: AskAll) -> bytes | None:
-    """None where the front end ends meanwhile: its calls have ended, too. Raises `SupervisorUnavailable`."""
+    """None where the front end ends meanwhile: its calls have ended, too; or where it is not needed and silent.
+
+    Raises `SupervisorUnavailable`.
+    """
     try:
         return await link.ask(AskOne(asked.topic, asked.question), bytes, timeout_s=ANSWER_TIMEOUT_S)
     except SupervisorUnavailable:
-        if link.closed.done():
+        if link.closed.done() or not asked.needs_all:
             return None
         raise

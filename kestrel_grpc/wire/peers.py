@@ -27,8 +27,11 @@ class Peers(Protocol):
         """Be asked by others from now on."""
         ...
 
-    async def ask(self, topic: str, question: bytes) -> Sequence[bytes]:
-        """The answers of all of them. Raises `SupervisorUnavailable` where one does not answer in time."""
+    async def ask(self, topic: str, question: bytes, *, needs_all: bool = True) -> Sequence[bytes]:
+        """The answers of all of them, or of those that answer in time unless `needs_all`.
+
+        Raises `SupervisorUnavailable` where a needed one, or the supervisor, does not answer in time.
+        """
         ...
 
 
@@ -44,6 +47,6 @@ class NoPeers:
     def take_part(self) -> None:
         """Nobody asks."""
 
-    async def ask(self, topic: str, question: bytes) -> Sequence[bytes]:
+    async def ask(self, topic: str, question: bytes, *, needs_all: bool = True) -> Sequence[bytes]:
         """Nobody answers."""
         return ()

@@ -299,12 +299,12 @@ async def test_the_load_lists_every_front_end_with_the_requests_that_it_has_open
         assert await call == "OK"
 
 
-async def test_the_load_is_told_where_another_front_end_cannot_tell_its_own(folder: Path) -> None:
-    async with sharing(folder) as rig:
+async def test_the_load_lists_the_front_ends_that_answer_where_another_cannot(folder: Path) -> None:
+    async with sharing(folder, num=3) as rig:
         rig.hosts[1].peers.answer("load", lambda _: bytes(1 // 0))
         told = await rig.servers[0].engine_service.GetLoad(engine_service_pb2.GetLoadRequest())
         assert told.load.page_count == rig.core.load().num_pages
-        assert [one.name for one in told.frontends] == ["frontend-0"]
+        assert [one.name for one in told.frontends] == ["frontend-0", "frontend-2"]
 
 
 # Stored images

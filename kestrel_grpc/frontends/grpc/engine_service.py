@@ -74,8 +74,9 @@ class EngineService:
 
     async def GetLoad(self, request: wire.GetLoadRequest, call: CallContext) -> wire.GetLoadResponse:
         try:
-            others = await self._peers.ask(_LOAD, b"")
-        except EngineUnavailable:  # the load is needed most where a process does not answer
+            # The load is needed most where a process does not answer.
+            others = await self._peers.ask(_LOAD, b"", needs_all=False)
+        except EngineUnavailable:
             others = ()
         frontends = [self._frontend_load(), *map(wire.FrontendLoad.FromString, others)]
         return wire.GetLoadResponse(
