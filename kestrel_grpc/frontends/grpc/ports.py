@@ -1,6 +1,7 @@
 """How gRPC's servers listen: channel arguments, ports, the Unix socket, and certificates.
 
-gRPC ignores a channel argument whose name it does not know, so a test shows the effect of each one that is set.
+gRPC ignores a channel argument whose name it does not know, so a test looks for all names in its library. Other
+tests show the effects; that of the read buffer is in the row `endless-headers` of `bench.attacks`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ MAX_PENDING_CALLS = 20_000
 """Calls of all connections that wait for the event loop."""
 UNREAD_BYTES = 256 * 1024
 """How much of a call's message a client may send before the server reads it."""
+READ_BUFFER_BYTES = 1024 * 1024
+"""How much of what a connection sends is read at once."""
 MAX_PING_STRIKES = 100
 """How many pings in a row may come too early before the connection is closed. A client that pings every 10 seconds
 sends seven at once after a minute of network delay; a hundred are a flood."""
@@ -57,6 +60,9 @@ def server_options(max_message_bytes: int, *, shares_ports: bool = False) -> tup
         # on a fast network whole messages would be held in memory for calls that are not admitted yet.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
+        # Otherwise the memory for what a connection sends next doubles while it sends faster than gRPC reads, up to
+        # 512 MiB; frames that no window bounds, such as headers without end, come that fast.
+        ("grpc.experimental.tcp_max_read_buffer_size", READ_BUFFER_BYTES),
         # A compressed message can be a thousand times larger once it is decompressed, which gRPC does before the
         # length is checked. Images are compressed already. Compressed messages are refused with UNIMPLEMENTED.
         ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),

@@ -9,12 +9,14 @@ import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import h2.errors
 import h2.events
 import pytest
+from grpc._cython import cygrpc
 
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -42,9 +44,11 @@ async def connected(rig: Serving) -> AsyncIterator[Http2Client]:
         yield client
 
 
-def test_no_argument_is_set_twice() -> None:
+def test_every_argument_is_set_once_and_known_to_grpc() -> None:
+    library = Path(cygrpc.__file__).read_bytes()
     names = [name for name, _ in server_options(MIB)]
-    assert len(names) == len(set(names))
+    assert len(set(names)) == len(names)
+    assert [name for name in names if name.encode() not in library] == []
 
 
 async def test_a_connection_is_told_how_many_calls_it_may_have_open() -> None:
