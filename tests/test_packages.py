@@ -1,4 +1,4 @@
-"""The two packages, as their users install them: built, installed into an empty environment, served and asked."""
+"""The two packages, as their users install them: built, installed with what they need alone, served and asked."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import tomllib
 import venv
 import zipfile
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
+from importlib.metadata import Distribution, distribution, version
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import kestrel_client
 from kestrel_grpc import __version__
@@ -54,14 +55,41 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def commands(wheels: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of commands of an environment that has both packages and what they need, and nothing else."""
     folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=True)
-    # The build of torch that this environment has; on its own, pip would take the newest and largest.
-    constraints = folder / "constraints.txt"
-    constraints.write_text(f"torch=={version('torch')}\n")
-    pip = (folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "install", "--quiet", "--constraint", constraints, *wheels, cwd=folder)
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    printed = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
+    packages = Path(printed.strip())
+    # `make setup` has had pip find and download what they need; here the same files are linked, in a second.
+    for needed in requirements("kestrel-grpc"):
+        link_files(needed, packages)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", *wheels, cwd=folder)
     run(*pip, "check", cwd=folder)
     return folder / "bin"
+
+
+def requirements(name: str) -> list[Distribution]:
+    """All that a distribution needs without extras, as installed in this environment; not our own packages."""
+    found: dict[tuple[str, str], Distribution] = {}
+    pending = [Requirement(name)]
+    while pending:
+        wanted = pending.pop()
+        needed = distribution(wanted.name)
+        for extra in ("", *wanted.extras):
+            key = (canonicalize_name(wanted.name), extra)
+            if key not in found:
+                found[key] = needed
+                others = map(Requirement, needed.requires or ())
+                pending += [one for one in others if one.marker is None or one.marker.evaluate({"extra": extra})]
+    return [needed for (name, extra), needed in found.items() if not extra and not name.startswith("kestrel-grpc")]
+
+
+def link_files(needed: Distribution, packages: Path) -> None:
+    """Put links to the modules and the metadata of a distribution, without its commands, into a `site-packages`."""
+    for file in needed.files or ():
+        if ".." not in file.parts:
+            (packages / file).parent.mkdir(parents=True, exist_ok=True)
+            (packages / file).symlink_to(Path(str(needed.locate_file(file))))
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ def test_the_example_of_an_adapter_runs_as_written():
 # Blocks that are not run here, by a text in them, and why.
 NOT_RUN = {
     "make demo": "tests/journey runs the demo; `make test` would run this test",
-    "pip install ./clients/python": "tests/test_packages.py installs the packages into an empty environment",
+    "pip install ./clients/python": "tests/test_packages.py installs the packages into an environment of their own",
     "--model moondream2 ": "downloads weights, or needs a GPU",
 }
 _BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
