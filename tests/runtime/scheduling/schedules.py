@@ -33,7 +33,7 @@ from tests.runtime.scheduling.simulated_device import (
 )
 from tests.runtime.sequences import blank_tiles, new_sequence
 
-NUM_OPERATIONS = int(os.environ.get("KESTREL_GRPC_CACHE_OPERATIONS", "100000"))
+NUM_OPERATIONS = int(os.environ.get("KESTREL_GRPC_CACHE_OPERATIONS", "40000"))
 NUM_TURNS = 60
 NUM_TILES = 3
 IMAGES = tuple(bytes([number]) * 32 for number in range(3))
