@@ -17,8 +17,9 @@ IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 
 
 def endless(seed: int) -> wire.QueryRequest:
-    """A question with a very long answer."""
-    sampling = {"temperature": 50.0, "top_p": 1.0, "max_tokens": 3000, "seed": seed}
+    """A question whose answer has 3,000 tokens, whatever is drawn: the token that ends it cannot be."""
+    no_end = [{"token_id": 0, "bias": -100.0}]
+    sampling = {"temperature": 5.0, "top_p": 1.0, "max_tokens": 3000, "seed": seed, "logit_bias": no_end}
     return wire.QueryRequest(question="hello", sampling=sampling)
 
 
@@ -86,7 +87,7 @@ async def test_a_client_that_is_killed_leaves_no_page_behind(live_server: LiveSe
         "import sys\n"
         "from kestrel_client import Client\n"
         "client = Client(sys.argv[1])\n"
-        "stream = client.query(None, 'hello', temperature=50.0, top_p=1.0, max_tokens=3000, seed=14)\n"
+        "stream = client.query(None, 'hello', temperature=5.0, max_tokens=3000, logit_bias={0: -100.0})\n"
         "for piece in stream:\n"
         "    print(len(piece), flush=True)\n"
     )

@@ -48,8 +48,9 @@ TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
 
 
 def endless(seed: int = 14) -> Query:
-    """A question with a very long answer."""
-    return Query("hello", sampling=SamplingParams(temperature=50.0, top_p=1.0, max_tokens=3000, seed=seed))
+    """A question whose answer has 3,000 tokens, whatever is drawn: the token that ends it cannot be."""
+    sampling = SamplingParams(temperature=5.0, top_p=1.0, max_tokens=3000, seed=seed, logit_bias=((0, -100.0),))
+    return Query("hello", sampling=sampling)
 
 
 PENALTIES: dict[str, Any] = {

@@ -50,7 +50,8 @@ SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
 MAX_WAIT_S = 60.0
-ENDLESS = Query("hello", sampling=SamplingParams(temperature=50.0, top_p=1.0, max_tokens=3000, seed=14))
+ENDLESS = Query("hello", sampling=SamplingParams(temperature=5.0, max_tokens=3000, logit_bias=((0, -100.0),)))
+"""Its answer has 3,000 tokens: the token that ends it cannot be drawn."""
 
 
 class Cores:
