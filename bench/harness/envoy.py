@@ -33,20 +33,34 @@ class Envoy:
         with urllib.request.urlopen(f"http://{self._admin_address}{path}", timeout=_MAX_WAIT_S) as response:
             return json.load(response)
 
-    def healthy(self) -> set[str]:
-        """The addresses of the servers that get calls by each of the clusters, as `host:port`."""
+    def healthy(self, cluster: str | None = None) -> set[str]:
+        """The addresses of the servers that get calls by a cluster, or by each of them, as `host:port`."""
         clusters = self.answer("/clusters?format=json")["cluster_statuses"]
         return set.intersection(
             *(
                 {
                     f"{at['address']}:{at['port_value']}"
-                    for host in cluster.get("host_statuses", ())
+                    for host in found.get("host_statuses", ())
                     if not any(value is True for value in host["health_status"].values())
                     for at in (host["address"]["socket_address"],)
                 }
-                for cluster in clusters
+                for found in clusters
+                if cluster in (None, found["name"])
             )
         )
+
+    def weights(self, cluster: str) -> dict[str, int]:
+        """The weights of the servers of a cluster, by `host:port`."""
+        (found,) = (
+            status
+            for status in self.answer("/clusters?format=json")["cluster_statuses"]
+            if status["name"] == cluster
+        )
+        return {
+            f"{at['address']}:{at['port_value']}": host["weight"]
+            for host in found["host_statuses"]
+            for at in (host["address"]["socket_address"],)
+        }
 
     def wait_for(self, servers: Iterable[str]) -> None:
         """Return once exactly these get calls. Raises TimeoutError. There is no event to wait for, so this asks."""
