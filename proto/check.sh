@@ -26,14 +26,14 @@ for branch in origin/main main; do
 done
 echo "proto: compared with ${compared:-nothing, there is no branch main}"
 
-sh proto/generate.sh "$scratch/v1" "$scratch/v2" "$scratch/comments.binpb.zlib"
+sh proto/generate.sh "$scratch/v1" "$scratch/v2" "$scratch/orca" "$scratch/comments.binpb.zlib"
 # Unpacked, since not every zlib packs alike.
 if ! "${PYTHON:-python3}" -c 'import sys, zlib; sys.exit(len({zlib.decompress(open(f, "rb").read()) for f in sys.argv[1:]}) - 1)' \
     kestrel_grpc/frontends/grpc/comments.binpb.zlib "$scratch/comments.binpb.zlib"; then
     echo "proto: the comments are not those of proto/; run make proto and commit what it writes" >&2
     exit 1
 fi
-for folder in clients/python/kestrel_client/v1 kestrel_grpc/frontends/triton/v2; do
+for folder in clients/python/kestrel_client/v1 kestrel_grpc/frontends/triton/v2 kestrel_grpc/frontends/grpc/orca; do
     if ! diff -r -x __init__.py -x __pycache__ "$folder" "$scratch/$(basename "$folder")"; then
         echo "proto: the stubs are not those of proto/; run make proto and commit what it writes" >&2
         exit 1

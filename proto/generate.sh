@@ -1,9 +1,9 @@
 #!/bin/sh
 # Generates the Python messages and stubs of proto/kestrel into a folder, by default in the client package, and the
-# messages of proto/compat into another, by default in the server. The comments of both go into a file of their own,
-# from which the server's reflection adds them to the descriptors.
+# messages of proto/compat into two others, by default in the server. The comments of services go into a file of their
+# own, from which the server's reflection adds them to the descriptors.
 #
-#   PYTHON=python3 sh proto/generate.sh [FOLDER [COMPAT_FOLDER [COMMENTS_FILE]]]
+#   PYTHON=python3 sh proto/generate.sh [FOLDER [COMPAT_FOLDER [ORCA_FOLDER [COMMENTS_FILE]]]]
 #
 # The descriptors keep the package kestrel.v1; only the Python imports move, to kestrel_client.v1, because `kestrel` is
 # the import name of another package. The messages of proto/compat get a descriptor pool of their own: packages of
@@ -13,7 +13,8 @@ set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 target=${1:-"$root/clients/python/kestrel_client/v1"}
 compat=${2:-"$root/kestrel_grpc/frontends/triton/v2"}
-comments=${3:-"$root/kestrel_grpc/frontends/grpc/comments.binpb.zlib"}
+orca=${3:-"$root/kestrel_grpc/frontends/grpc/orca"}
+comments=${4:-"$root/kestrel_grpc/frontends/grpc/comments.binpb.zlib"}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
@@ -31,13 +32,19 @@ for file in "$scratch"/kestrel/v1/*; do
 done
 
 "${PYTHON:-python3}" -m grpc_tools.protoc --proto_path="$root/proto/compat" \
-    --python_out="$scratch" --pyi_out="$scratch" "$root"/proto/compat/inference/*.proto
+    --python_out="$scratch" --pyi_out="$scratch" \
+    "$root"/proto/compat/inference/*.proto "$root"/proto/compat/xds/data/orca/v3/*.proto
 
-mkdir -p "$compat"
-rm -f "$compat"/*_pb2.py "$compat"/*_pb2.pyi
-for file in "$scratch"/inference/*; do
-    sed 's/_descriptor_pool\.Default()/_descriptor_pool.DescriptorPool()/' "$file" >"$compat/$(basename "$file")"
-done
+# A folder of generated messages of others, and where to put them.
+with_own_pool() {
+    mkdir -p "$2"
+    rm -f "$2"/*_pb2.py "$2"/*_pb2.pyi
+    for file in "$1"/*; do
+        sed 's/_descriptor_pool\.Default()/_descriptor_pool.DescriptorPool()/' "$file" >"$2/$(basename "$file")"
+    done
+}
+with_own_pool "$scratch/inference" "$compat"
+with_own_pool "$scratch/xds/data/orca/v3" "$orca"
 
 "${PYTHON:-python3}" -m grpc_tools.protoc --proto_path="$root/proto" --proto_path="$root/proto/compat" \
     --include_source_info --descriptor_set_out="$scratch/whole.binpb" \

@@ -254,7 +254,7 @@ class FakeEngine:
         return self.adapters()[0]
 
     def load(self) -> Load:
-        return Load(len(self._players), 2, 3, 40, 500, 123.5, 6789)
+        return Load(len(self._players), 2, 3, 40, 500, 123.5, 6789, requests_per_second=7.5)
 
     def cores(self) -> list[CoreReading]:
         return [CoreReading(0, self.status, self.info, self.load(), os.getpid())]

@@ -24,7 +24,11 @@ PACKAGES = {
     "kestrel_client": CHECKOUT / "clients" / "python" / "kestrel_client",
 }
 ARCHITECTURE = (CHECKOUT / "docs" / "architecture.md").read_text(encoding="utf-8")
-GENERATED = {PACKAGES["kestrel_client"] / "v1", PACKAGES["kestrel_grpc"] / "frontends" / "triton" / "v2"}
+GENERATED = {
+    PACKAGES["kestrel_client"] / "v1",
+    PACKAGES["kestrel_grpc"] / "frontends" / "grpc" / "orca",
+    PACKAGES["kestrel_grpc"] / "frontends" / "triton" / "v2",
+}
 
 # What no module of a package may import, by the leading parts of the name.
 FORBIDDEN = {

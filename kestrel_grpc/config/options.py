@@ -275,6 +275,12 @@ class ServerConfig:
         one_of("on", "off", "token"),
         "who may use server reflection: on (any caller), off (no caller) or token (callers with a token)",
     )
+    load_reports: bool = option(
+        False,
+        on_or_off,
+        "whether answers over gRPC tell the load of the server in their trailing metadata (ORCA), for balancers: "
+        "on or off",
+    )
     log_level: str = option(
         "info",
         one_of("debug", "info", "warning", "error"),

@@ -257,6 +257,7 @@ class CannedEngine(engine_service_pb2_grpc.EngineServiceServicer):
             used_page_count=4,
             page_count=5,
             output_tokens_per_second=6.5,
+            requests_per_second=7.5,
         )
         statuses = (
             engine_service_pb2.ENGINE_STATUS_SERVING,

@@ -132,7 +132,7 @@ def test_the_server_tells_about_itself(client: Client) -> None:
     assert (model.name, model.skills, model.parameter_count) == ("tiny", ("query", "point"), 3_000_000_000)
     assert model.defaults[0].reasoning is False
     assert model.defaults[1].max_tokens is None
-    assert client.load().output_tokens_per_second == 6.5
+    assert (client.load().output_tokens_per_second, client.load().requests_per_second) == (6.5, 7.5)
 
 
 def test_the_server_tells_about_its_engines_and_processes(client: Client) -> None:
@@ -145,9 +145,8 @@ def test_the_server_tells_about_its_engines_and_processes(client: Client) -> Non
     assert info.frontend_count == 4
     load = client.load()
     assert [engine.status for engine in load.engines] == list(EngineStatus)
-    assert load.engines[0] == EngineLoad(
-        0, "cuda", EngineStatus.SERVING, 4712, Load(1, 2, 3, 4, 5, output_tokens_per_second=6.5)
-    )
+    whole = Load(1, 2, 3, 4, 5, output_tokens_per_second=6.5, requests_per_second=7.5)
+    assert load.engines[0] == EngineLoad(0, "cuda", EngineStatus.SERVING, 4712, whole)
     assert load.engines[2] == EngineLoad(2, "", EngineStatus.RECOVERING, None, None)
     assert load.frontends == (FrontendLoad("frontend-0", 4711, 8),)
 

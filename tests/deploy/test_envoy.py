@@ -17,6 +17,7 @@ from kestrel_client.requests import IMAGE_DIGEST_KEY, IMAGE_IS_STORED_KEY
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.grpc.ports import MAX_CONCURRENT_STREAMS
 from tests.reference_fixtures import CHECKOUT
+from tests.scale.hosts import documented, weigh_servers
 
 FILE = CHECKOUT / "deploy" / "envoy" / "envoy.yaml"
 CLUSTERS = ("kestrel-images", "kestrel-stored-images", "kestrel")
@@ -63,9 +64,7 @@ def test_envoy_refuses_a_file_with_a_mistake(tmp_path: Path):
 
 
 def test_envoy_takes_the_file_with_the_encryption_of_the_documentation(tmp_path: Path):
-    page = (CHECKOUT / "docs" / "operation.md").read_text(encoding="utf-8")
-    section = page.partition("\n## Several hosts\n")[2].partition("\n## ")[0]
-    downstream, upstream = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", section, re.DOTALL))
+    downstream, upstream = (found for found in documented() if "transport_socket" in found)
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     for name in ("server", "envoy"):
@@ -80,6 +79,14 @@ def test_envoy_takes_the_file_with_the_encryption_of_the_documentation(tmp_path:
     text = re.sub(r'"filename": "([^"]+)"', rf'"filename": "{tmp_path}/\1"', json.dumps(changed))
     file = tmp_path / "envoy.json"
     file.write_text(text)
+    assert complaint(file) == ""
+
+
+def test_envoy_takes_the_file_with_weights_by_load_reports(tmp_path: Path):
+    changed = parsed()
+    weigh_servers(changed)
+    file = tmp_path / "envoy.json"
+    file.write_text(json.dumps(changed))
     assert complaint(file) == ""
 
 

@@ -12,15 +12,20 @@ import pytest
 from google.protobuf import descriptor_pool
 
 from kestrel_client.v1 import engine_service_pb2, generation_pb2, image_service_pb2, media_pb2, vision_service_pb2
+from kestrel_grpc.frontends.grpc.orca import orca_load_report_pb2
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2
 
 ROOT = Path(__file__).parents[2]
-COMMITTED = (ROOT / "clients/python/kestrel_client/v1", ROOT / "kestrel_grpc/frontends/triton/v2")
+COMMITTED = (
+    ROOT / "clients/python/kestrel_client/v1",
+    ROOT / "kestrel_grpc/frontends/triton/v2",
+    ROOT / "kestrel_grpc/frontends/grpc/orca",
+)
 
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folders = tmp_path_factory.mktemp("v1"), tmp_path_factory.mktemp("v2")
+    folders = [tmp_path_factory.mktemp(folder.name) for folder in COMMITTED]
     environment = os.environ | {"PYTHON": sys.executable}
     subprocess.run(["sh", ROOT / "proto/generate.sh", *folders], check=True, env=environment)
     return {path.name: path.read_bytes() for folder in folders for path in folder.iterdir()}
@@ -47,6 +52,7 @@ def test_descriptors_keep_the_name_of_the_contract() -> None:
 
 
 def test_contracts_of_others_have_a_pool_of_their_own() -> None:
-    with pytest.raises(KeyError):
-        descriptor_pool.Default().FindFileByName(grpc_service_pb2.DESCRIPTOR.name)
-    assert grpc_service_pb2.DESCRIPTOR.package == "inference"
+    for module, package in ((grpc_service_pb2, "inference"), (orca_load_report_pb2, "xds.data.orca.v3")):
+        with pytest.raises(KeyError):
+            descriptor_pool.Default().FindFileByName(module.DESCRIPTOR.name)
+        assert module.DESCRIPTOR.package == package

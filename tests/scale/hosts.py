@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from bench.harness.envoy import Envoy, envoy
+from tests.reference_fixtures import CHECKOUT
 
 MAX_WAIT_S = 30.0
 _PORT_OF_ANY = 0
@@ -136,6 +140,38 @@ def impatient_envoy(hosts: Hosts, folder: Path) -> Iterator[Envoy]:
     addresses = [host.address for host in hosts.by_name.values()]
     with envoy(addresses, folder, _with_times("1s", "1s", "1s")) as balancer:
         yield balancer
+
+
+@contextmanager
+def weighing_envoy(hosts: Hosts, folder: Path) -> Iterator[Envoy]:
+    """Another Envoy in front of the same servers, which weighs them by their load reports and keeps the reports."""
+    addresses = [host.address for host in hosts.by_name.values()]
+    be_patient = _with_times("20s", "20s", "20s")
+
+    def change(configuration: dict[str, Any]) -> None:
+        be_patient(configuration)
+        weigh_servers(configuration)
+
+    with envoy(addresses, folder, change) as balancer:
+        yield balancer
+
+
+def documented() -> list[Any]:
+    """The parts of configurations of Envoy in docs/operation.md."""
+    page = (CHECKOUT / "docs" / "operation.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Several hosts\n")[2].partition("\n## ")[0]
+    return [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)]
+
+
+def weigh_servers(configuration: dict[str, Any]) -> None:
+    """Change the configuration as the documentation says about load reports."""
+    resources = configuration["static_resources"]
+    (policy,) = (found for found in documented() if "load_balancing_policy" in found)
+    (filter_,) = (found for found in documented() if "header_mutation" in found.get("name", ""))
+    (cluster,) = (cluster for cluster in resources["clusters"] if cluster["name"] == "kestrel")
+    del cluster["lb_policy"]
+    cluster |= policy
+    resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"].insert(-1, filter_)
 
 
 def _with_times(check_timeout: str, ping_interval: str, ping_timeout: str) -> Callable[[dict[str, Any]], None]:

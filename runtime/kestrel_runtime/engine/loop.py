@@ -154,7 +154,7 @@ class EngineLoop:
         self._step_ids = itertools.count(1)
         self._prefills: deque[InFlightStep] = deque()
         self._decodes: deque[InFlightStep] = deque()
-        self._rate = TokenRate()
+        self._tokens, self._answers = RecentRate(), RecentRate()
         self._launching: Batch | None = None
         self._num_captures_awaited = 0
         self._may_want_captures = False  # since the last step, if the runner has not said otherwise
@@ -208,7 +208,11 @@ class EngineLoop:
 
     def tokens_per_second(self) -> float:
         """Tokens drawn over the last seconds, per second."""
-        return self._rate.per_second(time.monotonic())
+        return self._tokens.per_second(time.monotonic())
+
+    def requests_per_second(self) -> float:
+        """Requests that got their whole answer over the last seconds, per second."""
+        return self._answers.per_second(time.monotonic())
 
     def reclaim_adapters(self) -> None:
         """From any thread: have sequences give back the leases of adapters that are reclaimed."""
@@ -535,7 +539,7 @@ class EngineLoop:
         now = time.monotonic()
         here = self._scheduler.complete(step.id, step.batch, tokens, now)
         self._isolation.succeeded(here)
-        self._rate.add(now, len(here))
+        self._tokens.add(now, len(here))
         for sequence in here:
             self._emit(sequence, now)
         return True
@@ -565,6 +569,7 @@ class EngineLoop:
         if events and (is_over or not stream.wants_only_end):
             self._outbox.put(stream, events)
         if is_over:
+            self._answers.add(now, 1)
             self._offending_requests.acquit(sequence.fingerprint)
             self._remove(sequence)
 
@@ -634,19 +639,19 @@ def _timing(sequence: Sequence, now: float) -> Timing:
     )
 
 
-class TokenRate:
-    """Tokens per second that the engine generates, over the last seconds. One thread adds, any thread reads."""
+class RecentRate:
+    """How many there were per second over the last seconds. One thread adds, any thread reads."""
 
     def __init__(self) -> None:
-        self._counts: deque[tuple[float, int]] = deque()  # (moment in seconds, tokens)
+        self._counts: deque[tuple[float, int]] = deque()  # (moment in seconds, how many)
 
-    def add(self, now: float, num_tokens: int) -> None:
-        """Count tokens that were generated at `now`, in seconds of the monotonic clock."""
-        self._counts.append((now, num_tokens))
+    def add(self, now: float, count: int) -> None:
+        """Add what came at `now`, in seconds of the monotonic clock."""
+        self._counts.append((now, count))
         while self._counts[0][0] < now - _RATE_WINDOW_S:
             self._counts.popleft()
 
     def per_second(self, now: float) -> float:
-        """Tokens per second over the window that ends at `now`."""
+        """The mean over the window that ends at `now`."""
         since = now - _RATE_WINDOW_S
         return sum(count for moment, count in list(self._counts) if moment >= since) / _RATE_WINDOW_S

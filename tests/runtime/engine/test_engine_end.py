@@ -378,6 +378,7 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
 def lines_of_the_engine_thread() -> set[Line]:
     """Where each statement begins that a turn of the loop and its isolation may pass."""
     elsewhere = {"__init__", "start", "add", "cancel", "num_waiting", "num_active", "tokens_per_second"}
+    elsewhere |= {"requests_per_second"}
     elsewhere |= {"stop", "join", "activities", "in_flight", "finish", "forget_cached", "reclaim_adapters"}
     elsewhere |= {"num_captures_awaited"}
     found: set[Line] = set()

@@ -16,7 +16,7 @@ from kestrel_runtime.api.requests import Caption, Priority, Query, Request, Samp
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine import loop as loop_module
 from kestrel_runtime.engine.isolation import Isolation, new_probes
-from kestrel_runtime.engine.loop import EngineLoop, InFlightStep, TokenRate, events_after
+from kestrel_runtime.engine.loop import EngineLoop, InFlightStep, RecentRate, events_after
 from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -223,12 +223,15 @@ async def test_who_waits_for_the_result_is_sent_nothing_before_it(bench: Bench) 
     assert isinstance((await bench.events(other))[0], Started)
 
 
-async def test_the_rate_counts_the_tokens_of_the_last_seconds(bench: Bench) -> None:
+async def test_the_rates_count_tokens_and_whole_answers_of_the_last_seconds(bench: Bench) -> None:
     for _ in range(4):
         bench.add(tell(5))
-    for _ in range(5):
+    for _ in range(4):
         bench.loop.step()
+    assert bench.loop.requests_per_second() == 0
+    bench.loop.step()
     assert bench.loop.tokens_per_second() == pytest.approx(4 * 5 / 5.0)
+    assert bench.loop.requests_per_second() == pytest.approx(4 / 5.0)
 
 
 async def test_graphs_are_captured_when_there_has_been_no_work_for_a_while(
@@ -357,7 +360,7 @@ async def test_a_prefill_step_waits_for_the_tail_steps_and_for_no_other_decode_s
 
 
 def test_the_rate_counts_tokens_of_the_last_seconds_only() -> None:
-    rate = TokenRate()
+    rate = RecentRate()
     rate.add(100.0, 10)
     rate.add(103.0, 20)
     assert rate.per_second(104.0) == pytest.approx(6.0)

@@ -187,20 +187,22 @@ class FrontendLoad(_message.Message):
     def __init__(self, name: _Optional[str] = ..., process_id: _Optional[int] = ..., open_request_count: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running_request_count", "waiting_request_count", "preprocessing_request_count", "used_page_count", "page_count", "output_tokens_per_second")
+    __slots__ = ("running_request_count", "waiting_request_count", "preprocessing_request_count", "used_page_count", "page_count", "output_tokens_per_second", "requests_per_second")
     RUNNING_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
     PREPROCESSING_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
     USED_PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     running_request_count: int
     waiting_request_count: int
     preprocessing_request_count: int
     used_page_count: int
     page_count: int
     output_tokens_per_second: float
-    def __init__(self, running_request_count: _Optional[int] = ..., waiting_request_count: _Optional[int] = ..., preprocessing_request_count: _Optional[int] = ..., used_page_count: _Optional[int] = ..., page_count: _Optional[int] = ..., output_tokens_per_second: _Optional[float] = ...) -> None: ...
+    requests_per_second: float
+    def __init__(self, running_request_count: _Optional[int] = ..., waiting_request_count: _Optional[int] = ..., preprocessing_request_count: _Optional[int] = ..., used_page_count: _Optional[int] = ..., page_count: _Optional[int] = ..., output_tokens_per_second: _Optional[float] = ..., requests_per_second: _Optional[float] = ...) -> None: ...
 
 class ClearCacheRequest(_message.Message):
     __slots__ = ("token", "namespace")

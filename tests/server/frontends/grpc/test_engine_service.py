@@ -103,6 +103,7 @@ async def test_load_is_that_of_the_engine() -> None:
         used_page_count=40,
         page_count=500,
         output_tokens_per_second=123.5,
+        requests_per_second=7.5,
     )
 
 

@@ -1,0 +1,1 @@
+"""Generated messages of `proto/compat/xds`."""
