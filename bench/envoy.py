@@ -63,7 +63,7 @@ _OPTIONS = (
     # All pictures fit into each server, with the requests of all callers.
     *("--kv-pages", str(50 * (NUM_PICTURES + 16))),
 )
-_START_S, _STOP_S, _CALL_S = 180.0, 90.0, 60.0
+_START_S, _STOP_S, _CALL_S = 300.0, 120.0, 300.0
 _POLL_S = 0.02
 _NUM_UNARY, _NUM_STREAMS = 12, 4
 _BEFORE_S, _AFTER_S = 3.0, 3.0
@@ -387,6 +387,8 @@ class Run:
             Load(client, self._pictures, _NUM_UNARY, _NUM_STREAMS) as calls,
         ):
             await asyncio.sleep(_BEFORE_S)
+            # On a busy machine a server may miss a check.
+            await asyncio.to_thread(balancer.wait_for, self._addresses)
             yield balancer, calls
 
     @contextlib.asynccontextmanager

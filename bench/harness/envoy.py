@@ -16,7 +16,7 @@ import yaml
 
 CONFIGURATION = Path(__file__).resolve().parents[2] / "deploy/envoy/envoy.yaml"
 _STARTED = "all dependencies initialized. starting workers"
-_MAX_WAIT_S = 60.0
+_MAX_WAIT_S = 180.0
 _POLL_S = 0.05
 _STOP_TIMEOUT_S = 10.0
 

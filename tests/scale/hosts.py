@@ -19,7 +19,7 @@ import yaml
 from bench.harness.envoy import Envoy, envoy
 from tests.reference_fixtures import CHECKOUT
 
-MAX_WAIT_S = 30.0
+MAX_WAIT_S = 180.0
 _PORT_OF_ANY = 0
 
 
@@ -138,7 +138,7 @@ def serving_hosts(names: str, folder: Path) -> Iterator[Hosts]:
 def impatient_envoy(hosts: Hosts, folder: Path) -> Iterator[Envoy]:
     """Another Envoy in front of the same servers, which finds within a few seconds that one of them hangs."""
     addresses = [host.address for host in hosts.by_name.values()]
-    with envoy(addresses, folder, _with_times("1s", "1s", "1s")) as balancer:
+    with envoy(addresses, folder, _with_times("2s", "2s", "2s")) as balancer:
         yield balancer
 
 

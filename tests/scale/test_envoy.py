@@ -37,7 +37,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 def calling(envoy: Envoy) -> AsyncClient:
     """A client that sends every call once: what is sent again, Envoy sends."""
-    return AsyncClient(envoy.address, max_retries=0, max_retry_s=0, timeout_s=60, store_from_bytes=None)
+    return AsyncClient(envoy.address, max_retries=0, max_retry_s=0, timeout_s=MAX_WAIT_S, store_from_bytes=None)
 
 
 @pytest.fixture
