@@ -11,8 +11,8 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup proto check test test-clients test-page test-languages fuzz serve demo attacks quality train bench supply \
-	dist clean
+.PHONY: setup proto check test test-clients test-page test-languages test-ray fuzz serve demo attacks quality train bench \
+	supply dist clean
 
 # Everything into .venv; nothing to do until pyproject.toml changes.
 setup: .venv/installed
@@ -56,6 +56,10 @@ test-page: setup
 # The examples in Go, TypeScript, Java and C++, with compilers and libraries of Debian; one of them with ARGS=go.
 test-languages: setup
 	$(BIN)/python -m tests.languages $(ARGS)
+
+# The application for Ray Serve, with Ray in an environment of its own; ARGS are options of pytest.
+test-ray: setup
+	$(BIN)/python -m tests.ray $(ARGS)
 
 # Ten minutes of CPU for requests, images and frames that nobody meant well; another length with CPU_SECONDS=…
 CPU_SECONDS ?= 600
