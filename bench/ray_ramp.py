@@ -9,8 +9,9 @@ then six, then one again, each of whom asks again as soon as it is answered. Twi
 of callers and of answers is noted, from before the first caller until one replica is left. It writes a plot too.
 
 `proxy`: the same calls to `kestrel-grpc serve` and to one replica behind the proxy, one after the other.
-`ListModels` has no work, so that its time is that of the way alone; a query about a known image has one token;
-streams have 256.
+`ListModels` has no work, so that its time is that of the way alone; the query is about a known image. Beside the
+time of calls it measures the processor time of all processes but the caller's, which a busy machine changes less;
+what these use while nobody calls is subtracted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -48,6 +50,7 @@ AUTOSCALING = {
     "look_back_period_s": 5,
 }
 SAMPLE_EVERY_S = 0.5
+IDLE_S = 5.0
 LONG: dict[str, Any] = {"temperature": 50.0, "top_p": 1.0, "seed": 14, "max_tokens": 256}
 """An answer of 256 tokens, whatever the model thinks of the question."""
 
@@ -158,62 +161,69 @@ def write_plot(file: Path, samples: list[dict[str, float]]) -> None:
     file.write_text(line_plot("Ray Serve under a ramp", Axis("seconds"), Axis("number"), lines))
 
 
-def cost(address: str, num_calls: int) -> dict[str, float]:
-    """What calls take."""
-    measured: dict[str, float] = {}
+def cost(address: str, num_calls: int, num_streams: int) -> dict[str, float]:
+    """What calls take, and what they cost the processes behind the address."""
     with Client(address, max_retries=0, max_retry_s=0, timeout_s=300) as client:
-        calls = {
-            "ListModels": client.list_models,
-            "CompleteQuery": lambda: client.complete_query(PICTURE, QUESTION, temperature=0, max_tokens=1),
+        calls: dict[str, tuple[Callable[[], object], int]] = {
+            "ListModels": (client.list_models, num_calls),
+            "query of one token": (
+                lambda: client.complete_query(PICTURE, QUESTION, temperature=0, max_tokens=1),
+                num_calls,
+            ),
+            "stream of 256 tokens": (lambda: client.query(None, "hello", **LONG).result(), num_streams),
         }
-        for name, call in calls.items():
-            for _ in range(20):
-                call()
-            times_ms = sorted(1e3 * _seconds(call) for _ in range(num_calls))
-            measured[f"{name}, p50 ms"] = statistics.median(times_ms)
-            measured[f"{name}, p99 ms"] = times_ms[int(0.99 * (num_calls - 1))]
-        first_ms = [1e3 * _first_piece_s(client) for _ in range(21)]
-        measured["Query, first piece, p50 ms"] = statistics.median(first_ms)
-    for num_streams in (1, 8):
-        measured[f"pieces/s, {num_streams} streams"] = asyncio.run(_pieces_per_second(address, num_streams))
-    return measured
+        for call, _ in calls.values():
+            call()
+        idle_cores = _idle_cores()
+        measured: dict[str, float] = {}
+        for name, (call, count) in calls.items():
+            started, before_s = time.perf_counter(), _processor_s()
+            times_ms = [1e3 * _seconds(call) for _ in range(count)]
+            processor_s = _processor_s() - before_s - idle_cores * (time.perf_counter() - started)
+            measured[f"{name}: median, ms"] = statistics.median(times_ms)
+            measured[f"{name}: fastest, ms"] = min(times_ms)
+            measured[f"{name}: processor, ms"] = 1e3 * processor_s / count
+    return measured | {"idle: processors in use": idle_cores}
 
 
-def _seconds(call: Any) -> float:
+def _seconds(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
 
 
-def _first_piece_s(client: Client) -> float:
-    started = time.perf_counter()
-    stream = client.query(PICTURE, QUESTION, temperature=0, max_tokens=8)
-    next(iter(stream))
-    first_s = time.perf_counter() - started
-    stream.result()
-    return first_s
+def _idle_cores() -> float:
+    """Processors in use while nobody calls."""
+    before_s = _processor_s()
+    time.sleep(IDLE_S)
+    return (_processor_s() - before_s) / IDLE_S
 
 
-async def _pieces_per_second(address: str, num_streams: int) -> float:
-    """Pieces of long answers, of so many streams at a time; a slow reader gets fewer and longer ones."""
+def _processor_s() -> float:
+    """The processor time of all processes that this one has started, and of those that they have."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        parents[int(folder.name)] = int(fields[1])
+        ticks[int(folder.name)] = int(fields[11]) + int(fields[12])
+    ours, found = {os.getpid()}, set[int]()
+    while ours:
+        ours = {pid for pid, parent in parents.items() if parent in ours}
+        found |= ours
+    return sum(ticks[pid] for pid in found) / os.sysconf("SC_CLK_TCK")
 
-    async def read(client: AsyncClient) -> int:
-        return sum([1 async for _ in client.query(None, "hello", **LONG)])
 
-    async with AsyncClient(address, max_retries=0, max_retry_s=0, timeout_s=300) as client:
-        await read(client)
-        started = time.perf_counter()
-        counts = await asyncio.gather(*(read(client) for _ in range(num_streams)))
-        return sum(counts) / (time.perf_counter() - started)
-
-
-def proxy(num_calls: int) -> dict[str, Any]:
+def proxy(num_calls: int, num_streams: int) -> dict[str, Any]:
     """The cost of calls to a server, and through the proxy."""
     with started_server(("--device", "cpu")) as server:
-        alone = cost(server.address, num_calls)
+        alone = cost(server.address, num_calls, num_streams)
     with cluster() as address:
         deploy(autoscaling_config={"min_replicas": 1, "max_replicas": 1})
-        return {"a server": alone, "Ray's proxy": cost(address, num_calls)}
+        return {"a server": alone, "Ray's proxy": cost(address, num_calls, num_streams)}
 
 
 def main() -> int:
@@ -222,7 +232,10 @@ def main() -> int:
     parser.add_argument("what", choices=("ramp", "proxy"))
     parser.add_argument("--few", type=float, default=20, help="seconds with one caller (default: %(default)s)")
     parser.add_argument("--many", type=float, default=90, help="seconds with six callers (default: %(default)s)")
-    parser.add_argument("--calls", type=int, default=300, help="calls of each kind (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=300, help="short calls of each kind (default: %(default)s)")
+    parser.add_argument(
+        "--streams", type=int, default=10, help="streams, one after the other (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, help="default: bench/out/ray_WHAT.json")
     arguments = parser.parse_args()
     facts = {"python": platform.python_version(), "ray": ray_version(), "cores": os.cpu_count()}
@@ -239,11 +252,11 @@ def main() -> int:
         )
         write_plot(file.with_suffix(".svg"), result["samples"])
     else:
-        result = proxy(arguments.calls)
+        result = proxy(arguments.calls, arguments.streams)
         alone, through = result.values()
-        print(f"{'':30} {'a server':>10} {'by Ray':>10}")
+        print(f"{'':36} {'a server':>10} {'by Ray':>10}")
         for name, value in alone.items():
-            print(f"{name:30} {value:10.2f} {through[name]:10.2f}")
+            print(f"{name:36} {value:10.2f} {through[name]:10.2f}")
     write_json(file, {**facts, **result})
     return 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +33,9 @@ MAX_WAIT_S = 300
 def cluster() -> Iterator[str]:
     """The address of the gRPC proxy. Replicas may be more than the processors."""
     grpc_port, http_port = _free_ports(2)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Otherwise Ray writes one into the home of the user.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     ray.init(
         num_cpus=16,
         object_store_memory=100 * 2**20,
@@ -53,6 +58,11 @@ def deploy(deployment: Any = Kestrel, options: Mapping[str, str] = OPTIONS, **se
     """Deploy, or change what is deployed, and return when all replicas are new. `settings` are Ray's."""
     changed = deployment.options(ray_actor_options={"num_cpus": 1}, **settings)
     serve.run(changed.bind(dict(options)), name=APPLICATION, route_prefix="/kestrel")
+
+
+def handle() -> Any:
+    """Calls methods of a replica, whichever Ray selects."""
+    return serve.get_app_handle(APPLICATION)
 
 
 def num_running() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -35,13 +34,7 @@ def main() -> int:
 
 def environment() -> dict[str, str]:
     """The variables of a program that runs in the environment."""
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, ROOTS)),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # Otherwise Ray writes one into the home of the user.
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-    }
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, ROOTS))}
 
 
 def install() -> Path:

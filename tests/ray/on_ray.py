@@ -15,17 +15,19 @@ from typing import Any
 import grpc
 import pytest
 import yaml
-from ray import serve  # pyright: ignore[reportMissingImports] installed in an environment of its own
-from ray.serve.grpc_util import RayServegRPCContext  # pyright: ignore[reportMissingImports] the same
-from ray.serve.schema import ServeDeploySchema  # pyright: ignore[reportMissingImports] the same
+
+# pyright: reportMissingImports=false
+# Ray is installed in an environment of its own.
+from ray.serve.grpc_util import RayServegRPCContext
+from ray.serve.schema import ServeDeploySchema
 
 from bench.harness.ray_cluster import (
-    APPLICATION,
     DEPLOYMENT,
     OPTIONS,
     SERVICERS,
     cluster,
     deploy,
+    handle,
     num_running,
     wait_until,
 )
@@ -50,7 +52,7 @@ from tests.server.serving import details_of, reason_of
 
 PICTURE = (CHECKOUT / "kestrel_grpc" / "demo_picture.png").read_bytes()
 QUESTION = "What color is the star?"
-TWO = {"autoscaling_config": {"min_replicas": 2, "max_replicas": 2}}
+TWO: dict[str, Any] = {"autoscaling_config": {"min_replicas": 2, "max_replicas": 2}}
 LONG: dict[str, Any] = {"temperature": 50.0, "top_p": 1.0, "seed": 14}
 """With these the model goes on for thousands of tokens."""
 
@@ -73,7 +75,7 @@ def address(log: Path) -> Iterator[str]:
 @pytest.fixture
 def client(address: str) -> Iterator[Client]:
     """Sends every call once: what is sent again, Ray sends."""
-    with Client(address, max_retries=0, max_retry_s=0, timeout_s=120) as client:
+    with Client(address, max_retries=0, max_retry_s=0, timeout_s=600) as client:
         yield client
 
 
@@ -86,7 +88,7 @@ def channel(address: str) -> Iterator[grpc.Channel]:
 def instance(address: str) -> str:
     """The replica that answers a call."""
     with grpc.insecure_channel(address) as channel:
-        return EngineServiceStub(channel).GetServerInfo(GetServerInfoRequest(), timeout=60).instance_id
+        return EngineServiceStub(channel).GetServerInfo(GetServerInfoRequest(), timeout=600).instance_id
 
 
 def instances(address: str, count: int = 2) -> set[str]:
@@ -158,7 +160,7 @@ def query_with(channel: grpc.Channel, adapter: str, options: generation_pb2.Requ
     )
     request.sampling.temperature = 0
     metadata = (("multiplexed_model_id", adapter),)
-    response = VisionServiceStub(channel).CompleteQuery(request, metadata=metadata, timeout=120)
+    response = VisionServiceStub(channel).CompleteQuery(request, metadata=metadata, timeout=600)
     return response.result.answer.strip()
 
 
@@ -189,7 +191,7 @@ def test_metadata_and_message_name_the_same_adapter(channel):
 
 
 async def test_a_cancelled_stream_ends_in_the_replica(address, log):
-    async with AsyncClient(address, max_retries=0, timeout_s=300) as client:
+    async with AsyncClient(address, max_retries=0, timeout_s=600) as client:
         stream = client.query(None, "hello", max_tokens=3000, request_id="hung-up", **LONG)
         await anext(aiter(stream))
         stream.cancel()
@@ -200,7 +202,7 @@ async def test_a_cancelled_stream_ends_in_the_replica(address, log):
 
 def test_a_replica_whose_engine_has_stopped_is_replaced(address, client):
     before = instances(address)
-    serve.get_app_handle(APPLICATION).stop_engine.remote().result()
+    handle().stop_engine.remote().result()
     wait_until(lambda: instances(address) & before != before and num_running() == 2)
     assert client.complete_query(PICTURE, QUESTION, temperature=0).answer.strip() == "yellow"
 
@@ -211,7 +213,7 @@ def test_an_update_under_load_loses_no_call(address):
     outcomes: Counter[str] = Counter()
 
     async def call_until_ended(number: int) -> None:
-        async with AsyncClient(address, max_retries=0, max_retry_s=0, timeout_s=120) as client:
+        async with AsyncClient(address, max_retries=0, max_retry_s=0, timeout_s=600) as client:
             while not ended.is_set():
                 try:
                     if number % 2:
@@ -259,7 +261,7 @@ class GrpcContext:
 async def replica() -> AsyncIterator[Any]:
     """A replica in this process, without Ray around it."""
     replica: Any = Replica.__new__(Replica)
-    await replica.__init__({"device": "cpu", "log_level": "warning"})
+    await replica.__init__({"device": "cpu", "log_level": "warning", "drain_timeout": "600"})
     yield replica
     await replica.__del__()
 
@@ -267,20 +269,21 @@ async def replica() -> AsyncIterator[Any]:
 async def test_a_replica_finishes_its_calls_before_it_ends(replica):
     await replica.check_health()
     request = vision_service_pb2.QueryRequest(question="hello")
-    request.sampling.MergeFrom(generation_pb2.SamplingParams(max_tokens=200, **LONG))
+    request.sampling.MergeFrom(generation_pb2.SamplingParams(max_tokens=50, **LONG))
     has_started = asyncio.Event()
 
-    async def call() -> vision_service_pb2.QueryResponse:
-        response = None
+    async def call() -> Any:
+        responses: list[Any] = []
         async for response in replica.Query(request.SerializeToString(), RayServegRPCContext(GrpcContext())):
+            responses.append(response)
             has_started.set()
-        return response
+        return responses[-1]
 
     calling = asyncio.create_task(call())
     await has_started.wait()
     await replica.__del__()
     assert calling.done()
-    assert calling.result().completed.info.usage.output_token_count == 200
+    assert calling.result().completed.info.usage.output_token_count == 50
 
 
 async def test_a_replica_that_ends_refuses_calls_with_the_documented_status(replica):
