@@ -15,6 +15,8 @@ from typing import Any
 import grpc
 import pytest
 import yaml
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 # pyright: reportMissingImports=false
 # Ray is installed in an environment of its own.
@@ -145,6 +147,20 @@ def test_an_error_of_a_stream_has_its_status_and_details(client):
     with pytest.raises(ModelNotFound) as error:
         list(client.query(PICTURE, QUESTION, model="other"))
     assert (error.value.code, error.value.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
+
+
+def test_a_message_of_many_megabytes_reaches_a_replica(client):
+    with pytest.raises(InvalidRequest) as error:
+        client.complete_query(bytes(8 * 2**20), QUESTION)
+    assert error.value.reason == "IMAGE_DECODE_FAILED"
+
+
+def test_the_services_are_found_by_reflection(channel):
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    stub: Any = ServerReflectionStub(channel)
+    (response,) = stub.ServerReflectionInfo(iter((request,)), timeout=600)
+    names = {service.name for service in response.list_services_response.service}
+    assert names >= {"kestrel.v1.VisionService", "kestrel.v1.EngineService"}
 
 
 def test_a_call_that_would_change_one_replica_is_refused(client):
@@ -307,6 +323,7 @@ def test_the_file_for_serve_deploys_this_application():
     file = yaml.safe_load((CHECKOUT / "deploy" / "ray" / "serve.yaml").read_text(encoding="utf-8"))
     schema = ServeDeploySchema.model_validate(file)
     assert tuple(schema.grpc_options.grpc_servicer_functions) == SERVICERS
+    assert schema.grpc_options.enable_reflection
     (application,) = schema.applications
     module, _, name = application.import_path.partition(":")
     assert (module, name) == (build.__module__, build.__name__)
