@@ -11,6 +11,7 @@ from kestrel_grpc.cli.ask import add_client_commands
 from kestrel_grpc.cli.batch import add_batch_command
 from kestrel_grpc.cli.compile import add_compile_command
 from kestrel_grpc.cli.demo import add_demo_command
+from kestrel_grpc.cli.evaluate import add_evaluate_command
 from kestrel_grpc.cli.health import add_health_command
 from kestrel_grpc.cli.serve import add_serve_command
 from kestrel_grpc.cli.status import add_status_commands
@@ -34,7 +35,8 @@ def run(words: Sequence[str]) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for add in (
         *(add_serve_command, add_verify_command, add_accept_command, add_demo_command, add_token_command),
-        *(add_client_commands, add_batch_command, add_status_commands, add_health_command, add_compile_command),
+        *(add_client_commands, add_batch_command, add_evaluate_command, add_status_commands, add_health_command),
+        add_compile_command,
     ):
         add(commands)
     if not words:

@@ -39,6 +39,8 @@ class Client:
     name: str
     program: str
     arguments: tuple[str, ...]
+    is_large: bool = False
+    """Takes minutes to install, so it runs only where it is named."""
 
     @property
     def is_node(self) -> bool:
@@ -51,12 +53,16 @@ CLIENTS = (
     # Without its dependencies: one of them is a closed engine, which this client does not need for HTTP.
     Client("moondream", "moondream_python.py", ("--no-deps", "moondream>=2.6", "pillow>=11")),
     Client("triton", "triton_python.py", ("tritonclient[grpc]>=2.60,<3",)),
+    # Finds the model of our client, which it has to be installed with.
+    Client(
+        "lm-eval", "lm_eval_python.py", ("--editable", f"{CHECKOUT / 'clients/python'}[lm-eval]"), is_large=True
+    ),
 )
 
 
 def main() -> int:
     """Run the clients, and say how many did not succeed."""
-    names = sys.argv[1:] or [client.name for client in CLIENTS]
+    names = sys.argv[1:] or [client.name for client in CLIENTS if not client.is_large]
     chosen = [client for client in CLIENTS if client.name in names]
     num_failed = 0
     with tempfile.TemporaryDirectory() as folder, server(Path(folder)) as facts, serving(1) as (announced,):

@@ -1,0 +1,263 @@
+"""The command `kestrel-grpc evaluate`: scores the model of a running server on a published set.
+
+`kestrel_grpc/evaluation/` reads the set and scores the answers; this module asks, many calls at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kestrel_client import Client, DetectResult, Job, Outcome, PointResult, Progress, QueryResult
+from kestrel_grpc.cli.common import add_client_arguments, explain, run_with_client
+from kestrel_grpc.process import complain
+
+if TYPE_CHECKING:
+    from kestrel_grpc.evaluation.tasks import Answer, Call, Case, Report, Score, Task
+
+_FAILED, _MISUSED = 1, 2
+_IN_FLIGHT = 32
+_MAX_IN_FLIGHT = 1024
+_NUM_WORST = 50
+_QUESTIONS = ("chartqa", "textvqa", "docvqa")
+_TASKS = (*_QUESTIONS, "refcoco", "coco")
+
+
+def add_evaluate_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command; it sets `run`, which takes the parsed arguments and returns the exit status."""
+    parser = subparsers.add_parser(
+        "evaluate",
+        help="score the model of a running server on a published set",
+        description="Ask a running server about a set in FOLDER, at temperature 0, and print the scores with 95 %% "
+        "intervals. Nothing is downloaded. Exit 0 if every call was answered, 1 if some failed or the server "
+        "cannot be reached, 2 for a mistake in the call or a set that cannot be read.",
+        usage="%(prog)s TASK FOLDER [OPTION ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("task", metavar="TASK", choices=_TASKS, help=f"one of {', '.join(_TASKS)}")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="the set, in the layout of its authors")
+    add_client_arguments(parser)
+    parser.add_argument("--split", metavar="NAME", help="the part of the set (the one that is usually scored)")
+    parser.add_argument(
+        "--pictures", metavar="FOLDER", type=Path, help="folder of the pictures (where the layout has it)"
+    )
+    parser.add_argument(
+        "--limit",
+        metavar="N",
+        type=int,
+        help="ask about a random sample of N questions, expressions or, of coco, pictures; the same in every run",
+    )
+    parser.add_argument(
+        "--categories",
+        choices=("all", "present"),
+        help="coco: ask each picture for all categories, or for those that are in it (all)",
+    )
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="the question to send, in which {question} stands for that of the set"
+    )
+    parser.add_argument(
+        "--reasoning", action="store_true", help="let the model reason before it answers a question"
+    )
+    parser.add_argument("--max-tokens", metavar="N", type=int, help="maximum number of tokens of an answer")
+    parser.add_argument("--stream", action="store_true", help="ask questions by the streaming call")
+    parser.add_argument("--adapter", metavar="NAME", help="adapter (LoRA) to use, such as name or name@step")
+    parser.add_argument("--model", metavar="NAME", help="the model (the one that is served)")
+    parser.add_argument(
+        "--in-flight",
+        metavar="N",
+        type=int,
+        default=_IN_FLIGHT,
+        help="calls at a time (%(default)s)",
+    )
+    parser.add_argument("--html", metavar="PAGE", type=Path, help="write a page with the worst cases to this file")
+    parser.add_argument(
+        "--worst",
+        metavar="N",
+        type=int,
+        default=_NUM_WORST,
+        help="cases on that page (%(default)s)",
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write scores and all answers to this file")
+    parser.set_defaults(run=_evaluate)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from kestrel_grpc.evaluation.tasks import SetUnusable
+
+    try:
+        problems = list(_problems(arguments))
+        for problem in problems:
+            complain(problem)
+        if problems:
+            return _MISUSED
+        task = _open(arguments)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("pyarrow", "pycocotools"):
+            raise
+        complain(f"{error.name.partition('.')[0]} is not installed: pip install 'kestrel-grpc[evaluate]'")
+        return _MISUSED
+    except SetUnusable as error:
+        complain(str(error))
+        return _MISUSED
+    except OSError as error:
+        complain(explain(error))
+        return _MISUSED
+    return run_with_client(partial(_run, task), arguments)
+
+
+def _problems(arguments: argparse.Namespace) -> Iterable[str]:
+    if not arguments.folder.is_dir():
+        yield f"{arguments.folder}: is no folder"
+    if arguments.categories is not None and arguments.task != "coco":
+        yield "--categories: is an option of coco"
+    if arguments.task not in _QUESTIONS:
+        for name in ("prompt", "reasoning", "stream"):
+            if getattr(arguments, name):
+                yield f"--{name}: is an option of {', '.join(_QUESTIONS)}"
+    if arguments.prompt is not None and "{question}" not in arguments.prompt:
+        yield "--prompt: has no {question}"
+    for name, least, most in (("limit", 1, None), ("in_flight", 1, _MAX_IN_FLIGHT), ("worst", 0, None)):
+        number: int | None = getattr(arguments, name)
+        if number is not None and (number < least or (most is not None and number > most)):
+            bounds = f"at least {least}" + (f" and at most {most}" if most is not None else "")
+            yield f"--{name.replace('_', '-')}: must be {bounds}"
+    for name in ("html", "json"):
+        path: Path | None = getattr(arguments, name)
+        if path is not None and not path.absolute().parent.is_dir():
+            yield f"--{name}: {path.absolute().parent} is no folder"
+
+
+def _open(arguments: argparse.Namespace) -> Task:
+    """Read the set. Raises `SetUnusable`, `OSError` or `ModuleNotFoundError`."""
+    from kestrel_grpc.evaluation import detection, pointing, questions
+
+    common: dict[str, Any] = {name: getattr(arguments, name) for name in ("split", "pictures", "limit")}
+    if arguments.task == "coco":
+        return detection.open_detection(arguments.folder, **common, categories=arguments.categories or "all")
+    if arguments.task == "refcoco":
+        return pointing.open_pointing(arguments.folder, **common)
+    kinds = {"chartqa": questions.CHARTQA, "textvqa": questions.TEXTVQA, "docvqa": questions.DOCVQA}
+    return questions.open_questions(kinds[arguments.task], arguments.folder, **common, prompt=arguments.prompt)
+
+
+def _run(task: Task, client: Client, arguments: argparse.Namespace) -> int:
+    """Ask and report; returns the exit status. Raises errors of the client and `OSError`."""
+    info = client.server_info()  # a server that is not there fails here, once
+    answers = _ask(client, task.calls(), arguments)
+    report = task.report(answers)
+    facts = {
+        "set": task.source,
+        "split": arguments.split or "default",
+        "sample": "all" if arguments.limit is None else f"at most {arguments.limit}",
+        "asked": task.asks,
+        "calls": str(len(answers)),
+        "model": arguments.model or info.model,
+        "adapter": arguments.adapter or "none",
+        "reasoning": "yes" if arguments.reasoning else "no",
+        "server": f"{info.server_version} at {arguments.address}",
+    }
+    _print_scores(report.scores)
+    errors = [answer.error for answer in answers if answer.error]
+    if errors:
+        complain(f"{len(errors)} of {len(answers)} calls failed and count as wrong; the first: {errors[0]}")
+    if arguments.html is not None:
+        from kestrel_grpc.evaluation.page import page
+
+        title = f"{arguments.task}: {facts['model']}"
+        arguments.html.write_text(page(title, report, facts, arguments.worst), encoding="utf-8")
+    if arguments.json is not None:
+        _write_json(arguments.json, arguments.task, facts, report, len(errors))
+    return _FAILED if errors else 0
+
+
+def _ask(client: Client, calls: Sequence[Call], arguments: argparse.Namespace) -> list[Answer]:
+    """The answers, in the order of the calls."""
+    options: dict[str, Any] = {"temperature": 0.0}
+    options |= {
+        name: getattr(arguments, name)
+        for name in ("adapter", "model", "max_tokens")
+        if getattr(arguments, name) is not None
+    }
+    jobs = [_job(call, options, arguments) for call in calls]
+    on_progress = _show_progress if sys.stderr.isatty() else None
+    with closing(client.map(jobs, concurrency=arguments.in_flight, on_progress=on_progress)) as outcomes:
+        answers = [_answer(outcome) for outcome in outcomes]
+    if on_progress is not None:
+        print(file=sys.stderr)
+    return answers
+
+
+class _StreamedQuery(Job):
+    """A query by the streaming call."""
+
+    __slots__ = ()
+
+    def call(self, client: Any) -> Any:
+        """The result of the whole stream."""
+        # As for other jobs: a call that is refused for now is sent again for as long as it may take.
+        return client.query(self.image, *self.arguments, **{"max_retry_s": 1e9, **self.options}).result()
+
+
+def _job(call: Call, options: dict[str, Any], arguments: argparse.Namespace) -> Job:
+    if call.skill == "query":
+        make: Callable[..., Job] = _StreamedQuery if arguments.stream else Job
+        return make("query", call.image, call.text, reasoning=arguments.reasoning, **options)
+    return Job(call.skill, call.image, call.text, max_objects=call.max_objects, **options)
+
+
+def _answer(outcome: Outcome) -> Answer:
+    from kestrel_grpc.evaluation.tasks import Answer
+
+    match outcome.result:
+        case None:
+            assert outcome.error is not None, "a job has a result or an error"
+            return Answer(error=explain(outcome.error))
+        case QueryResult(answer=text):
+            return Answer(text=text)
+        case PointResult(points=points):
+            return Answer(points=tuple((point.x, point.y) for point in points))
+        case DetectResult(objects=objects):
+            boxes = (item.box for item in objects)
+            return Answer(boxes=tuple((box.x_min, box.y_min, box.x_max, box.y_max) for box in boxes))
+        case _:
+            raise AssertionError("no task asks for such a result")
+
+
+def _show_progress(progress: Progress) -> None:
+    failed = f", {progress.failed_count} failed" if progress.failed_count else ""
+    print(f"\r{progress.done_count} of {progress.total_count} calls{failed}", end="", file=sys.stderr, flush=True)
+
+
+def _print_scores(scores: Iterable[Score]) -> None:
+    from kestrel_grpc.evaluation.page import score_cells
+
+    rows = [("score", "value", "95 % interval", "of"), *map(score_cells, scores)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _write_json(path: Path, task: str, facts: dict[str, str], report: Report, num_failed: int) -> None:
+    content = {
+        "task": task,
+        **facts,
+        "failed_calls": num_failed,
+        "scores": {
+            score.name: {"value": score.value, "interval_95": score.interval, "count": score.count}
+            for score in report.scores
+        },
+        "answers": [_case_fields(case) for case in report.cases],
+        **report.further,
+    }
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def _case_fields(case: Case) -> dict[str, Any]:
+    names = ("name", "picture", "asked", "expected", "answered", "score", "error")
+    return {name: getattr(case, name) for name in names}

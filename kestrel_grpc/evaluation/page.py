@@ -1,0 +1,156 @@
+"""The page of `kestrel-grpc evaluate`: one HTML file with scores, failures, and the worst cases with pictures.
+
+The pictures are in the file as `data:` URLs; the page loads nothing and runs no script.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont, ImageOps
+
+from kestrel_grpc.evaluation.tasks import Case, Label, Place, Report, Score
+
+_LARGEST_SIDE_PX = 560
+_TRUTH, _FOUND, _RIM = (26, 127, 55), (207, 34, 46), (255, 255, 255)
+_LINE_PX = 3
+_SPOT_PX = 6
+_TEXT_PX = 12
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --soft: #59636e; --line: #d8dee4; --plate: #f6f8fa;
+  --bad: #cf222e; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117; --soft: #9aa5b1; --line: #30363d;
+  --plate: #161b22; --bad: #ff7b72; } }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 24px auto; padding: 0 16px;
+  color: var(--ink); background: var(--paper); }
+h1 { font-size: 24px; } h2 { font-size: 19px; margin-top: 36px; }
+p { max-width: 90ch; } .soft { color: var(--soft); } .bad { color: var(--bad); }
+.wide { overflow-x: auto; } p, dd, td { overflow-wrap: anywhere; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: 4px 14px 4px 0; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { color: var(--soft); font-weight: 600; }
+.cases { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(320px, 100%), 1fr)); gap: 20px; }
+article { background: var(--plate); border: 1px solid var(--line); border-radius: 6px; padding: 12px; }
+article h3 { font-size: 14px; margin: 0 0 8px; overflow-wrap: anywhere; }
+article img { max-width: 100%; height: auto; display: block; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 12px; margin: 8px 0 0; font-size: 14px; }
+dt { color: var(--soft); } dd { margin: 0; white-space: pre-wrap; }
+"""
+_LEGEND = (
+    '<p><span style="color: rgb{truth}">■</span> truth &nbsp; <span style="color: rgb{found}">■</span> answer</p>'
+)
+
+
+def page(title: str, report: Report, facts: Mapping[str, str], num_worst: int) -> str:
+    """The whole page. `facts` says what was asked of which server; `num_worst` bounds the cases that are shown."""
+    worst = report.worst(num_worst)
+    failed = [case for case in report.cases if case.error]
+    num_right = sum(case.score >= 1.0 for case in report.cases)
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        _table(("score", "value", "95 % interval", "of"), map(score_cells, report.scores)),
+        f"<p>{num_right} of {len(report.cases)} cases are fully right.",
+        f' <span class="bad">In {len(failed)} cases a call failed; they count as wrong.</span></p>'
+        if failed
+        else "</p>",
+        "<h2>Run</h2>",
+        _table((), facts.items()),
+    ]
+    if failed:
+        body += ["<h2>Failed calls</h2>", _table(("case", "error"), ((case.name, case.error) for case in failed))]
+    if worst:
+        body += [f"<h2>Worst {len(worst)} cases</h2>"]
+        if any(case.truth or case.found for case in worst):
+            body.append(_LEGEND.format(truth=_TRUTH, found=_FOUND))
+        body += ['<div class="cases">', *map(_article, worst), "</div>"]
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+    head += f"style-src 'unsafe-inline'\"><title>{escape(title)}</title><style>{_STYLE}</style>"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{"".join(body)}\n</body></html>\n'
+
+
+def score_cells(score: Score) -> tuple[str, str, str, str]:
+    """Name, value, interval and count as texts."""
+    interval = "–" if score.interval is None else "{:.3f} to {:.3f}".format(*score.interval)
+    return score.name, f"{score.value:.3f}", interval, str(score.count)
+
+
+def _article(case: Case) -> str:
+    rows = {"asked": case.asked, "expected": case.expected, "answered": case.answered, "score": f"{case.score:.3f}"}
+    if case.error:
+        rows["error"] = case.error
+    lines = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in rows.items())
+    return f"<article><h3>{escape(case.name)}</h3>{_picture(case)}<dl>{lines}</dl></article>"
+
+
+def _picture(case: Case) -> str:
+    try:
+        source = case.image if isinstance(case.image, Path) else io.BytesIO(case.image)
+        with Image.open(source) as opened:
+            canvas = ImageOps.exif_transpose(opened).convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError):
+        return '<p class="bad">The picture cannot be read.</p>'
+    canvas.thumbnail((_LARGEST_SIDE_PX, _LARGEST_SIDE_PX))
+    pencil = ImageDraw.Draw(canvas)
+    for labels, colour in ((case.truth, _TRUTH), (case.found, _FOUND)):
+        for label in labels:
+            _draw(pencil, canvas.size, label, colour)
+    buffer = io.BytesIO()
+    canvas.save(buffer, format="JPEG", quality=80)
+    data = base64.b64encode(buffer.getvalue()).decode()
+    text = escape(
+        f"{case.picture}, with truth and answer" if case.truth or case.found else case.picture, quote=True
+    )
+    return f'<img alt="{text}" loading="lazy" src="data:image/jpeg;base64,{data}">'
+
+
+def _draw(pencil: ImageDraw.ImageDraw, size: tuple[int, int], label: Label, colour: tuple[int, int, int]) -> None:
+    for outline in label.outlines:
+        corners = [_pixel(size, place) for place in outline]
+        pencil.line([*corners, *corners[:1]], fill=colour, width=_LINE_PX)
+    if label.box is not None:
+        left, top, right, bottom = label.box
+        first, last = _pixel(size, (left, top)), _pixel(size, (right, bottom))
+        corner, opposite = _ordered(first, last)
+        pencil.rectangle((*corner, *opposite), outline=colour, width=_LINE_PX)
+        _write(pencil, size, label.name, corner, colour)
+    if label.point is not None:
+        pencil.circle(_pixel(size, label.point), _SPOT_PX, fill=colour, outline=_RIM, width=2)
+
+
+def _ordered(first: Place, last: Place) -> tuple[Place, Place]:
+    xs, ys = sorted((first[0], last[0])), sorted((first[1], last[1]))
+    return (xs[0], ys[0]), (xs[1], ys[1])
+
+
+def _write(
+    pencil: ImageDraw.ImageDraw, size: tuple[int, int], text: str, corner: Place, colour: tuple[int, int, int]
+) -> None:
+    font = ImageFont.load_default(_TEXT_PX)
+    left, top, right, bottom = font.getbbox(text)
+    width, height = right - left + 4, bottom - top + 4
+    x = max(0.0, min(corner[0], size[0] - width))
+    y = max(0.0, corner[1] - height)
+    pencil.rectangle((x, y, x + width, y + height), fill=colour)
+    pencil.text((x + 2 - left, y + 2 - top), text, _RIM, font)
+
+
+def _pixel(size: tuple[int, int], place: Place) -> Place:
+    """A place in pixels; what a model or a file puts outside is moved to the edge."""
+    x, y = (0.0 if math.isnan(number) else min(max(number, 0.0), 1.0) for number in place)
+    return x * (size[0] - 1), y * (size[1] - 1)
+
+
+def _table(headings: Sequence[str], rows: Iterable[Iterable[str | None]]) -> str:
+    head = f"<thead><tr>{''.join(f'<th>{escape(text)}</th>' for text in headings)}</tr></thead>" if headings else ""
+    body = "".join(f"<tr>{''.join(_cells(row))}</tr>" for row in rows)
+    return f'<div class="wide"><table>{head}<tbody>{body}</tbody></table></div>'
+
+
+def _cells(row: Iterable[str | None]) -> Iterator[str]:
+    return (f"<td>{escape(text or '')}</td>" for text in row)
