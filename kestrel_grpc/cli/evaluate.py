@@ -153,7 +153,7 @@ def _run(task: Task, client: Client, arguments: argparse.Namespace) -> int:
     report = task.report(answers)
     facts = {
         "set": task.source,
-        "split": arguments.split or "default",
+        "split": task.split,
         "sample": "all" if arguments.limit is None else f"at most {arguments.limit}",
         "asked": task.asks,
         "calls": str(len(answers)),

@@ -54,8 +54,15 @@ class DetectionTask:
     """The pictures of one split, and the categories that each of them is asked about."""
 
     def __init__(
-        self, source: Path, pictures: Path, instances: dict[str, Any], image_ids: Sequence[int], which: Categories
+        self,
+        source: Path,
+        split: str,
+        pictures: Path,
+        instances: dict[str, Any],
+        image_ids: Sequence[int],
+        which: Categories,
     ) -> None:
+        self.split = split
         self._source = source
         self._instances = instances
         self._which = which
@@ -173,7 +180,7 @@ class DetectionTask:
             str(image_id),
             self._files[image_id],
             "objects of " + ("all categories" if self._which == "all" else "the categories in the picture"),
-            f"{num_right + num_missed} objects",
+            f"objects: {num_right + num_missed}",
             f"{num_right} right, {num_false} false, {num_missed} missed",
             2 * num_right / total if total else 1.0,
             error,
@@ -207,7 +214,7 @@ def open_detection(
         image_ids = sample([image["id"] for image in instances["images"]], limit)
         if not image_ids or not instances["categories"]:
             raise SetUnusable(f"{path}: has no pictures or no categories")
-        return DetectionTask(path, place, instances, image_ids, categories)
+        return DetectionTask(path, split, place, instances, image_ids, categories)
     except (KeyError, TypeError) as error:
         raise SetUnusable(f"{path}: an entry is not in the published form ({error!r})") from error
 
@@ -261,7 +268,7 @@ class _Matches:
         # The best precision at this recall or at a higher one; none beyond the highest.
         best = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
         best = np.concatenate((best, np.zeros((len(best), 1))), axis=1)
-        places = (np.searchsorted(line, recalls, side="left") for line in recall)
+        places = (line.searchsorted(recalls) for line in recall)
         highest = recall[:, -1] if recall.shape[1] else np.zeros(len(recall))
         return np.stack([line[place] for line, place in zip(best, places, strict=True)]), highest
 

@@ -18,7 +18,10 @@ from kestrel_grpc.evaluation.tasks import Case, Label, Place, Report, Score
 
 _LARGEST_SIDE_PX = 560
 _TRUTH, _FOUND, _RIM = (26, 127, 55), (207, 34, 46), (255, 255, 255)
-_LINE_PX = 3
+# An answer is drawn over a truth: where both are at one place, the truth is seen on both sides of the answer.
+_TRUTH_PX, _FOUND_PX = 6, 2
+_MAX_FAILURES = 100
+"""Failed cases that are listed."""
 _SPOT_PX = 6
 _TEXT_PX = 12
 _STYLE = """
@@ -30,7 +33,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 24px aut
   color: var(--ink); background: var(--paper); }
 h1 { font-size: 24px; } h2 { font-size: 19px; margin-top: 36px; }
 p { max-width: 90ch; } .soft { color: var(--soft); } .bad { color: var(--bad); }
-.wide { overflow-x: auto; } p, dd, td { overflow-wrap: anywhere; }
+.wide { overflow-x: auto; } p, dd, td + td { overflow-wrap: anywhere; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 4px 14px 4px 0; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 600; }
@@ -50,21 +53,21 @@ def page(title: str, report: Report, facts: Mapping[str, str], num_worst: int) -
     """The whole page. `facts` says what was asked of which server; `num_worst` bounds the cases that are shown."""
     worst = report.worst(num_worst)
     failed = [case for case in report.cases if case.error]
+    failure_line = f"Cases with a failed call, which counts as a wrong answer: {len(failed)}."
     num_right = sum(case.score >= 1.0 for case in report.cases)
     body = [
         f"<h1>{escape(title)}</h1>",
         _table(("score", "value", "95 % interval", "of"), map(score_cells, report.scores)),
-        f"<p>{num_right} of {len(report.cases)} cases are fully right.",
-        f' <span class="bad">In {len(failed)} cases a call failed; they count as wrong.</span></p>'
-        if failed
-        else "</p>",
+        f"<p>Fully right: {num_right} of {len(report.cases)} cases.",
+        f' <span class="bad">{failure_line}</span></p>' if failed else "</p>",
         "<h2>Run</h2>",
         _table((), facts.items()),
     ]
     if failed:
-        body += ["<h2>Failed calls</h2>", _table(("case", "error"), ((case.name, case.error) for case in failed))]
+        listed = [(case.name, case.error) for case in failed[:_MAX_FAILURES]]
+        body += ["<h2>Failed calls</h2>", _table(("case", "error"), listed)]
     if worst:
-        body += [f"<h2>Worst {len(worst)} cases</h2>"]
+        body += [f"<h2>Worst cases ({len(worst)})</h2>"]
         if any(case.truth or case.found for case in worst):
             body.append(_LEGEND.format(truth=_TRUTH, found=_FOUND))
         body += ['<div class="cases">', *map(_article, worst), "</div>"]
@@ -97,9 +100,10 @@ def _picture(case: Case) -> str:
         return '<p class="bad">The picture cannot be read.</p>'
     canvas.thumbnail((_LARGEST_SIDE_PX, _LARGEST_SIDE_PX))
     pencil = ImageDraw.Draw(canvas)
-    for labels, colour in ((case.truth, _TRUTH), (case.found, _FOUND)):
-        for label in labels:
-            _draw(pencil, canvas.size, label, colour)
+    for label in case.truth:
+        _draw(pencil, canvas.size, label, _TRUTH, _TRUTH_PX)
+    for label in case.found:
+        _draw(pencil, canvas.size, label, _FOUND, _FOUND_PX)
     buffer = io.BytesIO()
     canvas.save(buffer, format="JPEG", quality=80)
     data = base64.b64encode(buffer.getvalue()).decode()
@@ -109,16 +113,19 @@ def _picture(case: Case) -> str:
     return f'<img alt="{text}" loading="lazy" src="data:image/jpeg;base64,{data}">'
 
 
-def _draw(pencil: ImageDraw.ImageDraw, size: tuple[int, int], label: Label, colour: tuple[int, int, int]) -> None:
+def _draw(
+    pencil: ImageDraw.ImageDraw, size: tuple[int, int], label: Label, colour: tuple[int, int, int], line_px: int
+) -> None:
     for outline in label.outlines:
         corners = [_pixel(size, place) for place in outline]
-        pencil.line([*corners, *corners[:1]], fill=colour, width=_LINE_PX)
+        pencil.line([*corners, *corners[:1]], fill=colour, width=line_px)
     if label.box is not None:
         left, top, right, bottom = label.box
         first, last = _pixel(size, (left, top)), _pixel(size, (right, bottom))
         corner, opposite = _ordered(first, last)
-        pencil.rectangle((*corner, *opposite), outline=colour, width=_LINE_PX)
-        _write(pencil, size, label.name, corner, colour)
+        pencil.rectangle((*corner, *opposite), outline=colour, width=line_px)
+        # Truths are named below their boxes and answers above, so that neither hides the other.
+        _write(pencil, size, label.name, (corner[0], opposite[1]) if colour == _TRUTH else corner, colour)
     if label.point is not None:
         pencil.circle(_pixel(size, label.point), _SPOT_PX, fill=colour, outline=_RIM, width=2)
 
@@ -135,7 +142,7 @@ def _write(
     left, top, right, bottom = font.getbbox(text)
     width, height = right - left + 4, bottom - top + 4
     x = max(0.0, min(corner[0], size[0] - width))
-    y = max(0.0, corner[1] - height)
+    y = max(0.0, min(corner[1] - (0 if colour == _TRUTH else height), size[1] - height))
     pencil.rectangle((x, y, x + width, y + height), fill=colour)
     pencil.text((x + 2 - left, y + 2 - top), text, _RIM, font)
 

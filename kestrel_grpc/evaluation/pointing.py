@@ -46,7 +46,8 @@ class _Expression:
 class PointingTask:
     """The expressions of one split."""
 
-    def __init__(self, source: Path, expressions: Sequence[_Expression]) -> None:
+    def __init__(self, source: Path, split: str, expressions: Sequence[_Expression]) -> None:
+        self.split = split
         self._source = source
         self._expressions = expressions
 
@@ -122,7 +123,7 @@ def open_pointing(
         raise SetUnusable(f"{path}, {instances_file}: an entry is not in the published form ({error!r})") from error
     if not expressions:
         raise SetUnusable(f"{path}: has no split {split!r}")
-    return PointingTask(path, sample(expressions, limit))
+    return PointingTask(path, split, sample(expressions, limit))
 
 
 def _expression(place: Path, image: dict[str, Any], thing: dict[str, Any], sentence: dict[str, Any]) -> _Expression:

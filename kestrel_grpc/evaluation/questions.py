@@ -50,7 +50,10 @@ class QuestionSet:
 class QuestionTask:
     """The questions of one split of a set."""
 
-    def __init__(self, kind: QuestionSet, source: Path, questions: Sequence[Question], prompt: str | None) -> None:
+    def __init__(
+        self, kind: QuestionSet, source: Path, split: str, questions: Sequence[Question], prompt: str | None
+    ) -> None:
+        self.split = split
         self._kind = kind
         self._source = source
         self._questions = questions
@@ -134,7 +137,7 @@ def open_questions(
         few = next((question for question in questions if len(question.truths) != _VQA_ANSWERS), None)
         if few is not None:
             raise SetUnusable(f"{source}: question {few.name} has {len(few.truths)} answers, not {_VQA_ANSWERS}")
-    return QuestionTask(kind, source, sample(questions, limit), prompt)
+    return QuestionTask(kind, source, split, sample(questions, limit), prompt)
 
 
 def read_json(path: Path) -> Any:

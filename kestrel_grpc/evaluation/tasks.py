@@ -107,6 +107,11 @@ class Task(Protocol):
         ...
 
     @property
+    def split(self) -> str:
+        """The part of the set that was read."""
+        ...
+
+    @property
     def asks(self) -> str:
         """How the set was asked about, in one sentence."""
         ...
