@@ -28,7 +28,7 @@ from kestrel_client.v1 import (
     vision_service_pb2_grpc,
 )
 
-MAX_WAIT_S = 30.0
+MAX_WAIT_S = 60.0
 """Longer than any machine needs: a longer wait is a failure."""
 
 INFO = generation_pb2.ResponseInfo(

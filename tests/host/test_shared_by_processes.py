@@ -35,8 +35,8 @@ from tests.server.triton_calls import TritonStub
 
 NUM_CONNECTIONS = 24
 """Linux gives each to one of two front ends: that one gets none has a chance of one in 8 million."""
-RELOADED_S = 5.0
-"""In which both processes have read a file that they look at every second, on a busy machine too."""
+RELOADED_S = 60.0
+"""In which both processes have read a file that they look at every second, also if they stand still for a time."""
 IMAGE = (CHECKOUT / "kestrel_grpc" / "demo_picture.png").read_bytes()
 IMAGE_ID = f"sha256:{hashlib.sha256(IMAGE).hexdigest()}"
 SERVER_INFO = engine_service_pb2.GetServerInfoRequest()
@@ -310,7 +310,7 @@ async def test_a_supervisor_that_does_not_answer_fails_calls_with_limits_in_time
         try:
             began = time.monotonic()
             assert await all_outcomes(every, server_info("asked")) == {"ENGINE_UNAVAILABLE": NUM_CONNECTIONS}
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < MAX_WAIT_S / 2
             assert await all_outcomes(every, server_info("plain")) == {"OK": NUM_CONNECTIONS}
             assert await put(every[0], "plain") == "ENGINE_UNAVAILABLE"
         finally:

@@ -245,7 +245,7 @@ async def test_a_call_that_gave_up_waiting_for_an_answer_has_no_place(folder: Pa
         began = time.monotonic()
         with pytest.raises(SupervisorUnavailable):
             await SharedLimits(theirs, timeout_s=0.05).enter(LIMIT)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
         await left.wait()
         assert limits.take(LIMIT)
 

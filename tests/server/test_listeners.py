@@ -36,17 +36,17 @@ LOAD = engine_wire.GetLoadRequest()
 
 async def ask(channel: grpc.aio.Channel, **options: Any) -> str:
     stub: Any = VisionServiceStub(channel)
-    return (await stub.CompleteQuery(QUERY, timeout=20, **options)).result.answer
+    return (await stub.CompleteQuery(QUERY, timeout=60, **options)).result.answer
 
 
 async def load(channel: grpc.aio.Channel, **options: Any) -> int:
     stub: Any = EngineServiceStub(channel)
-    return (await stub.GetLoad(LOAD, timeout=20, **options)).load.page_count
+    return (await stub.GetLoad(LOAD, timeout=60, **options)).load.page_count
 
 
 async def is_healthy(channel: grpc.aio.Channel) -> bool:
     stub: Any = HealthStub(channel)
-    answer = await stub.Check(HealthCheckRequest(), timeout=20)
+    answer = await stub.Check(HealthCheckRequest(), timeout=60)
     return answer.status == HealthCheckResponse.SERVING
 
 

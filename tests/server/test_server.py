@@ -253,7 +253,7 @@ async def test_sigterm_withdraws_before_it_refuses() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
         with pytest.raises(HTTPError, match="503"):
-            await asyncio.to_thread(urlopen, f"http://127.0.0.1:{rig.server.metrics_port}/readyz", timeout=10)
+            await asyncio.to_thread(urlopen, f"http://127.0.0.1:{rig.server.metrics_port}/readyz", timeout=60)
         late = rig.vision.Query(QUERY)
         assert (await late.read()).HasField("started")
         rig.engine.release()

@@ -47,7 +47,7 @@ def connection(address: str, credentials: grpc.ChannelCredentials) -> grpc.aio.C
 
 
 async def ask(channel: grpc.aio.Channel) -> bytes:
-    return await channel.unary_unary(METHOD)(b"hello", timeout=20)
+    return await channel.unary_unary(METHOD)(b"hello", timeout=60)
 
 
 async def can_ask(address: str, credentials: grpc.ChannelCredentials) -> bool:

@@ -101,7 +101,7 @@ async def test_a_connection_that_the_server_has_closed_is_opened_again():
 async def test_no_server_is_told_with_the_reason():
     async with serving_http() as serving:
         port = serving.server.http_port
-    caller = ServerCaller(ServerAddress.parse(f"localhost:{port}", None), None, timeout_s=5.0, num_connections=1)
+    caller = ServerCaller(ServerAddress.parse(f"localhost:{port}", None), None, timeout_s=60.0, num_connections=1)
     with pytest.raises(Unreachable, match="Connection refused"):
         await caller.check()
     caller.close()
@@ -124,7 +124,7 @@ async def test_the_port_of_another_protocol_ends_the_run():
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    caller = ServerCaller(ServerAddress.parse(f"127.0.0.1:{port}", None), None, timeout_s=5.0, num_connections=1)
+    caller = ServerCaller(ServerAddress.parse(f"127.0.0.1:{port}", None), None, timeout_s=60.0, num_connections=1)
     with pytest.raises(RunEnded, match="is not that of the HTTP port"):
         await caller.check()
     caller.close()

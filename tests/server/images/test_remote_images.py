@@ -352,7 +352,7 @@ async def test_every_task_takes_images_by_address():
             image = {"uri": f"{uri}/a.png"}
             assert [event async for event in rig.vision.Query(wire.QueryRequest(question="?", image=image))]
             assert [event async for event in rig.vision.Caption(wire.CaptionRequest(image=image))]
-            await rig.vision.CompleteQuery(asking(f"{uri}/a.png"), timeout=20)
+            await rig.vision.CompleteQuery(asking(f"{uri}/a.png"), timeout=60)
             await rig.vision.CompleteCaption(wire.CompleteCaptionRequest(image=image))
             await rig.vision.Point(wire.PointRequest(object="bird", image=image))
             await rig.vision.Detect(wire.DetectRequest(object="bird", image=image))

@@ -30,7 +30,7 @@ from tests.reference_fixtures import MD3_SMALL
 from tests.server.serving import serving
 
 QUERY = "kestrel.v1.VisionService/Query"
-MAX_WAIT_S = 20.0
+MAX_WAIT_S = 60.0
 SERVE = (sys.executable, "-m", "kestrel_grpc", "serve", "--port", "0", "--model", str(MD3_SMALL))
 
 

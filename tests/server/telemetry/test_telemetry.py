@@ -54,7 +54,7 @@ class Rig:
 
     def _get(self, path: str) -> tuple[int, str]:
         assert self.server.metrics_port is not None
-        connection = HTTPConnection("127.0.0.1", self.server.metrics_port, timeout=10)
+        connection = HTTPConnection("127.0.0.1", self.server.metrics_port, timeout=60)
         try:
             connection.request("GET", path)
             response = connection.getresponse()

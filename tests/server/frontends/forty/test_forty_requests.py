@@ -89,7 +89,7 @@ async def counted(rig: Rig, column: Column, case: Case, code: str, reason: str) 
     ]
     if reason != "OK":
         expected.append(f'kestrel_requests_failed_total{{reason="{reason}",rpc_method="{method}"}} 1')
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             answer = await rig.http.ask("/metrics", headers={"Authorization": "Bearer operator"})
             if all(line in answer.body.decode() for line in expected):

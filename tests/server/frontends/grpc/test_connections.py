@@ -21,7 +21,7 @@ from tests.journey.http2 import Http2Client
 from tests.server.serving import Serving, serving
 
 GET = "/kestrel.v1.ImageService/GetImage"
-MAX_WAIT_S = 20
+MAX_WAIT_S = 60
 NUM_CLIENTS = 6
 
 

@@ -151,7 +151,7 @@ async def test_own_cancellation_does_not_hang_the_caller(method: str) -> None:
         raise asyncio.CancelledError
 
     async with serving(FakeEngine(cancels)) as rig:
-        call = getattr(rig.vision, method)(QUERY if method == "Query" else COMPLETE_QUERY, timeout=20)
+        call = getattr(rig.vision, method)(QUERY if method == "Query" else COMPLETE_QUERY, timeout=60)
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -234,7 +234,7 @@ async def test_a_message_that_does_not_come_ends_its_call(method: str) -> None:
 async def test_senders_that_stall_delay_no_other_call() -> None:
     async with serving() as rig, Http2Client.connected(rig.address) as client:
         await stalling(client, 50)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             for _ in range(3):
                 assert (await rig.vision.CompleteQuery(COMPLETE_QUERY)).result.answer == "a kestrel"
             await rig.health.Check(HealthCheckRequest())

@@ -15,7 +15,7 @@ from kestrel_grpc.wire.readiness import Readiness
 from kestrel_runtime.api.engine import EngineStatus
 from tests.fakes import FakeEngine
 
-MAX_WAIT_S = 20.0
+MAX_WAIT_S = 60.0
 
 
 @pytest.fixture
