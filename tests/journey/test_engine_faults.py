@@ -25,8 +25,9 @@ MAX_WAIT_S = 120.0
 
 
 def question(seed: int) -> wire.QueryRequest:
-    """It has a very long answer."""
-    sampling = {"temperature": 50.0, "top_p": 1.0, "max_tokens": 3000, "seed": seed}
+    """Its answer has 3,000 tokens, whatever is drawn: the token that ends it cannot be."""
+    no_end = [{"token_id": 0, "bias": -100.0}]
+    sampling = {"temperature": 5.0, "top_p": 1.0, "max_tokens": 3000, "seed": seed, "logit_bias": no_end}
     return wire.QueryRequest(question="hello", sampling=sampling)
 
 

@@ -83,7 +83,8 @@ class Replica:
 
 def long_question(seed: int, max_tokens: int = 64) -> wire.QueryRequest:
     """The answer goes on until it has that many tokens."""
-    sampling = {"temperature": 50.0, "top_p": 1.0, "max_tokens": max_tokens, "seed": seed}
+    no_end = [{"token_id": 0, "bias": -100.0}]
+    sampling = {"temperature": 5.0, "top_p": 1.0, "max_tokens": max_tokens, "seed": seed, "logit_bias": no_end}
     return wire.QueryRequest(question="hello", sampling=sampling)
 
 

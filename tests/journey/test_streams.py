@@ -1,4 +1,4 @@
-"""A thousand streams of the built-in model: what comes in pieces is what comes at the end."""
+"""Three hundred streams of the built-in model: what comes in pieces is what comes at the end."""
 
 import asyncio
 
@@ -22,14 +22,14 @@ async def answer(engine: LocalEngine, seed: int) -> tuple[str, str]:
     raise AssertionError("a stream ends with Finished")
 
 
-async def test_the_pieces_of_a_thousand_answers_add_up_to_the_answers() -> None:
-    engine = LocalEngine.start(EngineConfig(max_batch_size=64, max_queued_requests=1000))
+async def test_the_pieces_of_three_hundred_answers_add_up_to_the_answers() -> None:
+    engine = LocalEngine.start(EngineConfig(max_batch_size=64, max_queued_requests=300))
     try:
-        answers = await asyncio.gather(*(answer(engine, seed) for seed in range(1000)))
+        answers = await asyncio.gather(*(answer(engine, seed) for seed in range(300)))
     finally:
         engine.close()
     assert [pieces for pieces, _ in answers] == [whole for _, whole in answers]
     whole = "".join(text for _, text in answers)
     assert any(ord(character) > 127 and character != "\ufffd" for character in whole)
     assert "\ufffd" in whole
-    assert len({text for _, text in answers}) > 500
+    assert len({text for _, text in answers}) > 150
