@@ -14,6 +14,12 @@ from kestrel_runtime.models.loaded_model import LoadedModel
 SMALL = "seed-2"  # 25 patches, four layers, dimensions of 14, 72 and 77
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """The sweep would have operations use all processors, also for the tests that come later in this process."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+
+
 def test_paths_of_a_small_shape_pass_and_leave_a_table_and_json(tmp_path, capsys):
     file = tmp_path / "sweep.json"
     command = ["--device", "cpu", "--shape", SMALL, "--runs", "2", "--json", str(file)]
