@@ -41,7 +41,7 @@ check: setup
 WORKERS ?= 2
 test: check
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not alone'
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
 
 # Clients that others have written, each in an environment of its own; one of them with ARGS=openai. Before them,
 # manifests whose schemas are packages for Node.js.
