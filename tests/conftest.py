@@ -2,6 +2,10 @@
 
 import os
 
+# Several processes of tests share the processors, and so do the servers that they start as processes: threads that
+# wait for each other inside an operation would cost more than they save. Torch reads it when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 from hypothesis import settings
 
@@ -13,5 +17,5 @@ if not torch.cuda.is_available():
 settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
 settings.load_profile("reproducible")
 
-# The models of the tests are so small that threads inside an operation cost more than they save.
+# Also where the variable says otherwise: the models of the tests are small.
 torch.set_num_threads(1)
