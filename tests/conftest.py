@@ -6,6 +6,7 @@ import os
 # wait for each other inside an operation would cost more than they save. Torch reads it when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -13,9 +14,17 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+LONG_SET_UPS = {"test_packages.py", "test_readme.py", "test_http_docs.py", "test_host.py", "test_compiled.py"}
+
 # A red run then speaks of the change, not of the draw or of a busy machine.
 settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
 settings.load_profile("reproducible")
 
 # Also where the variable says otherwise: the models of the tests are small.
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules with the longest set-ups come first. Processes that share the tests take them from each other at the
+    end; so no two of them make such a set-up, and none is left with it when the others are done."""
+    items.sort(key=lambda item: item.path.name not in LONG_SET_UPS)
