@@ -148,7 +148,6 @@ for stage in $stages; do
         timeout 420 python3 -m bench.serve --model "$folder" --batches "$batches" --seconds "$row_seconds" \
             --json "$out/serve-$model.json" "${peer[@]}" \
             -- "${options[@]}" | tee "$out/serve-$model.txt" || echo "the run failed: $?"
-        # Where matplotlib is not at hand, the same command makes the page elsewhere, of the JSON.
         python3 -m bench.page "$out/serve-$model.json" || echo "no page"
         ;;
     tests)

@@ -1,4 +1,4 @@
-"""A page with plots of the numbers that `bench.serve` has written, on any machine with matplotlib.
+"""A page with plots of the numbers that `bench.serve` has written.
 
 python -m bench.page bench/out/serve.json
 """
@@ -8,26 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from bench.harness.output import number
-from bench.harness.plot import Axis, Series, line_plot
-from bench.harness.report import Results, Table
+from bench.harness.report import Results
 from bench.harness.summary import Row
 from bench.harness.workload import WORKLOADS
+from kestrel_grpc.cli.bench_page import definitions, facts_table, html_page, html_table, plots
+from kestrel_grpc.cli.bench_plot import Axis, Series, line_plot
 
-_STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; max-width: 1120px; margin: 24px auto; padding: 0 16px; color: #111; }
-h1 { font-size: 22px; } h2 { font-size: 17px; margin-top: 32px; }
-table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: 3px 8px; text-align: right; border-bottom: 1px solid #e3e3e3; vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; }
-.facts td { text-align: left; overflow-wrap: anywhere; } .facts td:first-child { color: #555; white-space: nowrap; }
-.plots { display: flex; flex-wrap: wrap; gap: 16px; } .plots svg { max-width: 100%; height: auto; }
-p, dl { max-width: 85ch; } dt { font-weight: 600; } dd { margin: 0 0 6px 1.5em; }
-"""
 _MEASURES = {
     "closed loop": "so many requests run at all times: each caller asks again as soon as it is answered",
     "open loop": "requests are sent at random moments, at a rate that does not depend on the answers",
@@ -44,32 +34,16 @@ def write_page(file: Path, results: Results) -> None:
     """Write the page."""
     names = dict.fromkeys(row.workload for row in results.rows)
     sent = {name: WORKLOADS[name].description for name in names if name in WORKLOADS}
-    objective = results.objective
-    goodput = (
-        f"answers whose first token came within {number(objective.first_token_ms)} ms and whose others took "
-        f"at most {number(objective.per_token_ms)} ms each, on average"
-    )
-    body = [f"<h1>Load on {escape(str(results.server.get('model', 'a server')))}</h1>"]
-    body.append("<h2>What was measured</h2>")
-    body.append(f'<table class="facts">{"".join(_row(fact) for fact in results.facts().items())}</table>')
-    body.append(f"<h2>What the requests are</h2>{_definitions(sent)}")
-    body.append(f"<h2>What the numbers are</h2>{_definitions(_MEASURES | {'answered in time': goodput})}")
-    body.append(f'<h2>Plots</h2><div class="plots">{"".join(load_plots(results))}</div>')
-    for title, table in results.tables():
-        body.append(f"<h2>{escape(title)}</h2>{_html(table)}")
-    head = f'<meta charset="utf-8"><title>Load</title><style>{_STYLE}</style>'
-    page = f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>'
+    title = f"Load on {results.server.get('model', 'a server')}"
+    measures = _MEASURES | {"answered in time": f"answers that met the objective: {results.objective}"}
+    body = [f"<h1>{escape(title)}</h1><h2>What was measured</h2>", facts_table(results.facts())]
+    body += ["<h2>What the requests are</h2>", definitions(sent)]
+    body += ["<h2>What the numbers are</h2>", definitions(measures)]
+    body += ["<h2>Plots</h2>", plots(load_plots(results))]
+    for heading, table in results.tables():
+        body += [f"<h2>{escape(heading)}</h2>", html_table(table)]
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"{page}\n", encoding="utf-8")
-
-
-def _definitions(meanings: Mapping[str, str]) -> str:
-    items = (f"<dt>{escape(name)}</dt><dd>{escape(meaning)}.</dd>" for name, meaning in meanings.items())
-    return f"<dl>{''.join(items)}</dl>"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+    file.write_text(html_page(title, body), encoding="utf-8")
 
 
 def load_plots(results: Results) -> Iterator[str]:
@@ -110,13 +84,6 @@ def _series(rows: Sequence[Row], value_of: Callable[[Row], float | None]) -> lis
 def _points(rows: Sequence[Row], value_of: Callable[[Row], float | None]) -> tuple[tuple[float, float], ...]:
     pairs = ((row.load, value_of(row)) for row in rows)
     return tuple(sorted((load, value) for load, value in pairs if value is not None))
-
-
-def _html(table: Table) -> str:
-    head, *rows = table
-    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
-    lines += [_row(row) for row in rows]
-    return f"<table>{''.join(lines)}</table>"
 
 
 def main() -> int:

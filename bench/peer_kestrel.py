@@ -25,12 +25,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.harness.closed_loop import ClosedLoop, Sample, Window
 from bench.harness.output import Progress, write_json
 from bench.harness.serving import machine_facts
-from bench.harness.summary import Objective, Recording, Row, summarise
+from bench.harness.summary import Row, summarise
 from bench.harness.workload import WORKLOADS, Album, Workload
 from bench.serve import ALONE
+from kestrel_grpc.cli.bench_loops import ClosedLoop, Sample, Window
+from kestrel_grpc.cli.bench_numbers import Objective
+from kestrel_grpc.cli.bench_processes import Recording
 
 PEER_FILE = "peer.safetensors"
 _TRAINING_LAYOUT = "text_model.transformer."

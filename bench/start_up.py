@@ -24,7 +24,8 @@ from bench.harness.load import LoadProcesses
 from bench.harness.output import write_json
 from bench.harness.rounds import Load
 from bench.harness.serving import WatchedServer, machine_facts, watched_server
-from bench.harness.summary import Objective, summarise
+from bench.harness.summary import summarise
+from kestrel_grpc.cli.bench_numbers import Objective
 
 STAGES = (
     ("imports, weights", "loaded "),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
+
+from kestrel_grpc.cli.bench_plot import number as number
 
 _WIDTH = 24
 
@@ -67,12 +68,3 @@ def _json_rows(value: Any) -> str:
     if isinstance(value, list | tuple) and any(isinstance(row, Mapping | list | tuple) for row in value):
         return "[\n" + ",\n".join(json.dumps(row) for row in value) + "\n]"
     return json.dumps(value)
-
-
-def number(value: float) -> str:
-    """For people: three digits that count."""
-    if value == 0:
-        return "0"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    text = f"{value:,.{digits}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
-from bench.harness.output import number
-from bench.harness.summary import Objective, Row
-
-Table = list[list[str]]
+from bench.harness.summary import Row
+from kestrel_grpc.cli.bench_numbers import Objective
+from kestrel_grpc.cli.bench_plot import number
+from kestrel_grpc.cli.bench_report import Table
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,37 +1,15 @@
-"""What a recording amounts to: rates, percentiles of times, errors, goodput; and ours beside the peer's.
-
-Rates count a request by the part of its life that lies in the window: half of it, half a request. So a window is
-fair to requests that are nearly as long as itself. Percentiles are of the requests that began in the window, and so
-is the goodput of an open loop, which sets out with nothing running: of what was sent, how much came in time.
-"""
+"""A row of results: what a recording of a workload amounts to, by the definitions of `kestrel-grpc bench`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 
-import numpy as np
-
-from bench.harness.closed_loop import Sample, Window
-from bench.harness.load import Recording
+from kestrel_grpc.cli.bench_numbers import RATES, TIMES, Objective, began_in, goodput, percentiles, rate
+from kestrel_grpc.cli.bench_processes import Recording
 
 PERCENTILES = (50, 90, 99)
 Percentiles = dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """When an answer came fast enough: its first token, and on average each one after."""
-
-    first_token_ms: float
-    per_token_ms: float
-
-    def is_met(self, sample: Sample) -> bool:
-        """Whether a request succeeded in time."""
-        if sample.error or not sample.arrivals:
-            return False
-        return first_token_ms(sample) <= self.first_token_ms and (per_token_ms(sample) or 0.0) <= self.per_token_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +57,9 @@ def summarise(
 ) -> Row:
     """The row of one recording of requests for `num_tokens` tokens each."""
     window = recording.window
-    began = [sample for sample in recording.samples if window.start <= sample.started < window.end]
-    # A window shorter than one answer has none that began in it; what it overlaps has to do.
-    counted = began or list(recording.samples)
-    if is_open:
-        goodput_per_s = sum(objective.is_met(sample) for sample in began) / window.duration_s
-    else:
-        goodput_per_s = _rate(recording.samples, window, lambda sample: float(objective.is_met(sample)))
+    counted = began_in(window, recording.samples)
     good = [sample for sample in counted if not sample.error]
+    times, rates = dict(TIMES), dict(RATES)
     return Row(
         workload=workload,
         load=load,
@@ -95,45 +68,14 @@ def summarise(
         num_requests=len(counted),
         errors=dict(Counter(sample.error for sample in counted if sample.error)),
         wrong_lengths=sum(sample.num_tokens != num_tokens for sample in good),
-        requests_per_s=_rate(recording.samples, window, lambda sample: 1.0),
-        tokens_per_s=_rate(recording.samples, window, lambda sample: float(sample.num_tokens)),
-        goodput_per_s=goodput_per_s,
-        first_token_ms=percentiles(first_token_ms(sample) for sample in good if sample.arrivals),
-        inter_token_ms=percentiles(1e3 * gap for sample in good for gap in np.diff(sample.arrivals)),
-        per_token_ms=percentiles(value for sample in good if (value := per_token_ms(sample)) is not None),
-        total_ms=percentiles(1e3 * (sample.ended - sample.started) for sample in good),
+        requests_per_s=rate(recording.samples, window, rates["request_throughput"]),
+        tokens_per_s=rate(recording.samples, window, rates["output_throughput"]),
+        goodput_per_s=goodput(recording, objective, is_open=is_open),
+        first_token_ms=percentiles(times["ttft"](good), PERCENTILES),
+        inter_token_ms=percentiles(times["itl"](good), PERCENTILES),
+        per_token_ms=percentiles(times["tpot"](good), PERCENTILES),
+        total_ms=percentiles(times["e2el"](good), PERCENTILES),
         hit_share=sum(sample.num_cached_tokens > 0 for sample in good) / max(len(good), 1),
         busiest_client=recording.busiest_client,
         client_lag_ms=recording.client_lag_ms,
     )
-
-
-def first_token_ms(sample: Sample) -> float:
-    """From sending to the first piece of the answer."""
-    return 1e3 * (sample.arrivals[0] - sample.started)
-
-
-def per_token_ms(sample: Sample) -> float | None:
-    """The average over the tokens after the first piece; None where there is none."""
-    num_tokens = sample.num_tokens - sample.num_first_tokens
-    if num_tokens < 1 or not sample.arrivals:
-        return None
-    return 1e3 * (sample.ended - sample.arrivals[0]) / num_tokens
-
-
-def percentiles(values: Iterable[float]) -> Percentiles:
-    """`{"p50": …}`; empty where there are no values."""
-    numbers = np.fromiter(values, dtype=np.float64)
-    if not numbers.size:
-        return {}
-    return {f"p{rank}": float(np.percentile(numbers, rank)) for rank in PERCENTILES}
-
-
-def _rate(samples: Iterable[Sample], window: Window, worth: Callable[[Sample], float]) -> float:
-    """What successful requests are worth per second, each by its share in the window."""
-    total = 0.0
-    for sample in samples:
-        overlap_s = min(sample.ended, window.end) - max(sample.started, window.start)
-        if not sample.error and overlap_s > 0:
-            total += worth(sample) * overlap_s / (sample.ended - sample.started)
-    return total / window.duration_s

@@ -8,7 +8,6 @@ into 2 × 4 tiles and a global tile. A question has eleven tokens with the publi
 from __future__ import annotations
 
 import bisect
-import io
 import itertools
 import random
 from collections.abc import Iterator, Mapping
@@ -16,22 +15,9 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from PIL import Image, ImageDraw, ImageFont
-
-WIDTH_PX, HEIGHT_PX = 800, 557
-JPEG_QUALITY = 90
-
-_ASPECTS = ("value", "label", "height", "width", "color")
-_WHICH = ("tallest", "shortest", "first", "second", "third", "last", "left", "right", "middle", "biggest")
-QUESTIONS = tuple(f"What is the {aspect} of the {which} bar shown here?" for aspect in _ASPECTS for which in _WHICH)
-TEXT_QUESTIONS = tuple(
-    f"Tell me about the {thing} of charts" for thing in ("history", "makers", "readers", "kinds", "names")
-)
+from kestrel_grpc.cli.bench_workload import QUESTIONS, TEXT_QUESTIONS, chart, with_comment
 
 NUM_POPULAR = 1_000
-
-_PALETTE = ("#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#9c755f", "#555555")
-_SYLLABLES = ("ka", "to", "mi", "ren", "sol", "va", "dor", "el", "nu", "pra", "shi", "gan")
 
 
 class Picture(Enum):
@@ -101,35 +87,6 @@ _POPULARITY = tuple(itertools.accumulate(1 / rank for rank in range(1, NUM_POPUL
 """Added up: Zipf's law gives the picture of a rank the weight 1 / rank."""
 
 
-def chart(seed: int, width_px: int = WIDTH_PX, height_px: int = HEIGHT_PX) -> bytes:
-    """A bar chart as JPEG: bars, the numbers on them, names, a grid and two lines of text."""
-    chance = random.Random(seed)
-    image = Image.new("RGB", (width_px, height_px), "white")
-    draw = ImageDraw.Draw(image)
-    large, small = ImageFont.load_default(max(height_px / 22, 8)), ImageFont.load_default(max(height_px / 38, 7))
-    left, right, top, bottom = 0.08 * width_px, 0.98 * width_px, 0.17 * height_px, 0.82 * height_px
-    draw.text((left, 0.02 * height_px), _words(chance, 3).title(), fill="black", font=large)
-    draw.text((left, 0.09 * height_px), _words(chance, 5), fill="#444444", font=small)
-    highest = chance.randint(40, 900)
-    for step in range(6):
-        y = bottom - (bottom - top) * step / 5
-        draw.line((left, y, right, y), fill="#c8c8c8")
-        draw.text((0.01 * width_px, y - 0.015 * height_px), str(highest * step // 5), fill="black", font=small)
-    num_bars = chance.randint(5, 8)
-    pitch = (right - left) / num_bars
-    for bar in range(num_bars):
-        value = chance.uniform(0.1, 1.0)
-        x, y = left + pitch * (bar + 0.15), bottom - (bottom - top) * value
-        draw.rectangle((x, y, x + 0.7 * pitch, bottom), fill=chance.choice(_PALETTE), outline="black")
-        draw.text((x, y - 0.035 * height_px), f"{highest * value:.1f}", fill="black", font=small)
-        draw.text((x, bottom + 0.01 * height_px), _words(chance, 1)[:8], fill="black", font=small)
-    source = f"{_words(chance, 3)} {chance.randint(1900, 2030)}"
-    draw.text((left, 0.93 * height_px), source, fill="#444444", font=small)
-    file = io.BytesIO()
-    image.save(file, "JPEG", quality=JPEG_QUALITY)
-    return file.getvalue()
-
-
 class Album:
     """Pictures for any number of requests, of which so many are drawn; the same file never comes twice.
 
@@ -150,13 +107,8 @@ class Album:
             chance = random.Random(number)  # so that a request is the same in every run
             if chance.random() < workload.repeat_share:
                 rank = bisect.bisect(_POPULARITY, chance.random() * _POPULARITY[-1])
-                return _with_comment(self._drawn[rank % len(self._drawn)], f"popular {rank:08d}")
-        return _with_comment(self._drawn[number % len(self._drawn)], f"{number:016d}")
-
-
-def _with_comment(jpeg: bytes, comment: str) -> bytes:
-    text = comment.encode()
-    return jpeg[:2] + b"\xff\xfe" + (2 + len(text)).to_bytes(2, "big") + text + jpeg[2:]
+                return with_comment(self._drawn[rank % len(self._drawn)], f"popular {rank:08d}")
+        return with_comment(self._drawn[number % len(self._drawn)], f"{number:016d}")
 
 
 def vocabulary() -> Iterator[str]:
@@ -165,7 +117,3 @@ def vocabulary() -> Iterator[str]:
         words = question.removesuffix("?").split(" ")
         yield words[0]
         yield from (f" {word}" for word in words[1:])
-
-
-def _words(chance: random.Random, count: int) -> str:
-    return " ".join("".join(chance.choices(_SYLLABLES, k=chance.randint(2, 4))) for _ in range(count))

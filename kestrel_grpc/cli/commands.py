@@ -9,6 +9,7 @@ from kestrel_grpc import __version__
 from kestrel_grpc.cli.accept import add_accept_command
 from kestrel_grpc.cli.ask import add_client_commands
 from kestrel_grpc.cli.batch import add_batch_command
+from kestrel_grpc.cli.bench import add_bench_command
 from kestrel_grpc.cli.compile import add_compile_command
 from kestrel_grpc.cli.demo import add_demo_command
 from kestrel_grpc.cli.evaluate import add_evaluate_command
@@ -35,8 +36,8 @@ def run(words: Sequence[str]) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for add in (
         *(add_serve_command, add_verify_command, add_accept_command, add_demo_command, add_token_command),
-        *(add_client_commands, add_batch_command, add_evaluate_command, add_status_commands, add_health_command),
-        add_compile_command,
+        *(add_client_commands, add_batch_command, add_evaluate_command, add_bench_command),
+        *(add_status_commands, add_health_command, add_compile_command),
     ):
         add(commands)
     if not words:

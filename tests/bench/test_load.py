@@ -6,8 +6,9 @@ import grpc
 import pytest
 
 from bench.harness.empty_server import empty_server
-from bench.harness.load import LoadProcesses, Recording
+from bench.harness.load import LoadProcesses
 from bench.harness.workload import WORKLOADS
+from kestrel_grpc.cli.bench_processes import Recording
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,10 @@ from array import array
 
 import pytest
 
-from bench.harness.closed_loop import Sample, Window
-from bench.harness.load import Recording
-from bench.harness.summary import Objective, Row, summarise
+from bench.harness.summary import Row, summarise
+from kestrel_grpc.cli.bench_loops import Sample, Window
+from kestrel_grpc.cli.bench_numbers import Objective
+from kestrel_grpc.cli.bench_processes import Recording
 
 OBJECTIVE = Objective(first_token_ms=500.0, per_token_ms=100.0)
 

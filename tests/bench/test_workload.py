@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 from PIL import Image
 
-from bench.harness.workload import HEIGHT_PX, WIDTH_PX, WORKLOADS, Album, chart
+from bench.harness.workload import WORKLOADS, Album, chart
+from kestrel_grpc.cli.bench_workload import HEIGHT_PX, WIDTH_PX
 from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 from tests.bench.small import SMALL_2
 

@@ -1,12 +1,14 @@
-"""A closed loop: a fixed number of callers, each of which asks again as soon as it is answered."""
+"""Sends requests in a closed loop, whose callers ask again as soon as they are answered, or at random moments."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import random
 import time
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 _PAUSE_AFTER_ERROR_S = 0.01
@@ -14,7 +16,7 @@ _PAUSE_AFTER_ERROR_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request. Times are seconds of the monotonic clock; `error` is empty or names what it ended in."""
+    """One request. Times are seconds of the monotonic clock; `error` is empty or the status that it ended with."""
 
     started: float
     """When it was sent, or should have been."""
@@ -27,6 +29,9 @@ class Sample:
     """How many of the tokens came with the first piece."""
     num_cached_tokens: int = 0
     """Tokens of the prompt whose keys and values the server had."""
+    num_input_tokens: int = 0
+    message: str = ""
+    """What the server says of the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +45,37 @@ class Window:
     def duration_s(self) -> float:
         return self.end - self.start
 
+    def parts(self, count: int) -> list[Window]:
+        """The window in equal parts."""
+        edges = [self.start + self.duration_s * index / count for index in range(count)]
+        return [Window(start, end) for start, end in itertools.pairwise((*edges, self.end))]
+
+
+Ask = Callable[[float], Awaitable[Sample]]
+"""Sends a request that began at this moment of the monotonic clock, or should have."""
+
 
 class ClosedLoop:
-    """Keeps `num_callers` requests running from its construction on. `ask` makes one that began at a given time.
+    """Keeps `num_callers` requests running from its construction on, or until `num_requests` have been sent.
 
-    The load goes on until every request that a window overlaps has ended, so that none ends in a calm.
+    Without a number the load goes on until every request that a window overlaps has ended, so that none ends while
+    fewer callers ask.
     """
 
-    def __init__(self, ask: Callable[[float], Awaitable[Sample]], num_callers: int) -> None:
+    def __init__(self, ask: Ask, num_callers: int, num_requests: int | None = None) -> None:
         self._ask = ask
         self._started: dict[int, float] = {}
         self._samples: list[Sample] = []
         self._answered: set[int] = set()
+        self._num_left = num_requests
         self._is_closing = False
         self._changed = asyncio.Event()
         self._tasks = [asyncio.create_task(self._run(number)) for number in range(num_callers)]
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """All requests that have ended."""
+        return tuple(self._samples)
 
     async def warm_up(self, longest_s: float) -> None:
         """Return once every caller has had an answer, or after `longest_s`."""
@@ -75,6 +96,10 @@ class ClosedLoop:
     async def finish(self) -> None:
         """End each caller after its request."""
         self._is_closing = True
+        await self.end()
+
+    async def end(self) -> None:
+        """Return once all `num_requests` have ended."""
         await asyncio.gather(*self._tasks)
 
     def overlapping(self, window: Window) -> tuple[Sample, ...]:
@@ -82,7 +107,9 @@ class ClosedLoop:
         return tuple(item for item in self._samples if item.ended > window.start and item.started < window.end)
 
     async def _run(self, number: int) -> None:
-        while not self._is_closing:
+        while not self._is_closing and self._num_left != 0:
+            if self._num_left is not None:
+                self._num_left -= 1
             self._started[number] = time.perf_counter()
             sample = await self._ask(self._started[number])
             self._samples.append(sample)
@@ -96,3 +123,21 @@ class ClosedLoop:
         while not condition():
             self._changed.clear()
             await self._changed.wait()
+
+
+def arrivals(start: float, rate_per_s: float, seed: int) -> Iterator[float]:
+    """Moments of a Poisson process after `start`, without an end: the same for the same seed."""
+    chance = random.Random(seed)
+    due = start
+    while True:
+        due += chance.expovariate(rate_per_s)
+        yield due
+
+
+async def open_loop(ask: Ask, moments: Iterable[float]) -> list[Sample]:
+    """Send a request at each of these moments, in rising order, however long answers take; returns all requests."""
+    tasks: list[asyncio.Future[Sample]] = []
+    for due in moments:
+        await asyncio.sleep(max(due - time.perf_counter(), 0.0))
+        tasks.append(asyncio.ensure_future(ask(due)))
+    return await asyncio.gather(*tasks)

@@ -1,9 +1,13 @@
-"""The closed loop."""
+"""The closed loop and the open one."""
 
 import asyncio
+import itertools
+import statistics
 import time
 
-from bench.harness.closed_loop import ClosedLoop, Sample, Window
+import pytest
+
+from kestrel_grpc.cli.bench_loops import ClosedLoop, Sample, Window, arrivals, open_loop
 
 
 class Desk:
@@ -88,3 +92,38 @@ async def test_a_failed_request_is_kept_with_what_it_ended_in():
     await desk.answer()
     await loop.cancel()
     assert [sample.error for sample in loop.overlapping(Window(0.0, time.perf_counter()))] == ["UNAVAILABLE", ""]
+
+
+async def test_a_loop_with_a_number_of_requests_sends_so_many():
+    desk = Desk()
+    loop = ClosedLoop(desk.ask, 2, num_requests=5)
+    ending = asyncio.create_task(loop.end())
+    for _ in range(5):
+        await desk.answer()
+    await ending
+    assert len(loop.samples) == 5
+    assert desk.most == 2
+    assert not desk.waiting
+
+
+def test_the_moments_of_an_open_loop_are_those_of_its_seed():
+    moments = list(itertools.islice(arrivals(10.0, 4.0, seed=3), 4000))
+    assert moments == list(itertools.islice(arrivals(10.0, 4.0, seed=3), 4000))
+    assert moments != list(itertools.islice(arrivals(10.0, 4.0, seed=4), 4000))
+    gaps = [after - before for before, after in itertools.pairwise(moments)]
+    assert statistics.mean(gaps) == pytest.approx(1 / 4.0, rel=0.05)
+    # Of a Poisson process the deviation of the gaps is their mean.
+    assert statistics.stdev(gaps) == pytest.approx(1 / 4.0, rel=0.1)
+
+
+async def test_an_open_loop_sends_what_is_due_while_nothing_is_answered():
+    desk = Desk()
+    now = time.perf_counter()
+    sending = asyncio.create_task(open_loop(desk.ask, [now, now, now]))
+    while len(desk.waiting) < 3:
+        desk.arrived.clear()
+        await desk.arrived.wait()
+    assert [started for started, _ in desk.waiting] == [now] * 3
+    for _ in range(3):
+        await desk.answer()
+    assert len(await sending) == 3

@@ -1,0 +1,492 @@
+"""The command `kestrel-grpc bench`: loads a running server, measures its answers, and compares two results.
+
+`bench_workload.py` says what is asked, `bench_calls.py` and `bench_http.py` ask it over one of the APIs,
+`bench_processes.py` keeps the load up, `bench_numbers.py` says what it amounts to, and `bench_report.py` and
+`bench_page.py` show it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from kestrel_client.errors import KestrelClientError
+from kestrel_grpc.cli.bench_calls import APIS, SKILLS, Target
+from kestrel_grpc.cli.common import add_connection_arguments, add_token_argument, explain, tls_of
+from kestrel_grpc.process import complain
+
+if TYPE_CHECKING:
+    from kestrel_grpc.cli.bench_numbers import Objective
+    from kestrel_grpc.cli.bench_processes import LoadProcesses, Recording, Tally
+    from kestrel_grpc.cli.bench_workload import Workload
+
+_FAILED, _MISUSED = 1, 2
+_DURATION_S, _WARM_UP_S, _TIMEOUT_S = 30.0, 10.0, 120.0
+_CONCURRENCY = 8
+_SKILL = "query"
+_MAX_TOKENS = 64
+_WAIT_LIMIT_S = 10.0
+"""In an open loop, how long answers are waited for after the last request of a window."""
+_CHECK_TIMEOUT_S = 30.0
+_SHOWN_EVERY_S = 0.5
+
+
+def add_bench_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command; it sets `run`, which takes the parsed arguments and returns the exit status."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="load a running server and measure its answers, or compare two results",
+        description="Load a running server and print rates, times and errors. `bench compare A.json B.json` "
+        "compares two results. Exit 0 if every request was answered, 1 if some failed or none could be sent, 2 for "
+        "a mistake in the call.",
+        usage="%(prog)s [OPTION ...]\n       %(prog)s compare A.json B.json",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=_bench)
+    actions = parser.add_subparsers(metavar="ACTION", required=False)
+    compare = actions.add_parser(
+        "compare",
+        help="compare two results",
+        description="Print the numbers of two results of --json side by side, their ratios, and which of them are "
+        "within the noise of the runs.",
+    )
+    compare.add_argument("first", metavar="A.json", type=Path, help="a result")
+    compare.add_argument("second", metavar="B.json", type=Path, help="the result to compare with it")
+    compare.set_defaults(run=_compare)
+
+    parser.add_argument("--api", choices=APIS, default="grpc", help="how requests are sent (%(default)s)")
+    _add_workload(parser.add_argument_group("what is asked"))
+    _add_load(parser.add_argument_group("load"))
+    output = parser.add_argument_group("results")
+    output.add_argument(
+        "--slo",
+        metavar="NAME=MS,…",
+        type=_objective,
+        help="count the requests whose times are within bounds, in milliseconds: first_token_ms, per_token_ms and "
+        "total_ms, such as first_token_ms=500,per_token_ms=50",
+    )
+    output.add_argument("--json", metavar="FILE", type=Path, help="write the result as JSON")
+    output.add_argument("--html", metavar="FILE", type=Path, help="write the result as a page with plots")
+    server = parser.add_argument_group("server")
+    add_connection_arguments(
+        server,
+        address=None,
+        address_help="of a running server: the gRPC port (localhost:50051, or KESTREL_GRPC_ADDRESS), and with "
+        "--api rest or openai the HTTP port (http://localhost:8000)",
+        timeout_s=_TIMEOUT_S,
+    )
+    add_token_argument(server)
+
+
+def _add_workload(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--skill", choices=SKILLS, help=f"what is asked for ({_SKILL})")
+    group.add_argument(
+        "--text",
+        metavar="TEXT",
+        action="append",
+        help="the question of a query, or what to point at, to detect or to segment; may be repeated, to be asked "
+        "in turn (questions about drawn charts, or `bar`)",
+    )
+    group.add_argument(
+        "--pictures",
+        metavar="PATH",
+        type=Path,
+        help="an image file, or a folder of them to be shown in turn (drawn charts of 800 by 557 pixels)",
+    )
+    group.add_argument(
+        "--num-pictures",
+        metavar="N",
+        type=_whole(0),
+        help="so many different charts, in turn; 0 asks without a picture (a chart of its own for each request, "
+        "which no cache has)",
+    )
+    group.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=_whole(1),
+        default=_MAX_TOKENS,
+        help="longest answer, in tokens (%(default)s)",
+    )
+    group.add_argument(
+        "--temperature",
+        metavar="T",
+        type=_positive(0.0),
+        default=0.0,
+        help="of sampling; 0 is greedy (%(default)g)",
+    )
+    group.add_argument(
+        "--adapter",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="an adapter; may be repeated, to be named in turn",
+    )
+    group.add_argument("--whole", action="store_true", help="ask for whole answers, not for streams")
+    group.add_argument(
+        "--tell-pictures",
+        action="store_true",
+        help="over gRPC, name the SHA-256 of each picture in the metadata, by which Envoy selects a server",
+    )
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    load = group.add_mutually_exclusive_group()
+    load.add_argument(
+        "--concurrency",
+        metavar="N",
+        type=_whole(1),
+        help=f"closed loop: keep so many requests running ({_CONCURRENCY})",
+    )
+    load.add_argument(
+        "--rate",
+        metavar="PER_S",
+        type=_positive(),
+        help="open loop: send so many requests per second, at random moments (a Poisson process)",
+    )
+    load.add_argument(
+        "--ramp", metavar="FIRST:LAST", type=_ramp(_whole(1)), help="closed loop in steps, each with twice as many"
+    )
+    load.add_argument(
+        "--rate-ramp",
+        metavar="FIRST:LAST",
+        type=_ramp(_positive()),
+        help="open loop in steps, each at twice the rate",
+    )
+    length = group.add_mutually_exclusive_group()
+    length.add_argument(
+        "--duration", metavar="SECONDS", type=_positive(), default=_DURATION_S, help="of each step (%(default)g)"
+    )
+    length.add_argument("-n", "--requests", metavar="N", type=_whole(1), help="in place of a duration")
+    group.add_argument(
+        "--warm-up",
+        metavar="SECONDS",
+        type=_positive(0.0),
+        default=_WARM_UP_S,
+        help="before each step until every caller has had an answer, at most so long (%(default)g)",
+    )
+    group.add_argument(
+        "--processes",
+        metavar="N",
+        type=_whole(1),
+        default=min(4, max(1, (os.cpu_count() or 1) // 4)),
+        help="processes that send requests (a quarter of the cores, at most 4; here %(default)s)",
+    )
+    group.add_argument(
+        "--seed", metavar="N", type=_whole(0), default=0, help="of the moments of an open loop (%(default)s)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One load: so many requests at a time, or so many a second."""
+
+    concurrency: int | None
+    rate_per_s: float | None
+
+    def record(self, load: LoadProcesses[None], arguments: argparse.Namespace) -> Recording:
+        """Put the load on the server, and say what happened."""
+        if self.concurrency is not None:
+            if arguments.requests is None:
+                return load.closed(None, self.concurrency, arguments.duration, arguments.warm_up)
+            return load.counted(None, self.concurrency, arguments.requests, arguments.warm_up)
+        assert self.rate_per_s is not None
+        if arguments.warm_up > 0.0:
+            load.counted(None, arguments.processes, arguments.processes, arguments.warm_up)
+        wait_limit_s = min(_WAIT_LIMIT_S, arguments.timeout)
+        return load.open(
+            None,
+            self.rate_per_s,
+            arguments.duration,
+            wait_limit_s,
+            num_requests=arguments.requests,
+            seed=arguments.seed,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.concurrency} at once" if self.rate_per_s is None else f"{self.rate_per_s:g} sent/s"
+
+
+def steps_of(arguments: argparse.Namespace) -> list[Step]:
+    """The steps that the arguments ask for."""
+    if arguments.rate is not None:
+        return [Step(None, arguments.rate)]
+    if arguments.rate_ramp is not None:
+        return [Step(None, rate) for rate in _doubled(*arguments.rate_ramp)]
+    if arguments.ramp is not None:
+        return [Step(int(count), None) for count in _doubled(*arguments.ramp)]
+    return [Step(arguments.concurrency or _CONCURRENCY, None)]
+
+
+def _doubled(first: float, last: float) -> Iterator[float]:
+    """From the first to the last, which is always among them."""
+    value = first
+    while value < last:
+        yield value
+        value *= 2
+    yield last
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from kestrel_grpc.cli.bench_numbers import Objective
+    from kestrel_grpc.cli.bench_processes import LoadFailed, LoadProcesses
+    from kestrel_grpc.cli.bench_report import document, text
+
+    arguments.skill = arguments.skill or _SKILL
+    try:
+        workload = _workload(arguments)
+        target = _target(arguments)
+    except ValueError as error:
+        complain(str(error))
+        return _MISUSED
+    except (KestrelClientError, OSError) as error:
+        complain(f"{arguments.address or 'the server'}: {explain(error)}")
+        return _FAILED
+    objective = arguments.slo or Objective()
+    steps = steps_of(arguments)
+    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    progress = Progress(steps, arguments)
+    found: list[dict[str, Any]] = []
+    try:
+        with LoadProcesses(
+            target, workload, arguments.processes, timeout_s=arguments.timeout, watch=progress.show
+        ) as load:
+            for step in steps:
+                progress.begin(step)
+                found.append(_measured(step, step.record(load, arguments), objective))
+    except LoadFailed as error:
+        complain(str(error))
+        return _FAILED
+    finally:
+        progress.close()
+    result = document(_options(arguments, target), date, target.model, found)
+    print(text(result))
+    try:
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        if arguments.html is not None:
+            from kestrel_grpc.cli.bench_page import page
+
+            arguments.html.write_text(page(result), encoding="utf-8")
+    except OSError as error:
+        complain(explain(error))
+        return _FAILED
+    return _FAILED if any(step["failed"] or not step["completed"] for step in found) else 0
+
+
+def _measured(step: Step, recording: Recording, objective: Objective) -> dict[str, Any]:
+    from kestrel_grpc.cli.bench_numbers import numbers
+
+    is_open = step.rate_per_s is not None
+    load = {"max_concurrency": step.concurrency, "request_rate": step.rate_per_s if is_open else "inf"}
+    return load | numbers(recording, objective, is_open=is_open)
+
+
+def _workload(arguments: argparse.Namespace) -> Workload:
+    """Raises ValueError for all that does not fit together, and OSError for pictures that cannot be read."""
+    from kestrel_grpc.cli.bench_workload import QUESTIONS, TEXT_QUESTIONS, Workload, picture_files
+
+    problems: list[str] = []
+    has_picture = arguments.num_pictures != 0
+    if arguments.pictures is not None and arguments.num_pictures is not None:
+        problems.append("--pictures and --num-pictures: give one of them")
+    if not has_picture and arguments.skill != "query":
+        problems.append(f"--num-pictures 0: a {arguments.skill} needs a picture")
+    if arguments.skill == "caption" and arguments.text:
+        problems.append("--text: a caption has none")
+    if arguments.api == "openai" and arguments.skill != "query":
+        problems.append("--skill: OpenAI's API has queries alone")
+    if arguments.api != "grpc" and arguments.tell_pictures:
+        problems.append("--tell-pictures: needs --api grpc")
+    if arguments.api == "triton" and arguments.adapter:
+        problems.append("--adapter: Triton's API has none")
+    if problems:
+        raise ValueError("; ".join(problems))
+    if arguments.pictures is not None:
+        picture_files(arguments.pictures)
+    texts = {"query": QUESTIONS if has_picture else TEXT_QUESTIONS, "caption": ()}.get(arguments.skill, ("bar",))
+    return Workload(
+        skill=arguments.skill,
+        texts=tuple(arguments.text or texts),
+        pictures=arguments.pictures,
+        num_pictures=arguments.num_pictures,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        is_streamed=not arguments.whole,
+        adapters=tuple(arguments.adapter),
+        tells_pictures=arguments.tell_pictures,
+    )
+
+
+def _target(arguments: argparse.Namespace) -> Target:
+    """The server, which has answered a first question: what it serves. Raises as a client does, or ValueError."""
+    from kestrel_client import Client
+    from kestrel_client.connection import address_of
+
+    tls = tls_of(arguments)
+    if arguments.api in ("rest", "openai"):
+        address = arguments.address or "http://localhost:8000"
+        return Target(arguments.api, address, arguments.token, tls, _model_over_http(address, tls, arguments.token))
+    address = address_of(arguments.address)
+    with Client(
+        address,
+        timeout_s=min(arguments.timeout, _CHECK_TIMEOUT_S),
+        token=arguments.token,
+        tls_ca=arguments.tls_ca,
+        tls_client_certificate=arguments.tls_client_certificate,
+        tls_client_key=arguments.tls_client_key,
+    ) as client:
+        (model, *_) = client.list_models()
+    return Target(arguments.api, address, arguments.token, tls, model.name)
+
+
+def _model_over_http(address: str, tls: Any, token: str | None) -> str:
+    """The name of the model. Raises ValueError or OSError."""
+    from http.client import HTTPException
+
+    from kestrel_grpc.cli.batch_callers import ServerAddress
+
+    place = ServerAddress.parse(address, tls)
+    connection = place.connect(_CHECK_TIMEOUT_S)
+    try:
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        connection.request("GET", f"{place.prefix}/v1/models", headers=headers)
+        response = connection.getresponse()
+        body = response.read()
+        if response.status in (401, 403):
+            raise ConnectionError("the server asks for a token, or does not know the one of --token")
+        return json.loads(body)["data"][0]["id"]
+    except (HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConnectionError(f"{address} is not the HTTP port of a server (--http-port of serve)") from error
+    finally:
+        connection.close()
+
+
+def _options(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
+    """What was asked for, without what is secret and without where results go."""
+    hidden = {"command", "run", "token", "json", "html"}
+    found = {name: value for name, value in vars(arguments).items() if name not in hidden and value is not None}
+    found["address"] = target.address
+    if arguments.requests is not None:
+        del found["duration"]
+    return {name: str(value) if not isinstance(value, _PLAIN) else value for name, value in found.items()}
+
+
+_PLAIN = (bool, int, float, list, tuple)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from kestrel_grpc.cli.bench_report import Unreadable, comparison, read
+
+    try:
+        print(comparison(read(arguments.first), read(arguments.second)))
+    except (Unreadable, OSError) as error:
+        complain(explain(error))
+        return _MISUSED
+    return 0
+
+
+class Progress:
+    """Shows how a measurement goes: one line, which is rewritten, on a terminal; nothing elsewhere."""
+
+    def __init__(self, steps: list[Step], arguments: argparse.Namespace, stream: TextIO = sys.stderr) -> None:
+        self._num_steps = len(steps)
+        self._arguments = arguments
+        self._stream = stream
+        self._is_shown = stream.isatty()
+        self._number = 0
+        self._step: Step | None = None
+        self._shown_at = self._began = 0.0
+        self._last: Tally | None = None
+
+    def begin(self, step: Step) -> None:
+        """A step begins, with its warm-up."""
+        self._step = step
+        self._number += 1
+        self._began = time.monotonic()
+
+    def show(self, tally: Tally) -> None:
+        """How far the step is."""
+        now = time.monotonic()
+        if self._last is not None and tally.num_answered < self._last.num_answered:
+            self._began = now  # the warm-up is over
+        self._last = tally
+        if self._is_shown and self._step is not None and now - self._shown_at >= _SHOWN_EVERY_S:
+            self._shown_at = now
+            self._stream.write(f"\r\x1b[K{self.line(tally, now - self._began)}")
+            self._stream.flush()
+
+    def line(self, tally: Tally, elapsed_s: float) -> str:
+        """As "step 2 of 4, 8 at once, 12 s of 30: 345 answered, 2 failed, 28.8/s, 922 tokens/s"."""
+        place = f"step {self._number} of {self._num_steps}, " if self._num_steps > 1 else ""
+        arguments = self._arguments
+        if arguments.requests is None:
+            goal = f"{elapsed_s:.0f} s of {arguments.duration:g}"
+        else:
+            goal = f"{elapsed_s:.0f} s, of {arguments.requests:,}"
+        failed = f"{tally.num_failed:,} failed, " if tally.num_failed else ""
+        rates = [count / max(elapsed_s, 1e-3) for count in (tally.num_answered, tally.num_tokens)]
+        return (
+            f"{place}{self._step}, {goal}: {tally.num_answered:,} answered, {failed}{rates[0]:.1f}/s, "
+            f"{rates[1]:.0f} tokens/s"
+        )
+
+    def close(self) -> None:
+        """No step follows."""
+        if self._is_shown:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+def _objective(text: str) -> Objective:
+    from kestrel_grpc.cli.bench_numbers import Objective
+
+    try:
+        return Objective.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least}")
+        return int(text)
+
+    return parse
+
+
+def _positive(least: float | None = None) -> Callable[[str], float]:
+    """A number above 0, or from `least`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (value > 0.0 if least is None else value >= least) or math.isinf(value):
+            bound = "above 0" if least is None else f"from {least:g}"
+            raise argparse.ArgumentTypeError(f"must be a number {bound}")
+        return value
+
+    return parse
+
+
+def _ramp(part: Callable[[str], float]) -> Callable[[str], tuple[float, float]]:
+    def parse(text: str) -> tuple[float, float]:
+        first, separator, last = text.partition(":")
+        if not separator:
+            raise argparse.ArgumentTypeError("must be FIRST:LAST, such as 1:64")
+        bounds = part(first), part(last)
+        if bounds[0] >= bounds[1]:
+            raise argparse.ArgumentTypeError("must begin below its end, as 1:64 does")
+        return bounds
+
+    return parse

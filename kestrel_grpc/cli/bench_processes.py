@@ -1,0 +1,336 @@
+"""Loads a server from processes of its own, and says when each answer, and each piece of it, came.
+
+Pictures are read or drawn before the clock runs, so that such a process does little but send and receive. Each
+tells the processor time that it used: near 1 core a process measures itself. All processes of a machine share one
+monotonic clock. Knows requests and times; what they amount to is for `bench_numbers.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from kestrel_grpc.cli.bench_calls import Caller, Question, Target
+from kestrel_grpc.cli.bench_loops import ClosedLoop, Sample, Window, arrivals, open_loop
+from kestrel_grpc.process import loop_factory
+
+CALL_TIMEOUT_S = 120.0
+# Late by more than this, an event loop is busy with something else than waiting.
+_TICK_S = 0.01
+_WATCHED_EVERY_S = 0.25
+_UNTIL_FIRST_DUE_S = 0.2
+_SEEDS_APART = 1_000_003
+
+Work = TypeVar("Work")
+Source = Callable[[], Callable[[Work, int], Question]]
+"""Prepares, in a process of its own, what makes the request with a number from the work that a command names."""
+
+
+class LoadFailed(Exception):
+    """A process of load cannot begin or go on; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What happened in a window, as all processes saw it."""
+
+    window: Window
+    samples: tuple[Sample, ...]
+    """Requests that overlap the window."""
+    busiest_client: float
+    """Processor time of the busiest process, as a share of the window."""
+    client_lag_ms: float
+    """99th percentile of how late the slowest process got to what was due."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """How far a measurement is, from its first request on."""
+
+    num_answered: int
+    num_failed: int
+    num_tokens: int
+
+
+class LoadProcesses(Generic[Work]):
+    """Several processes that load one server together. Each command goes to all, which share the work evenly.
+
+    Pictures are known by the numbers of requests, which begin with `first_number`: two who load one server begin
+    far from each other. `watch` is called a few times in a second while a command runs.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        source: Source[Work],
+        num_processes: int,
+        *,
+        first_number: int = 0,
+        timeout_s: float = CALL_TIMEOUT_S,
+        watch: Callable[[Tally], None] | None = None,
+    ) -> None:
+        """Raises `LoadFailed`."""
+        context = multiprocessing.get_context("spawn")
+        self._watch = watch
+        self._counts = [context.RawArray("q", 3) for _ in range(num_processes)]
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for index, counts in enumerate(self._counts):
+            ours, theirs = context.Pipe()
+            part = _Part(index, num_processes, first_number, timeout_s)
+            process = context.Process(target=_run, args=(theirs, target, source, part, counts), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        try:
+            self._gather()
+        except LoadFailed:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.terminate()
+                process.join()
+
+    def closed(self, work: Work, concurrency: int, duration_s: float, warm_up_s: float) -> Recording:
+        """Keep `concurrency` requests running, and record a window once all of them have been answered once, or
+        after `warm_up_s`."""
+        self._tell("closed", work, concurrency, warm_up_s)
+        self._gather()
+        window = self._begin(duration_s)
+        self._gather()
+        self._tell("stop")
+        return self._recording(window)
+
+    def counted(self, work: Work, concurrency: int, num_requests: int, warm_up_s: float) -> Recording:
+        """The same for a number of requests: the window ends with the last answer."""
+        self._tell("counted", work, concurrency, num_requests, warm_up_s)
+        self._gather()
+        window = self._begin(0.0)
+        return self._recording(window)
+
+    def open(
+        self,
+        work: Work,
+        rate_per_s: float,
+        duration_s: float,
+        wait_limit_s: float,
+        *,
+        num_requests: int | None = None,
+        seed: int = 0,
+    ) -> Recording:
+        """Send requests at random moments, on average `rate_per_s`, however long the answers take.
+
+        An answer that has not come `wait_limit_s` after the last request was sent counts as an error. With
+        `num_requests` so many are sent, and the window ends with the last answer.
+        """
+        start = time.perf_counter() + _UNTIL_FIRST_DUE_S
+        window = Window(start, start + (0.0 if num_requests is not None else duration_s))
+        self._reset()
+        self._tell("open", work, rate_per_s, window, wait_limit_s, num_requests, seed)
+        return self._recording(window)
+
+    def _begin(self, duration_s: float) -> Window:
+        self._reset()
+        start = time.perf_counter()
+        window = Window(start, start + duration_s)
+        self._tell(window)
+        return window
+
+    def _reset(self) -> None:
+        for counts in self._counts:
+            counts[:] = [0, 0, 0]
+
+    def _recording(self, window: Window) -> Recording:
+        parts = self._gather()
+        samples = tuple(itertools.chain.from_iterable(samples for samples, _, _ in parts))
+        if window.duration_s == 0.0:
+            window = Window(window.start, max((sample.ended for sample in samples), default=window.start))
+        return Recording(
+            window,
+            samples,
+            max(cpu_s for _, cpu_s, _ in parts) / max(window.duration_s, 1e-9),
+            1e3 * max(lag_s for _, _, lag_s in parts),
+        )
+
+    def _tell(self, *command: Any) -> None:
+        for pipe in self._pipes:
+            pipe.send(command)
+
+    def _gather(self) -> list[Any]:
+        """What each process says next. Raises `LoadFailed`."""
+        said: dict[int, Any] = {}
+        while len(said) < len(self._pipes):
+            waiting = {pipe: index for index, pipe in enumerate(self._pipes) if index not in said}
+            for pipe in wait(list(waiting), _WATCHED_EVERY_S):
+                assert isinstance(pipe, Connection)
+                try:
+                    said[waiting[pipe]] = pipe.recv()
+                except EOFError:
+                    raise LoadFailed("a process of load has ended") from None
+            if self._watch is not None:
+                self._watch(Tally(*(sum(counts[place] for counts in self._counts) for place in range(3))))
+        for answer in said.values():
+            if isinstance(answer, LoadFailed):
+                raise answer
+        return [said[index] for index in range(len(self._pipes))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Which process of how many, and how long it waits for an answer."""
+
+    index: int
+    num_processes: int
+    first_number: int
+    timeout_s: float
+
+    def callers(self, concurrency: int) -> range:
+        """Its callers, of all."""
+        return range(self.index, concurrency, self.num_processes)
+
+    def share(self, concurrency: int, num_requests: int) -> int:
+        """How many requests its callers send, of all."""
+        return sum(len(range(caller, num_requests, concurrency)) for caller in self.callers(concurrency))
+
+
+def _run(pipe: Connection, target: Target, source: Source[Any], part: _Part, counts: Any) -> None:
+    """A process of load: answers commands until its pipe closes."""
+    with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+        try:
+            question = source()
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                runner.run(_serve(pipe, target, question, part, counts))
+        except (OSError, ValueError) as error:
+            pipe.send(LoadFailed(str(error)))
+
+
+async def _serve(
+    pipe: Connection, target: Target, question: Callable[[Any, int], Question], part: _Part, counts: Any
+) -> None:
+    async with target.connected() as caller:
+        load = _Load(pipe, caller, question, part, counts)
+        pipe.send("ready")
+        await load.run()
+
+
+class _Load:
+    """One process's part of every command."""
+
+    def __init__(
+        self,
+        pipe: Connection,
+        caller: Caller,
+        question: Callable[[Any, int], Question],
+        part: _Part,
+        counts: Any,
+    ) -> None:
+        self._pipe = pipe
+        self._caller = caller
+        self._question = question
+        self._part = part
+        self._counts = counts
+        # Never the same in two processes, nor twice in the life of one.
+        self._numbers = itertools.count(part.first_number + part.index, part.num_processes)
+
+    async def run(self) -> None:
+        """Until the pipe closes, which raises EOFError."""
+        while True:
+            name, *arguments = await self._hear()
+            await getattr(self, f"_{name}")(*arguments)
+
+    async def _hear(self) -> Any:
+        return await asyncio.to_thread(self._pipe.recv)
+
+    async def _closed(self, work: Any, concurrency: int, warm_up_s: float) -> None:
+        loop = ClosedLoop(self._asking(work), len(self._part.callers(concurrency)))
+        await loop.warm_up(warm_up_s)
+        self._pipe.send("warm")
+        (window,) = await self._hear()
+        cost = await self._watch(window.start, lambda: time.perf_counter() >= window.end)
+        await loop.outlast(window)
+        self._pipe.send("outlasted")
+        await self._hear()
+        await loop.cancel()
+        self._pipe.send((loop.overlapping(window), *cost))
+
+    async def _counted(self, work: Any, concurrency: int, num_requests: int, warm_up_s: float) -> None:
+        num_callers = len(self._part.callers(concurrency))
+        if warm_up_s > 0.0:
+            warm = ClosedLoop(self._asking(work), num_callers, num_callers)
+            await warm.warm_up(warm_up_s)
+            await warm.finish()
+        self._pipe.send("warm")
+        (window,) = await self._hear()
+        loop = ClosedLoop(self._asking(work), num_callers, self._part.share(concurrency, num_requests))
+        ending = asyncio.ensure_future(loop.end())
+        cost = await self._watch(window.start, ending.done)
+        await ending
+        self._pipe.send((loop.samples, *cost))
+
+    async def _open(
+        self, work: Any, rate_per_s: float, window: Window, wait_limit_s: float, num_requests: int | None, seed: int
+    ) -> None:
+        part = self._part
+        moments = arrivals(window.start, rate_per_s / part.num_processes, _SEEDS_APART * seed + part.index)
+        if num_requests is None:
+            due = itertools.takewhile(lambda moment: moment < window.end, moments)
+        else:
+            due = itertools.islice(moments, part.share(num_requests, num_requests))
+
+        async def ask(started: float) -> Sample:
+            left_s = part.timeout_s
+            if num_requests is None:
+                left_s = window.end + wait_limit_s - time.perf_counter()
+            return await self._ask(work, started, left_s)
+
+        sending = asyncio.ensure_future(open_loop(ask, due))
+        if num_requests is None:
+            cost = await self._watch(window.start, lambda: time.perf_counter() >= window.end)
+        else:
+            cost = await self._watch(window.start, sending.done)
+        self._pipe.send((await sending, *cost))
+
+    async def _watch(self, start: float, is_over: Callable[[], bool]) -> tuple[float, float]:
+        """Sit a window out; returns the processor time spent in it and how late this process was, in seconds."""
+        await asyncio.sleep(max(start - time.perf_counter(), 0.0))
+        cpu_s, lags = time.process_time(), [0.0]
+        while not is_over():
+            now = time.perf_counter()
+            await asyncio.sleep(_TICK_S)
+            lags.append(time.perf_counter() - now - _TICK_S)
+        return time.process_time() - cpu_s, sorted(lags)[int(0.99 * (len(lags) - 1))]
+
+    def _asking(self, work: Any) -> Callable[[float], Any]:
+        return lambda started: self._ask(work, started, self._part.timeout_s)
+
+    async def _ask(self, work: Any, started: float, timeout_s: float) -> Sample:
+        sample = await self._caller.call(self._question(work, next(self._numbers)), started, timeout_s)
+        counts = self._counts
+        counts[0] += 1
+        counts[1] += bool(sample.error)
+        counts[2] += sample.num_tokens
+        return sample

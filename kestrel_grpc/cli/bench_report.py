@@ -1,0 +1,206 @@
+"""The results of `kestrel-grpc bench`: as a document in JSON, as text, and two of them compared."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kestrel_grpc import __version__
+from kestrel_grpc.cli.bench_plot import number
+
+TIME_NAMES = {
+    "ttft": "first token, ms",
+    "tpot": "per token, ms",
+    "itl": "between pieces, ms",
+    "e2el": "whole answer, ms",
+}
+"""What the times of vLLM's short names are."""
+_COLUMNS = ("mean", "median", "p90", "p95", "p99")
+_BUSY = 0.8
+_UNKNOWN = "–"
+# What is compared, and whether more of it is better.
+_COMPARED: tuple[tuple[str, str, bool], ...] = (
+    ("request_throughput", "requests/s", True),
+    ("output_throughput", "tokens/s", True),
+    ("request_goodput", "in time/s", True),
+    *(
+        (f"{rank}_{short}_ms", f"{name.removesuffix(', ms')} {rank}, ms", False)
+        for short, name in TIME_NAMES.items()
+        for rank in ("median", "p99")
+    ),
+)
+Table = list[list[str]]
+
+
+class Unreadable(Exception):
+    """A file is no result; the text says why."""
+
+
+def document(
+    options: Mapping[str, Any], date: str, model: str, steps: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """All results of a run. The numbers of a single step stand at the top, where ghz and vLLM have them."""
+    found: dict[str, Any] = {
+        "date": date,
+        "endReason": "normal",
+        "version": __version__,
+        "backend": options["api"],
+        "model_id": model,
+        "options": dict(options),
+    }
+    return found | dict(steps[0]) if len(steps) == 1 else {**found, "steps": [dict(step) for step in steps]}
+
+
+def steps_of(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The steps of a run."""
+    return result.get("steps") or [result]
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A result from its file. Raises `Unreadable` or OSError."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        for step in steps_of(found):
+            load_of(step)
+            if not {"request_throughput", "uncertainty"} <= step.keys() or "api" not in found["options"]:
+                raise KeyError
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Unreadable(f"{file}: is no result of `kestrel-grpc bench --json`") from error
+    return found
+
+
+def load_of(step: Mapping[str, Any]) -> str:
+    """The load of a step in words."""
+    if step["max_concurrency"] is not None:
+        return f"{step['max_concurrency']} at once"
+    return f"{number(step['request_rate'])} sent/s"
+
+
+def text(result: Mapping[str, Any]) -> str:
+    """Tables for a terminal."""
+    options = result["options"]
+    lines = [f"{result['model_id'] or 'a model'} at {options['address']}, {options['api']}: {options['skill']}"]
+    steps = steps_of(result)
+    if len(steps) > 1:
+        lines += ["", *_aligned(ramp_table(result))]
+        notes = [note for step in steps for note in _notes(step)]
+        return "\n".join((*lines, *notes))
+    (step,) = steps
+    lines += ["", *_aligned(rate_table(step, options)), "", *_aligned(time_table(step)), ""]
+    return "\n".join((*lines, *_statuses(step), *_notes(step)))
+
+
+def rate_table(step: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
+    """The rates of a step."""
+    rows = [["load", load_of(step)], ["requests/s", number(step["request_throughput"])]]
+    rows += [["tokens/s", number(step["output_throughput"])]]
+    if step["request_goodput"] is not None:
+        rows.append([f"{options['slo']}, requests/s", number(step["request_goodput"])])
+    return rows
+
+
+def time_table(step: Mapping[str, Any]) -> Table:
+    """The times of a step."""
+    head = ["", *(name.replace("median", "p50") for name in _COLUMNS)]
+    return [
+        head,
+        *(
+            [name, *(_shown(step[f"{column}_{short}_ms"]) for column in _COLUMNS)]
+            for short, name in TIME_NAMES.items()
+        ),
+    ]
+
+
+def ramp_table(result: Mapping[str, Any]) -> Table:
+    """A row for each step."""
+    has_goodput = any(step["request_goodput"] is not None for step in steps_of(result))
+    head = ["load", "requests/s", "tokens/s", *(["in time/s"] if has_goodput else [])]
+    head += [f"{name.removesuffix(', ms')} p50 / p99, ms" for name in TIME_NAMES.values()]
+    rows = [[*head, "failed"]]
+    for step in steps_of(result):
+        row = [load_of(step), number(step["request_throughput"]), number(step["output_throughput"])]
+        row += [_shown(step["request_goodput"])] if has_goodput else []
+        row += [f"{_shown(step[f'median_{short}_ms'])} / {_shown(step[f'p99_{short}_ms'])}" for short in TIME_NAMES]
+        rows.append([*row, str(step["failed"])])
+    return rows
+
+
+def _shown(value: float | None) -> str:
+    return _UNKNOWN if value is None else number(value)
+
+
+def _statuses(step: Mapping[str, Any]) -> Iterator[str]:
+    counts = ", ".join(f"{count:,} {status}" for status, count in step["statusCodeDistribution"].items())
+    yield f"{step['count']:,} requests in {number(step['duration'])} s: {counts or 'none'}"
+    for message, count in step["errorDistribution"].items():
+        yield f"  {count:,} × {message}"
+
+
+def _notes(step: Mapping[str, Any]) -> Iterator[str]:
+    if step["busiest_client"] > _BUSY:
+        yield (
+            f"{load_of(step)}: a process of load used {step['busiest_client']:.0%} of a core, so the numbers may "
+            "be its own; use more --processes"
+        )
+
+
+def _aligned(table: Table) -> list[str]:
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines = []
+    for first, *rest in table:
+        cells = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
+        lines.append("  ".join((first.ljust(widths[0]), *cells)).rstrip())
+    return lines
+
+
+def comparison(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    """The second result over the first, number by number, and what differs in how they were measured."""
+    by_load = {load_of(step): step for step in steps_of(first)}
+    lines: list[str] = [*_differences(first, second)]
+    shared = [(load_of(step), step) for step in steps_of(second) if load_of(step) in by_load]
+    if not shared:
+        return "\n".join((*lines, "no load is in both"))
+    for load, step in shared:
+        lines += ["", load, *_aligned(comparison_table(by_load[load], step))]
+    lines += [
+        "",
+        "Noise is what 95% of repetitions stay within, as far as the parts of a run tell; it knows nothing",
+    ]
+    lines += ["of what differs between runs. Repeat both in turns before you rely on a small difference."]
+    return "\n".join(lines).lstrip("\n")
+
+
+def comparison_table(first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
+    """The rows of one load."""
+    table = [["", "A", "B", "B / A", "noise", ""]]
+    for field, name, more_is_better in _COMPARED:
+        a, b = first.get(field), second.get(field)
+        if not a or not b:
+            continue
+        shares = [step["uncertainty"].get(field) for step in (first, second)]
+        noise = None if None in shares else math.hypot(*shares)
+        verdict = judged(b / a, noise, more_is_better=more_is_better)
+        row = [name, number(a), number(b), f"{b / a:.3f}", _UNKNOWN if noise is None else f"±{noise:.1%}", verdict]
+        table.append(row)
+    return table
+
+
+def judged(ratio: float, noise: float | None, *, more_is_better: bool) -> str:
+    """What a ratio means, where `noise` is the share that two runs of the same differ by."""
+    if noise is None:
+        return "noise unknown"
+    if abs(math.log(ratio)) <= noise:
+        return "within noise"
+    return "better" if (ratio > 1.0) is more_is_better else "worse"
+
+
+def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
+    pairs = [("model", first["model_id"], second["model_id"]), ("version", first["version"], second["version"])]
+    names = dict.fromkeys((*first["options"], *second["options"]))
+    pairs += [(name, first["options"].get(name), second["options"].get(name)) for name in names]
+    for name, a, b in pairs:
+        if a != b:
+            yield f"{name}: {a} in A, {b} in B"

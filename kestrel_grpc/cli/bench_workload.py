@@ -1,0 +1,132 @@
+"""What the requests of `kestrel-grpc bench` ask: about drawn charts, about pictures of your own, or without any.
+
+A chart is drawn from a seed: 800 by 557 pixels, about 40 KB as JPEG, which a Moondream cuts into 2 × 4 tiles and a
+global tile.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from kestrel_grpc.cli.bench_calls import Question
+from kestrel_grpc.cli.common import PICTURE_SUFFIXES
+
+WIDTH_PX, HEIGHT_PX = 800, 557
+JPEG_QUALITY = 90
+
+NUM_DRAWN = 16
+"""Drawings of a process. Drawing costs more than asking, so they come again, each time as another file."""
+
+_ASPECTS = ("value", "label", "height", "width", "color")
+_WHICH = ("tallest", "shortest", "first", "second", "third", "last", "left", "right", "middle", "biggest")
+QUESTIONS = tuple(f"What is the {aspect} of the {which} bar shown here?" for aspect in _ASPECTS for which in _WHICH)
+TEXT_QUESTIONS = tuple(
+    f"Tell me about the {thing} of charts" for thing in ("history", "makers", "readers", "kinds", "names")
+)
+
+_PALETTE = ("#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#9c755f", "#555555")
+_SYLLABLES = ("ka", "to", "mi", "ren", "sol", "va", "dor", "el", "nu", "pra", "shi", "gan")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is asked. Requests are numbered, and the number decides which of the texts and pictures one has."""
+
+    skill: str
+    texts: tuple[str, ...]
+    """Questions, or names of objects; empty for captions."""
+    pictures: Path | None = None
+    """A file, or a folder of files; None for drawn charts."""
+    num_pictures: int | None = None
+    """Different charts: 0 for requests without a picture, None for a new file in every request."""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    is_streamed: bool = True
+    adapters: tuple[str, ...] = ()
+    tells_pictures: bool = False
+    """Whether the metadata of a call name its picture."""
+
+    def __call__(self) -> Callable[[None, int], Question]:
+        """Read or draw the pictures; returns what makes the request with a number. Raises OSError."""
+        picture = self._pictures()
+
+        def question(_: None, number: int) -> Question:
+            return Question(
+                skill=self.skill,
+                text=self.texts[number % len(self.texts)] if self.texts else "",
+                picture=picture(number),
+                max_tokens=self.max_tokens,
+                temperature=self.temperature,
+                is_streamed=self.is_streamed,
+                adapter=self.adapters[number % len(self.adapters)] if self.adapters else "",
+                tells_picture=self.tells_pictures,
+            )
+
+        return question
+
+    def _pictures(self) -> Callable[[int], bytes | None]:
+        if self.pictures is not None:
+            files = [path.read_bytes() for path in picture_files(self.pictures)]
+            return lambda number: files[number % len(files)]
+        count = self.num_pictures
+        if count == 0:
+            return lambda number: None
+        drawn = [chart(seed) for seed in range(min(count or NUM_DRAWN, NUM_DRAWN))]
+        if count is None:
+            return lambda number: with_comment(drawn[number % len(drawn)], f"{number:016d}")
+        return lambda number: with_comment(drawn[number % count % len(drawn)], f"{number % count:016d}")
+
+
+def picture_files(path: Path) -> list[Path]:
+    """The file, or the image files in the folder, by name. Raises ValueError where there is none."""
+    if not path.is_dir():
+        return [path]
+    files = sorted(item for item in path.iterdir() if item.suffix.lower() in PICTURE_SUFFIXES and item.is_file())
+    if not files:
+        raise ValueError(f"{path}: has no image files")
+    return files
+
+
+def chart(seed: int, width_px: int = WIDTH_PX, height_px: int = HEIGHT_PX) -> bytes:
+    """A bar chart as JPEG: bars, the numbers on them, names, a grid and two lines of text."""
+    chance = random.Random(seed)
+    image = Image.new("RGB", (width_px, height_px), "white")
+    draw = ImageDraw.Draw(image)
+    large, small = ImageFont.load_default(max(height_px / 22, 8)), ImageFont.load_default(max(height_px / 38, 7))
+    left, right, top, bottom = 0.08 * width_px, 0.98 * width_px, 0.17 * height_px, 0.82 * height_px
+    draw.text((left, 0.02 * height_px), _words(chance, 3).title(), fill="black", font=large)
+    draw.text((left, 0.09 * height_px), _words(chance, 5), fill="#444444", font=small)
+    highest = chance.randint(40, 900)
+    for step in range(6):
+        y = bottom - (bottom - top) * step / 5
+        draw.line((left, y, right, y), fill="#c8c8c8")
+        draw.text((0.01 * width_px, y - 0.015 * height_px), str(highest * step // 5), fill="black", font=small)
+    num_bars = chance.randint(5, 8)
+    pitch = (right - left) / num_bars
+    for bar in range(num_bars):
+        value = chance.uniform(0.1, 1.0)
+        x, y = left + pitch * (bar + 0.15), bottom - (bottom - top) * value
+        draw.rectangle((x, y, x + 0.7 * pitch, bottom), fill=chance.choice(_PALETTE), outline="black")
+        draw.text((x, y - 0.035 * height_px), f"{highest * value:.1f}", fill="black", font=small)
+        draw.text((x, bottom + 0.01 * height_px), _words(chance, 1)[:8], fill="black", font=small)
+    source = f"{_words(chance, 3)} {chance.randint(1900, 2030)}"
+    draw.text((left, 0.93 * height_px), source, fill="#444444", font=small)
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=JPEG_QUALITY)
+    return file.getvalue()
+
+
+def with_comment(jpeg: bytes, comment: str) -> bytes:
+    """The same picture as another file, which caches do not know."""
+    text = comment.encode()
+    return jpeg[:2] + b"\xff\xfe" + (2 + len(text)).to_bytes(2, "big") + text + jpeg[2:]
+
+
+def _words(chance: random.Random, count: int) -> str:
+    return " ".join("".join(chance.choices(_SYLLABLES, k=chance.randint(2, 4))) for _ in range(count))

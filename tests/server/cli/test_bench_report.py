@@ -1,0 +1,192 @@
+"""What recordings of `kestrel-grpc bench` amount to, as numbers, text, comparison and page."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import re
+from array import array
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from kestrel_grpc.cli.bench_loops import Sample, Window
+from kestrel_grpc.cli.bench_numbers import Objective, numbers
+from kestrel_grpc.cli.bench_page import page
+from kestrel_grpc.cli.bench_plot import Axis, Series, bar_plot, line_plot
+from kestrel_grpc.cli.bench_processes import Recording
+from kestrel_grpc.cli.bench_report import comparison, document, judged, read, text
+from kestrel_grpc.cli.commands import run
+from tests.reference_fixtures import CHECKOUT
+
+OPTIONS = {"api": "grpc", "address": "localhost:50051", "skill": "query", "slo": "whole answer within 150 ms"}
+
+
+def answer(started: float, seconds: float, *pieces: float, error: str = "", message: str = "") -> Sample:
+    """An answer of five tokens, whose pieces came so long after its start."""
+    moments = array("d", (started + after for after in pieces or (seconds,)))
+    return Sample(started, started + seconds, 5, moments, error, 1, 0, 700, message)
+
+
+def measured(samples: list[Sample], *, is_open: bool = False, duration_s: float = 10.0) -> dict[str, Any]:
+    recording = Recording(Window(0.0, duration_s), tuple(samples), 0.25, 1.5)
+    load = {"max_concurrency": None if is_open else 4, "request_rate": 4.0 if is_open else "inf"}
+    return load | numbers(recording, Objective(total_ms=150.0), is_open=is_open)
+
+
+def result(scale: float = 1.0, seed: int = 1, count: int = 400) -> dict[str, Any]:
+    """A closed loop of one caller whose answers take about 20 ms times `scale`."""
+    chance = random.Random(seed)
+    lengths = [scale * chance.uniform(0.015, 0.025) for _ in range(count)]
+    starts = itertools.accumulate(lengths, initial=0.0)
+    samples = [answer(start, length, length / 2, length) for start, length in zip(starts, lengths, strict=False)]
+    step = measured(samples, duration_s=sum(lengths))
+    return json.loads(json.dumps(document(OPTIONS, "2026-01-01T00:00:00Z", "a model", [step])))
+
+
+def test_the_names_are_those_of_ghz_in_its_units() -> None:
+    found = measured([answer(1.0, 0.1), answer(2.0, 0.2), answer(3.0, 0.3, error="UNAVAILABLE", message="gone")])
+    assert (found["count"], found["total"]) == (3, 10_000_000_000)
+    assert (found["fastest"], found["average"], found["slowest"]) == (100_000_000, 150_000_000, 200_000_000)
+    assert found["rps"] == pytest.approx(0.3)
+    assert found["statusCodeDistribution"] == {"OK": 2, "UNAVAILABLE": 1}
+    assert found["errorDistribution"] == {"gone": 1}
+    assert [item["percentage"] for item in found["latencyDistribution"]] == [10, 25, 50, 75, 90, 95, 99]
+    assert found["latencyDistribution"][2]["latency"] == 150_000_000
+    assert [found["histogram"][place]["mark"] for place in (0, -1)] == pytest.approx([0.1, 0.2])
+    assert sum(bucket["count"] for bucket in found["histogram"]) == 2
+    assert sum(bucket["frequency"] for bucket in found["histogram"]) == pytest.approx(1.0)
+
+
+def test_the_names_are_those_of_vllm() -> None:
+    found = measured([answer(1.0, 0.1, 0.02, 0.06, 0.1), answer(9.9, 0.2, 0.04, 0.1)])
+    assert (found["completed"], found["failed"], found["duration"]) == (2, 0, 10.0)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (1400, 10)
+    # Half of the second request lies in the window.
+    assert found["request_throughput"] == pytest.approx(0.15)
+    assert found["output_throughput"] == pytest.approx(0.75)
+    assert found["total_token_throughput"] == pytest.approx(0.15 * 705)
+    assert found["request_goodput"] == pytest.approx(0.1)
+    assert found["mean_ttft_ms"] == pytest.approx(30)
+    assert found["median_itl_ms"] == pytest.approx(40)
+    assert found["mean_tpot_ms"] == pytest.approx((80 / 4 + 160 / 4) / 2)
+    assert found["p99_e2el_ms"] == pytest.approx(199)
+    for short in ("ttft", "tpot", "itl", "e2el"):
+        assert {f"{name}_{short}_ms" for name in ("mean", "median", "std", "p90", "p95", "p99")} <= found.keys()
+
+
+def test_every_field_of_a_result_is_in_the_documentation() -> None:
+    section = (CHECKOUT / "docs" / "bench.md").read_text(encoding="utf-8").partition("## Results as JSON")[2]
+    rows = re.findall(r"^\| (`.*?`) \|", section.partition("\n## ")[0], re.MULTILINE)
+    named = set(re.findall(r"`([\w…]+)`", "".join(rows)))
+    fields = {re.sub(r"_(ttft|tpot|itl|e2el)_ms$", "_…_ms", name) for name in result()}
+    assert named == fields
+
+
+def test_goodput_of_an_open_loop_counts_what_was_sent_in_the_window() -> None:
+    found = measured([answer(9.9, 0.14), answer(9.95, 0.3)], is_open=True)
+    assert found["request_goodput"] == pytest.approx(0.1)
+
+
+def test_nothing_that_was_answered_is_no_number() -> None:
+    found = measured([answer(1.0, 0.1, error="UNAVAILABLE")])
+    assert (found["completed"], found["fastest"], found["median_ttft_ms"], found["histogram"]) == (0, 0, None, [])
+    shown = text(document(OPTIONS, "", "a model", [found]))
+    assert "1 UNAVAILABLE" in shown
+    assert "page" in page(document(OPTIONS, "", "a page", [found]))
+
+
+@pytest.mark.parametrize(
+    "bound", ["", "total_ms", "total_ms=", "total_ms=0", "total_ms=-1", "ttft=4", "total_ms=1,x=2"]
+)
+def test_a_bound_that_is_none_is_refused(bound: str) -> None:
+    with pytest.raises(ValueError, match="must be one of first_token_ms"):
+        Objective.parse(bound)
+
+
+def test_bounds_are_read_and_told() -> None:
+    objective = Objective.parse("first_token_ms=100,per_token_ms=2.5")
+    assert str(objective) == "first token within 100 ms, each further token within 2.5 ms"
+    assert objective.is_met(answer(0.0, 0.109, 0.1, 0.109))
+    assert not objective.is_met(answer(0.0, 0.115, 0.1, 0.115))
+    assert not objective.is_met(answer(0.0, 0.106, 0.101, 0.106))
+
+
+def test_two_runs_of_the_same_are_within_noise_and_a_slower_one_is_worse() -> None:
+    same = comparison(result(seed=1), result(seed=2))
+    rows = [line for line in same.splitlines() if line.startswith(("requests/s", "whole answer median"))]
+    assert len(rows) == 2
+    assert all(row.endswith("within noise") for row in rows)
+    slower = comparison(result(), result(scale=1.5))
+    rows = [line for line in slower.splitlines() if line.startswith(("requests/s", "whole answer median"))]
+    assert all(row.endswith("worse") for row in rows)
+    faster = comparison(result(scale=1.5), result())
+    assert re.search(r"^requests/s .* 1\.\d+ .*better$", faster, re.MULTILINE)
+
+
+def test_a_comparison_says_what_differs_and_what_it_does_not_know() -> None:
+    other = result(count=10)
+    other["options"] |= {"api": "rest"}
+    other["model_id"] = "another"
+    told = comparison(result(), other)
+    assert "api: grpc in A, rest in B" in told
+    assert "model: a model in A, another in B" in told
+    assert "noise unknown" in told
+    other["max_concurrency"] = 9
+    assert "no load is in both" in comparison(result(), other)
+
+
+def test_a_ratio_is_judged_by_its_direction() -> None:
+    assert judged(1.02, 0.03, more_is_better=True) == "within noise"
+    assert judged(1 / 1.02, 0.03, more_is_better=False) == "within noise"
+    assert judged(1.1, 0.03, more_is_better=False) == "worse"
+    assert judged(0.9, 0.03, more_is_better=False) == "better"
+
+
+def test_the_command_compares_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    first.write_text(json.dumps(result()))
+    second.write_text(json.dumps(result(seed=2)))
+    assert run(["bench", "compare", str(first), str(second)]) == 0
+    assert "within noise" in capsys.readouterr().out
+    second.write_text('{"count": 3}')
+    assert run(["bench", "compare", str(first), str(second)]) == 2
+    assert "is no result of" in capsys.readouterr().err
+    assert run(["bench", "compare", str(first), str(tmp_path / "none.json")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert read(first) == result()
+
+
+def test_the_page_loads_nothing_and_shows_plots() -> None:
+    steps = [{**result(scale=scale), "max_concurrency": load} for load, scale in ((1, 1.0), (2, 1.6), (4, 3.0))]
+    ramp = {name: steps[0][name] for name in ("date", "version", "model_id", "options")}
+    ramp |= {"model_id": "<b>a model</b>", "steps": steps}
+    written = page(ramp)
+    assert "<b>" not in written
+    assert written.count("<svg ") > 8
+    assert not re.search(r"<(script|link|img|iframe|object|embed)|@import|url\(|src=|href=", written)
+    assert set(re.findall(r"https?://[^\"<\s]+", written)) == {"http://www.w3.org/2000/svg"}
+    for svg in re.findall(r"<svg .*?</svg>", written, re.DOTALL):
+        ElementTree.fromstring(svg)
+
+
+def test_a_plot_of_nothing_is_empty_and_values_without_a_logarithm_are_left_out() -> None:
+    assert line_plot("nothing", Axis("x"), Axis("y"), []) == ""
+    assert bar_plot("nothing", Axis("x"), Axis("y"), []) == ""
+    assert line_plot("zero", Axis("x"), Axis("y", 10), [Series("a", ((1.0, 0.0), (2.0, math.nan)))]) == ""
+    drawn = line_plot("some", Axis("x", 2), Axis("y", 10), [Series("a", ((0.0, 1.0), (2.0, 30.0), (4.0, 5.0)))])
+    assert drawn.count("<circle") == 2
+
+
+@pytest.mark.parametrize("values", [(1.0,), (0.001, 0.002, 0.0015), (5.0, 5.0), (3.0, 70000.0, 12.0)])
+@pytest.mark.parametrize("base", [None, 2, 10])
+def test_every_point_is_inside_its_plot(values: tuple[float, ...], base: int | None) -> None:
+    points = tuple((index + 1.0, value) for index, value in enumerate(values))
+    drawn = line_plot("points", Axis("x", base), Axis("y", base), [Series("a", points)])
+    places = re.findall(r'<circle cx="([\d.-]+)" cy="([\d.-]+)"', drawn)
+    assert len(places) == len(values)
+    assert all(52 <= float(x) <= 342 and 26 <= float(y) <= 212 for x, y in places)
