@@ -18,6 +18,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from kestrel_grpc.cli.batch_callers import ServerAddress
+from kestrel_grpc.cli.bench_http import HttpConnection
 from kestrel_grpc.frontends.openai.rendering import ChatRenderer
 from kestrel_grpc.frontends.rest.rendering import Renderer
 from kestrel_runtime.api.events import Event, Finished
@@ -66,55 +68,30 @@ def http_loads() -> tuple[HttpLoad, ...]:
 
 async def drive(address: str, load: HttpLoad, duration_s: float) -> int:
     """Keep `num_in_flight` requests running for a while; how many answers, or chunks of streams, came."""
-    host, port = address.rsplit(":", 1)
-    loop = asyncio.get_running_loop()
+    place = ServerAddress.parse(address, None)
+    head = f"POST {load.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    request = f"{head}Content-Length: {len(load.body)}\r\n\r\n".encode() + load.body
     until = time.perf_counter() + duration_s
-    clients = [_Client(load, until) for _ in range(load.num_in_flight)]
-    for client in clients:
-        await loop.create_connection(lambda client=client: client, host, int(port))
-    await asyncio.gather(*(client.done for client in clients))
-    return sum(client.count for client in clients)
+    count = 0
 
+    def take(data: bytes) -> None:
+        nonlocal count
+        if load.is_streaming:
+            count += data.count(b"data: ")
 
-class _Client(asyncio.Protocol):
-    """Sends its request whenever the answer to the one before has come."""
+    async def ask() -> None:
+        nonlocal count
+        connection = await HttpConnection.connect(place)
+        is_over = False
+        while not is_over:
+            status = await connection.exchange(request, take)
+            assert status == 200, f"{load.name}: {status}"
+            count += not load.is_streaming
+            is_over = time.perf_counter() >= until
+        connection.close()
 
-    def __init__(self, load: HttpLoad, until: float) -> None:
-        head = f"POST {load.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        self._request = f"{head}Content-Length: {len(load.body)}\r\n\r\n".encode() + load.body
-        self._is_streaming = load.is_streaming
-        self._until = until
-        self._received = b""
-        self.count = 0
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        if self._is_streaming:
-            self.count += data.count(b"data: ")
-            self._received = (self._received + data)[-16:] if len(data) < 16 else data[-16:]
-            if not self._received.endswith(b"\r\n0\r\n\r\n"):
-                return
-        else:
-            self._received += data
-            head, separator, body = self._received.partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 200"), self._received[:300]
-            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n", 1)[0])
-            if not separator or len(body) < length:
-                return
-            self.count += 1
-        self._received = b""
-        if time.perf_counter() < self._until:
-            self._transport.write(self._request)
-        else:
-            self._transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
+    await asyncio.gather(*(ask() for _ in range(load.num_in_flight)))
+    return count
 
 
 @asynccontextmanager

@@ -16,10 +16,11 @@ h1 { font-size: 22px; } h2 { font-size: 17px; margin-top: 32px; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 8px; text-align: right; border-bottom: 1px solid #8884; vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child { text-align: left; white-space: nowrap; }
 .facts td { text-align: left; overflow-wrap: anywhere; }
 .facts td:first-child { opacity: .75; white-space: nowrap; }
-.plots { display: flex; flex-wrap: wrap; gap: 16px; } .plots svg { max-width: 100%; height: auto; }
+.plots { display: flex; flex-wrap: wrap; align-items: flex-start; gap: 16px; margin: 16px 0; }
+.plots svg { max-width: 100%; height: auto; }
 p, dl { max-width: 85ch; } dt { font-weight: 600; } dd { margin: 0 0 6px 1.5em; }
 """
 _MEANINGS = {
@@ -29,6 +30,7 @@ _MEANINGS = {
     "per token": "the average time of the tokens after the first piece, one value for each request",
     "between pieces": "from one piece of an answer to the next",
     "whole answer": "from sending a request to the end of its answer",
+    "in time": "requests whose times were all within the bounds of `slo`, per second",
     "p50, p90, p95, p99": "so many in 100 of the values are at most so large",
 }
 
@@ -43,9 +45,8 @@ def page(result: Mapping[str, Any]) -> str:
     if len(steps) > 1:
         body += [html_table(ramp_table(result)), plots(ramp_plots(steps))]
     for step in steps:
-        rates, *others = rate_table(step, result["options"])
         body.append(f"<h2>{escape(load_of(step))}</h2>")
-        body += [facts_table(dict([rates, *others])), html_table(time_table(step)), plots(step_plots(step))]
+        body += [facts_table(dict(rate_table(step))), html_table(time_table(step)), plots(step_plots(step))]
         body.append(html_table([["status", "requests"], *_counts(step["statusCodeDistribution"])]))
         if step["errorDistribution"]:
             body.append(html_table([["error", "requests"], *_counts(step["errorDistribution"])]))

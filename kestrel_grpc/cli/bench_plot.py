@@ -58,7 +58,7 @@ def line_plot(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) 
     parts = [*_axes(x_axis, y_axis, x, y)]
     for index, line in enumerate(shown):
         parts += _line(line, COLORS[index % len(COLORS)], x, y)
-    legend, height = _legend(shown)
+    legend, height = _legend(shown) if len(shown) > 1 else ([], 0)
     return _svg(title, [*parts, *legend], HEIGHT + height)
 
 

@@ -89,16 +89,16 @@ def text(result: Mapping[str, Any]) -> str:
         notes = [note for step in steps for note in _notes(step)]
         return "\n".join((*lines, *notes))
     (step,) = steps
-    lines += ["", *_aligned(rate_table(step, options)), "", *_aligned(time_table(step)), ""]
+    lines[0] += f", {load_of(step)}"
+    lines += ["", *_aligned(rate_table(step)), "", *_aligned(time_table(step)), ""]
     return "\n".join((*lines, *_statuses(step), *_notes(step)))
 
 
-def rate_table(step: Mapping[str, Any], options: Mapping[str, Any]) -> Table:
+def rate_table(step: Mapping[str, Any]) -> Table:
     """The rates of a step."""
-    rows = [["load", load_of(step)], ["requests/s", number(step["request_throughput"])]]
-    rows += [["tokens/s", number(step["output_throughput"])]]
+    rows = [["requests/s", number(step["request_throughput"])], ["tokens/s", number(step["output_throughput"])]]
     if step["request_goodput"] is not None:
-        rows.append([f"{options['slo']}, requests/s", number(step["request_goodput"])])
+        rows.append(["in time/s", number(step["request_goodput"])])
     return rows
 
 
