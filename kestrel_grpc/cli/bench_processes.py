@@ -28,6 +28,7 @@ _TICK_S = 0.01
 _WATCHED_EVERY_S = 0.25
 _UNTIL_FIRST_DUE_S = 0.2
 _SEEDS_APART = 1_000_003
+_ENDED = "a process of load has ended"
 
 Work = TypeVar("Work")
 Source = Callable[[], Callable[[Work, int], Question]]
@@ -177,8 +178,12 @@ class LoadProcesses(Generic[Work]):
         )
 
     def _tell(self, *command: Any) -> None:
-        for pipe in self._pipes:
-            pipe.send(command)
+        """Raises `LoadFailed`."""
+        try:
+            for pipe in self._pipes:
+                pipe.send(command)
+        except OSError:
+            raise LoadFailed(_ENDED) from None
 
     def _gather(self) -> list[Any]:
         """What each process says next. Raises `LoadFailed`."""
@@ -190,7 +195,7 @@ class LoadProcesses(Generic[Work]):
                 try:
                     said[waiting[pipe]] = pipe.recv()
                 except EOFError:
-                    raise LoadFailed("a process of load has ended") from None
+                    raise LoadFailed(_ENDED) from None
             if self._watch is not None:
                 self._watch(Tally(*(sum(counts[place] for counts in self._counts) for place in range(3))))
         for answer in said.values():
