@@ -86,8 +86,8 @@ def text(result: Mapping[str, Any]) -> str:
     steps = steps_of(result)
     if len(steps) > 1:
         lines += ["", *_aligned(ramp_table(result))]
-        notes = [note for step in steps for note in _notes(step)]
-        return "\n".join((*lines, *notes))
+        failures = [line for step in steps if step["failed"] for line in (load_of(step), *_statuses(step))]
+        return "\n".join((*lines, *failures, *(note for step in steps for note in _notes(step))))
     (step,) = steps
     lines[0] += f", {load_of(step)}"
     lines += ["", *_aligned(rate_table(step)), "", *_aligned(time_table(step)), ""]
