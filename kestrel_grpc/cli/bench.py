@@ -11,12 +11,11 @@ import argparse
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from kestrel_client.errors import KestrelClientError
 from kestrel_grpc.cli.bench_calls import APIS, SKILLS, Target
@@ -25,7 +24,7 @@ from kestrel_grpc.process import complain
 
 if TYPE_CHECKING:
     from kestrel_grpc.cli.bench_numbers import Objective
-    from kestrel_grpc.cli.bench_processes import LoadProcesses, Recording, Tally
+    from kestrel_grpc.cli.bench_processes import LoadProcesses, Recording
     from kestrel_grpc.cli.bench_workload import Workload
 
 _FAILED, _MISUSED = 1, 2
@@ -36,7 +35,6 @@ _MAX_TOKENS = 64
 _WAIT_LIMIT_S = 10.0
 """In an open loop, how long answers are waited for after the last request of a window."""
 _CHECK_TIMEOUT_S = 30.0
-_SHOWN_EVERY_S = 0.5
 _REQUESTS_PER_S = 100_000
 """More than any run sends."""
 
@@ -239,6 +237,7 @@ def _doubled(first: float, last: float) -> Iterator[float]:
 def _bench(arguments: argparse.Namespace) -> int:
     from kestrel_grpc.cli.bench_numbers import Objective
     from kestrel_grpc.cli.bench_processes import LoadFailed, LoadProcesses
+    from kestrel_grpc.cli.bench_progress import Progress
     from kestrel_grpc.cli.bench_report import document, text
 
     arguments.skill = arguments.skill or _SKILL
@@ -254,7 +253,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     objective = arguments.slo or Objective()
     steps = steps_of(arguments)
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    progress = Progress(steps, arguments)
+    progress = Progress(len(steps), arguments.duration, arguments.requests)
     found: list[dict[str, Any]] = []
     try:
         with LoadProcesses(
@@ -267,7 +266,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             watch=progress.show,
         ) as load:
             for step in steps:
-                progress.begin(step)
+                progress.begin(str(step))
                 found.append(_measured(step, step.record(load, arguments), objective))
     except LoadFailed as error:
         complain(str(error))
@@ -399,58 +398,6 @@ def _compare(arguments: argparse.Namespace) -> int:
         complain(explain(error))
         return _MISUSED
     return 0
-
-
-class Progress:
-    """Shows how a measurement goes: one line, which is rewritten, on a terminal; nothing elsewhere."""
-
-    def __init__(self, steps: list[Step], arguments: argparse.Namespace, stream: TextIO = sys.stderr) -> None:
-        self._num_steps = len(steps)
-        self._arguments = arguments
-        self._stream = stream
-        self._is_shown = stream.isatty()
-        self._number = 0
-        self._step: Step | None = None
-        self._shown_at = self._began = 0.0
-        self._last: Tally | None = None
-
-    def begin(self, step: Step) -> None:
-        """A step begins, with its warm-up."""
-        self._step = step
-        self._number += 1
-        self._began = time.monotonic()
-
-    def show(self, tally: Tally) -> None:
-        """How far the step is."""
-        now = time.monotonic()
-        if self._last is not None and tally.num_answered < self._last.num_answered:
-            self._began = now  # the warm-up is over
-        self._last = tally
-        if self._is_shown and self._step is not None and now - self._shown_at >= _SHOWN_EVERY_S:
-            self._shown_at = now
-            self._stream.write(f"\r\x1b[K{self.line(tally, now - self._began)}")
-            self._stream.flush()
-
-    def line(self, tally: Tally, elapsed_s: float) -> str:
-        """As "step 2 of 4, 8 at once, 12 s of 30: 345 answered, 2 failed, 28.8/s, 922 tokens/s"."""
-        place = f"step {self._number} of {self._num_steps}, " if self._num_steps > 1 else ""
-        arguments = self._arguments
-        if arguments.requests is None:
-            goal = f"{elapsed_s:.0f} s of {arguments.duration:g}"
-        else:
-            goal = f"{elapsed_s:.0f} s, of {arguments.requests:,}"
-        failed = f"{tally.num_failed:,} failed, " if tally.num_failed else ""
-        rates = [count / max(elapsed_s, 1e-3) for count in (tally.num_answered, tally.num_tokens)]
-        return (
-            f"{place}{self._step}, {goal}: {tally.num_answered:,} answered, {failed}{rates[0]:.1f}/s, "
-            f"{rates[1]:.0f} tokens/s"
-        )
-
-    def close(self) -> None:
-        """No step follows."""
-        if self._is_shown:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
 
 
 def _objective(text: str) -> Objective:

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from kestrel_grpc.cli.bench import Progress, Step, add_bench_command, steps_of
+from kestrel_grpc.cli.bench import Step, add_bench_command, steps_of
 from kestrel_grpc.cli.bench_calls import Question, Target
 from kestrel_grpc.cli.bench_loops import Sample
 from kestrel_grpc.cli.bench_processes import Tally
+from kestrel_grpc.cli.bench_progress import Progress
 from kestrel_grpc.cli.commands import run
 from kestrel_runtime.api.errors import Overloaded
 from tests.fakes import HOLD, FakeEngine, answers, fails
@@ -201,10 +202,9 @@ class Terminal(io.StringIO):
 
 
 def test_progress_is_one_line_on_a_terminal() -> None:
-    arguments, terminal = parsed("--ramp", "4:8", "--duration", "30"), Terminal()
-    steps = steps_of(arguments)
-    progress = Progress(steps, arguments, terminal)
-    progress.begin(steps[0])
+    terminal = Terminal()
+    progress = Progress(2, 30.0, None, terminal)
+    progress.begin(str(Step(4, None)))
     progress.show(Tally(20, 1, 60))
     assert "\n" not in terminal.getvalue()
     assert "step 1 of 2, 4 at once, " in terminal.getvalue()

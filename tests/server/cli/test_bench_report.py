@@ -116,6 +116,15 @@ def test_bounds_are_read_and_told() -> None:
     assert not objective.is_met(answer(0.0, 0.106, 0.101, 0.106))
 
 
+def test_a_ramp_says_at_which_step_what_failed() -> None:
+    failed = measured([answer(1.0, 0.1), answer(2.0, 0.1, error="UNAVAILABLE", message="gone")])
+    steps = [{**result(), "max_concurrency": 1}, {**failed, "max_concurrency": 2}]
+    shown = text(document(OPTIONS, "", "a model", steps))
+    assert re.search(r"^1 at once .* 0$", shown, re.MULTILINE)
+    assert re.search(r"^2 at once .* 1$", shown, re.MULTILINE)
+    assert "2 at once\n2 requests in 10 s: 1 OK, 1 UNAVAILABLE\n  1 × gone" in shown
+
+
 def test_two_runs_of_the_same_are_within_noise_and_a_slower_one_is_worse() -> None:
     same = comparison(result(seed=1), result(seed=2))
     rows = [line for line in same.splitlines() if line.startswith(("requests/s", "whole answer median"))]
