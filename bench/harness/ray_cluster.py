@@ -37,6 +37,7 @@ def cluster() -> Iterator[str]:
     # Otherwise Ray writes one into the home of the user.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     ray.init(
+        address="local",  # also where another cluster runs on this machine
         num_cpus=16,
         object_store_memory=100 * 2**20,
         include_dashboard=False,
