@@ -11,8 +11,8 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup proto check test test-clients test-page test-languages test-ray fuzz serve demo attacks quality train bench \
-	supply dist clean
+.PHONY: setup proto check test test-clients test-page test-languages test-ray docs fuzz serve demo attacks quality \
+	train bench supply dist clean
 
 # Everything into .venv; nothing to do until pyproject.toml changes.
 setup: .venv/installed
@@ -60,6 +60,11 @@ test-languages: setup
 # The application for Ray Serve, with Ray in an environment of its own; ARGS are options of pytest.
 test-ray: setup
 	$(BIN)/python -m tests.ray $(ARGS)
+
+# The documentation as a site of static files in build/site, and a check of all its links.
+docs: setup
+	GRPC_VERBOSITY=NONE NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	$(BIN)/python -m pytest tests/site/built_site.py
 
 # Ten minutes of CPU for requests, images and frames that nobody meant well; another length with CPU_SECONDS=…
 CPU_SECONDS ?= 600

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests import api_page
 from tests.reference_fixtures import CHECKOUT
@@ -16,7 +17,7 @@ PAGES = [
     CHECKOUT / "CHANGELOG.md",
     CHECKOUT / "CONTRIBUTING.md",
     CHECKOUT / "clients" / "python" / "README.md",
-    *sorted((CHECKOUT / "docs").glob("*.md")),
+    *sorted((CHECKOUT / "docs").rglob("*.md")),
 ]
 
 LONG = 100
@@ -40,6 +41,16 @@ def test_every_link_leads_somewhere(page: Path):
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert broken == []
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    entries = re.findall(
+        r"'([\w/]+\.md)'", str(yaml.safe_load((CHECKOUT / "mkdocs.yml").read_text("utf-8"))["nav"])
+    )
+    made = {"docs/rest_api.md", "docs/python_api.md"}  # tests/site/hooks.py makes them
+    assert len(set(entries)) == len(entries)
+    assert {page.relative_to(CHECKOUT).as_posix() for page in PAGES} <= set(entries)
+    assert [name for name in entries if name not in made and not (CHECKOUT / name).exists()] == []
 
 
 def test_the_reasons_of_errors_are_those_of_the_table():

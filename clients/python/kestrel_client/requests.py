@@ -41,7 +41,7 @@ AnySegment = TypeVar("AnySegment", vision_service_pb2.SegmentRequest, vision_ser
 class CallOptions(TypedDict, total=False):
     """The keyword arguments of every skill. None or absent means the default of the server, or of the client.
 
-    Args:
+    Attributes:
         temperature: Sampling temperature; 0 always takes the most likely token.
         top_p: Sample from the most likely tokens whose probabilities add up to this.
         max_tokens: Maximum number of tokens to generate.

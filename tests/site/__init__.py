@@ -1,0 +1,1 @@
+"""The documentation site: `make docs` builds it with `hooks.py`, and checks it with `built_site.py`."""
