@@ -61,10 +61,10 @@ test-languages: setup
 test-ray: setup
 	$(BIN)/python -m tests.ray $(ARGS)
 
-# The documentation as a site of static files in build/site, and a check of all its links.
+# The documentation as a site of static files in build/site, a check of all its links, and the tutorials as written.
 docs: setup
 	GRPC_VERBOSITY=NONE NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
-	$(BIN)/python -m pytest tests/site/built_site.py
+	$(BIN)/python -m pytest tests/site/built_site.py tests/site/tutorials.py
 
 # Ten minutes of CPU for requests, images and frames that nobody meant well; another length with CPU_SECONDS=…
 CPU_SECONDS ?= 600

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 
 from kestrel_grpc import __version__
@@ -11,6 +12,7 @@ from kestrel_grpc.cli.ask import add_client_commands
 from kestrel_grpc.cli.batch import add_batch_command
 from kestrel_grpc.cli.bench import add_bench_command
 from kestrel_grpc.cli.compile import add_compile_command
+from kestrel_grpc.cli.completion import add_completion_command, complete
 from kestrel_grpc.cli.demo import add_demo_command
 from kestrel_grpc.cli.evaluate import add_evaluate_command
 from kestrel_grpc.cli.health import add_health_command
@@ -37,9 +39,11 @@ def run(words: Sequence[str]) -> int:
     for add in (
         *(add_serve_command, add_verify_command, add_accept_command, add_demo_command, add_token_command),
         *(add_client_commands, add_batch_command, add_evaluate_command, add_bench_command),
-        *(add_status_commands, add_health_command, add_compile_command),
+        *(add_status_commands, add_health_command, add_compile_command, add_completion_command),
     ):
         add(commands)
+    if "_ARGCOMPLETE" in os.environ:
+        complete(parser)
     if not words:
         parser.print_help()
         return 0

@@ -35,7 +35,7 @@ def main() -> int:
     arguments = sys.argv[1:]
     writes_pictures = "--pictures" in arguments
     arguments = [item for item in arguments if item != "--pictures"]
-    status = pytest.main(["tests/page/in_chromium.py", *arguments])
+    status = pytest.main(["tests/page/in_chromium.py", "tests/page/tutorial_in_chromium.py", *arguments])
     if writes_pictures and status == 0:
         for name in DOCUMENTED:
             _write_picture(name)

@@ -1,1 +1,1 @@
-"""The documentation site: `make docs` builds it with `hooks.py`, and checks it with `built_site.py`."""
+"""The documentation site: `make docs` builds it with `hooks.py`, checks it, and runs the tutorials in it."""

@@ -1,0 +1,38 @@
+"""The command `kestrel-grpc completion`: what a shell needs to complete the other commands and their options.
+
+argcomplete does the work. The script calls `kestrel-grpc` again for each completion, so that it always has the
+commands of the installed version.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+_SHELLS = ("bash", "zsh", "fish")
+
+
+def add_completion_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command; it sets `run`, which takes the parsed arguments and returns the exit status."""
+    parser = subparsers.add_parser(
+        "completion",
+        help="print the script with which a shell completes commands and options",
+        description="Print the script with which a shell completes commands, options and file names. Each start of "
+        'the shell has to read it: eval "$(kestrel-grpc completion bash)" in ~/.bashrc, the same with zsh in '
+        "~/.zshrc after compinit, kestrel-grpc completion fish | source in ~/.config/fish/config.fish.",
+    )
+    parser.add_argument("shell", choices=_SHELLS)
+    parser.set_defaults(run=_print_script)
+
+
+def _print_script(arguments: argparse.Namespace) -> int:
+    from argcomplete.shell_integration import shellcode
+
+    print(shellcode(["kestrel-grpc"], shell=arguments.shell))
+    return 0
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer the shell, if it is the one that runs this process, and end the process; otherwise do nothing."""
+    import argcomplete
+
+    argcomplete.autocomplete(parser, always_complete_options=False)
