@@ -1,1 +1,1 @@
-"""The page of the HTTP port in a browser: `python -m tests.page`, which is `make test-page`."""
+"""The page of the HTTP port, and that of a tutorial, in a browser: `make test-page`, or `python -m tests.page`."""

@@ -19,7 +19,7 @@ from tests.reference_fixtures import CHECKOUT
 from tests.test_readme import free_ports
 
 TUTORIAL = (CHECKOUT / "docs" / "tutorials" / "web_page.md").read_text(encoding="utf-8")
-PORTS = ("50055", "8001", "8080")
+PORTS: tuple[str, ...] = ("50055", "8001", "8080")
 ACTIVATED = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
