@@ -27,6 +27,8 @@ from tests.server.http_calls import serving_http
 from tests.site.rest_page import rest_page
 
 _LINK = re.compile(r'(\]\(|<img src=")([^)\s#"]+)')
+_CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+_ITEM = re.compile(r"(?:[-*]|\d\.) ")
 _MEDIA = {".png", ".webp", ".svg"}
 _LANGUAGES = {".py": "python", ".cpp": "cpp", ".go": "go", ".java": "java", ".json": "json", ".ts": "typescript"}
 """What a file is highlighted as, by its ending; others are plain text."""
@@ -75,7 +77,24 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
             return match[0] if picture is None else before + picture.url_relative_to(page.file)
         return f"{before}{link}.md" if files.get_file_from_path(f"{path}.md") is not None else match[0]
 
-    return _LINK.sub(to_site, markdown)
+    return _with_lists(_LINK.sub(to_site, markdown))
+
+
+def _with_lists(markdown: str) -> str:
+    """What belongs to an item of a list behind four spaces: Python-Markdown does not see it behind two or three."""
+    parts = _CODE.split(markdown)
+    for number in range(0, len(parts), 2):
+        width, lines = 4, parts[number].split("\n")
+        for index, line in enumerate(lines):
+            item = _ITEM.match(line)
+            if item is not None:
+                width = len(item[0])
+            elif line.startswith(" " * width):
+                lines[index] = " " * (4 - width) + line
+            elif line and not line.startswith(" "):
+                width = 4
+        parts[number] = "\n".join(lines)
+    return "".join(parts)
 
 
 def _root(config: MkDocsConfig) -> Path:
@@ -150,7 +169,9 @@ async def _openapi_document() -> Any:
     """What a server sends that stores images."""
     with redirect_stdout(io.StringIO()):  # it prints its addresses
         async with serving_http() as rig:
-            return (await rig.ask("/openapi.json")).json
+            document = (await rig.ask("/openapi.json")).json
+    del document["info"]["description"]  # names the model of that server
+    return document
 
 
 def _python_page(package: Path) -> str:
