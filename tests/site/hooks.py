@@ -81,18 +81,23 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def _with_lists(markdown: str) -> str:
-    """What belongs to an item of a list behind four spaces: Python-Markdown does not see it behind two or three."""
+    """What belongs to an item of a list behind four spaces: Python-Markdown does not see it behind two or three.
+
+    An item with several paragraphs is followed by an empty line, without which Python-Markdown loses the next item.
+    """
     parts = _CODE.split(markdown)
     for number in range(0, len(parts), 2):
-        width, lines = 4, parts[number].split("\n")
+        width, has_paragraphs, lines = 4, False, parts[number].split("\n")
         for index, line in enumerate(lines):
             item = _ITEM.match(line)
             if item is not None:
-                width = len(item[0])
+                lines[index] = f"\n{line}" if has_paragraphs else line
+                width, has_paragraphs = len(item[0]), False
             elif line.startswith(" " * width):
                 lines[index] = " " * (4 - width) + line
+                has_paragraphs = has_paragraphs or lines[index - 1] == ""
             elif line and not line.startswith(" "):
-                width = 4
+                width, has_paragraphs = 4, False
         parts[number] = "\n".join(lines)
     return "".join(parts)
 
