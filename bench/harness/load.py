@@ -18,6 +18,7 @@ class Questions:
     """Drawings of each process."""
     adapters: tuple[str, ...]
     num_processes: int
+    tells_images: bool = False
 
     def __call__(self) -> Callable[[Workload, int], Question]:
         """Draw the pictures."""
@@ -33,6 +34,7 @@ class Questions:
                 0.0,
                 workload.is_streamed,
                 self.adapters[turn % len(self.adapters)] if self.adapters else "",
+                self.tells_images,
             )
 
         return question
@@ -42,7 +44,8 @@ class LoadProcesses(Processes[Workload]):
     """Several processes that load one server together with workloads.
 
     The requests name the given adapters in turn; none where there are none. Pictures are known by the numbers of
-    requests, which begin with `first_number`: two who load one server begin far from each other.
+    requests, which begin with `first_number`: two who load one server begin far from each other. With
+    `tells_images`, the metadata of a request tells a balancer which picture it shows.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class LoadProcesses(Processes[Workload]):
         num_pictures: int,
         adapters: tuple[str, ...] = (),
         first_number: int = 0,
+        *,
+        tells_images: bool = False,
     ) -> None:
-        questions = Questions(num_pictures, adapters, num_processes)
+        questions = Questions(num_pictures, adapters, num_processes, tells_images)
         super().__init__(Target("grpc", address), questions, num_processes, first_number=first_number)

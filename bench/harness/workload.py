@@ -18,6 +18,8 @@ from types import MappingProxyType
 from kestrel_grpc.cli.bench_workload import QUESTIONS, TEXT_QUESTIONS, chart, with_comment
 
 NUM_POPULAR = 1_000
+NUM_RETURNING = 64
+"""How many pictures are asked about at a time, with `Picture.RETURNING`."""
 
 
 class Picture(Enum):
@@ -28,6 +30,8 @@ class Picture(Enum):
     SAME = "same"
     REPEATED = "repeated"
     """A share of the requests shows one of `NUM_POPULAR` pictures, by Zipf's law; the others unique ones."""
+    RETURNING = "returning"
+    """Each picture is shown by a few requests, among requests that show others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class Workload:
     num_tokens: int
     repeat_share: float = 0.0
     """Of requests with `Picture.REPEATED`."""
+    num_questions: int = 1
+    """About each picture, with `Picture.RETURNING`."""
     is_streamed: bool = True
     """Whether the answer comes in pieces, by `Query`, or whole, by `CompleteQuery`."""
     example: str = ""
@@ -52,6 +58,7 @@ class Workload:
             Picture.UNIQUE: "a question about a picture that no other request shows",
             Picture.SAME: "a question about the one picture that all requests show",
             Picture.REPEATED: f"a question about a picture; in {self.repeat_share:.0%} of requests a popular one",
+            Picture.RETURNING: f"one of {self.num_questions} questions about a picture",
         }[self.picture]
         ending = "" if self.is_streamed else " in one message"
         example = f", as long as {self.example}" if self.example else ""
@@ -78,6 +85,7 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
             Workload("repeats-0", Picture.REPEATED, 3, 0.0),
             Workload("repeats-50", Picture.REPEATED, 3, 0.5),
             Workload("repeats-90", Picture.REPEATED, 3, 0.9),
+            Workload("returning-5", Picture.RETURNING, 3, num_questions=5),
         )
     }
 )
@@ -85,6 +93,13 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
 
 _POPULARITY = tuple(itertools.accumulate(1 / rank for rank in range(1, NUM_POPULAR + 1)))
 """Added up: Zipf's law gives the picture of a rank the weight 1 / rank."""
+
+
+def returning(block: int, num_questions: int, num_pictures: int = NUM_RETURNING) -> list[int]:
+    """The pictures of so many requests in a row: each of `num_pictures` as often as it is asked about, mixed."""
+    pictures = [block * num_pictures + index for index in range(num_pictures)] * num_questions
+    random.Random(block).shuffle(pictures)
+    return pictures
 
 
 class Album:
@@ -108,6 +123,10 @@ class Album:
             if chance.random() < workload.repeat_share:
                 rank = bisect.bisect(_POPULARITY, chance.random() * _POPULARITY[-1])
                 return with_comment(self._drawn[rank % len(self._drawn)], f"popular {rank:08d}")
+        if workload.picture is Picture.RETURNING:
+            block, place = divmod(number, workload.num_questions * NUM_RETURNING)
+            picture = returning(block, workload.num_questions)[place]
+            return with_comment(self._drawn[picture % len(self._drawn)], f"returning {picture:06d}")
         return with_comment(self._drawn[number % len(self._drawn)], f"{number:016d}")
 
 

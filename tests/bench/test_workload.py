@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from PIL import Image
 
-from bench.harness.workload import WORKLOADS, Album, chart
+from bench.harness.workload import NUM_RETURNING, WORKLOADS, Album, chart
 from kestrel_grpc.cli.bench_workload import HEIGHT_PX, WIDTH_PX
 from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 from tests.bench.small import SMALL_2
@@ -52,3 +52,11 @@ def test_a_share_of_the_requests_shows_popular_pictures_and_the_first_of_them_mo
 
 def test_without_repeats_no_file_comes_twice(album: Album):
     assert len({album.picture(WORKLOADS["repeats-0"], number) for number in range(500)}) == 500
+
+
+def test_a_picture_that_returns_is_asked_about_so_often_among_others(album: Album):
+    workload = WORKLOADS["returning-5"]
+    files = [album.picture(workload, number) for number in range(2 * 5 * NUM_RETURNING)]
+    assert set(Counter(files).values()) == {5}
+    assert len(set(files[: 5 * NUM_RETURNING])) == NUM_RETURNING
+    assert len(set(files[:10])) > 5, "mixed"
