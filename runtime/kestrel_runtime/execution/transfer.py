@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -67,9 +67,11 @@ def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
 
 def uploaded(
     tensors: Mapping[str, Tensor], device: torch.device, dtype_of: Callable[[str, Tensor], torch.dtype]
-) -> dict[str, Tensor]:
-    """Copies of tensors on a CUDA device in these types, made by several threads: one alone reads mapped files more
-    slowly than the device takes them."""
+) -> Iterator[tuple[str, Tensor]]:
+    """Copies of tensors on a CUDA device in these types, in their order.
+
+    Several threads make them, since one alone reads mapped files more slowly than the device takes them.
+    """
     threads = threading.local()
 
     def upload(item: tuple[str, Tensor]) -> tuple[str, Tensor]:
@@ -79,7 +81,7 @@ def uploaded(
         return name, threads.pieces.upload(tensor).to(dtype_of(name, tensor))
 
     with ThreadPoolExecutor(_NUM_UPLOADING_THREADS) as pool:
-        return dict(pool.map(upload, tensors.items()))
+        yield from pool.map(upload, tensors.items())
 
 
 class _PinnedPieces:

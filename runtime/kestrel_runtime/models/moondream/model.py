@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kestrel_runtime.execution.transfer import to_device, uploaded
+from kestrel_runtime.loading.progress import told
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.fused.weights import float8_rows
 from kestrel_runtime.models.moondream.region import RegionModel
@@ -57,10 +58,13 @@ class Moondream(nn.Module):
             keeps_type = tensor.dtype == torch.float8_e4m3fn or name.endswith(".scale")
             return tensor.dtype if keeps_type else dtype
 
+        num_bytes = sum(tensor.nbytes for tensor in state.values())
         if device.type == "cuda" and not rounds_experts:
-            state = uploaded(state, device, dtype_of)
-        for name in list(state):
-            tensor = state.pop(name)
+            tensors = uploaded(state, device, dtype_of)
+            num_bytes = sum(tensor.numel() * dtype_of(name, tensor).itemsize for name, tensor in state.items())
+        else:
+            tensors = ((name, state.pop(name)) for name in list(state))
+        for name, tensor in told(tensors, num_bytes):
             if rounds_experts and (found := _EXPERT_WEIGHTS.fullmatch(name)) and tensor.ndim == _EXPERT_AXES:
                 scales = name.removesuffix("weight") + "scale"
                 placed[name], placed[scales], error = float8_experts(tensor.to(device))
