@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from bench.harness.output import number, write_json
+from bench.harness.output import write_json
 from bench.harness.queueing import (
     QUANTILE,
     Arrival,
@@ -46,6 +46,7 @@ from bench.harness.queueing import (
 from bench.harness.workload import NUM_RETURNING, returning
 from kestrel_grpc.cli.bench_loops import arrivals as moments
 from kestrel_grpc.cli.bench_numbers import percentiles
+from kestrel_grpc.cli.bench_plot import number
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BALANCE_FACTOR = 2.0

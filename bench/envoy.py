@@ -43,11 +43,12 @@ from typing import Any
 
 import kestrel_runtime
 from bench.harness.envoy import Envoy, envoy
-from bench.harness.output import number, write_json
+from bench.harness.output import write_json
 from bench.harness.serving import machine_facts
 from bench.harness.workload import chart
 from kestrel_client import AsyncClient
 from kestrel_client.errors import KestrelClientError
+from kestrel_grpc.cli.bench_plot import number
 
 NUM_SERVERS = 4
 NUM_PICTURES = 48

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from kestrel_grpc.cli.bench_plot import number as number
-
 _WIDTH = 24
 
 
