@@ -68,7 +68,8 @@ _MAX_PREFILLS = 2
 """Prefill steps in flight: one that runs, and one that begins when it ends."""
 _MAX_DECODES, _MAX_DECODES_BEFORE_PREFILL = 2, 5
 """Decode steps in flight, the one that runs included; the second where a prefill step is about to be launched."""
-_RATE_WINDOW_S = 5.0
+_RATE_INTERVAL_S, _RATE_INTERVALS = 0.1, 50
+_RATE_WINDOW_S = _RATE_INTERVALS * _RATE_INTERVAL_S
 _BLOCKED_S = 0.05
 """How long the thread waits for an image that is being decoded before it looks at deadlines."""
 _QUIET_S = 0.2
@@ -643,15 +644,20 @@ class RecentRate:
     """How many there were per second over the last seconds. One thread adds, any thread reads."""
 
     def __init__(self) -> None:
-        self._counts: deque[tuple[float, int]] = deque()  # (moment in seconds, how many)
+        # Of each interval in which something came: its number, counted from time 0, and how many.
+        self._counts: deque[tuple[int, int]] = deque()
 
     def add(self, now: float, count: int) -> None:
         """Add what came at `now`, in seconds of the monotonic clock."""
-        self._counts.append((now, count))
-        while self._counts[0][0] < now - _RATE_WINDOW_S:
+        number = int(now / _RATE_INTERVAL_S)
+        if self._counts and self._counts[-1][0] == number:
+            self._counts[-1] = (number, self._counts[-1][1] + count)
+            return
+        self._counts.append((number, count))
+        while self._counts[0][0] <= number - _RATE_INTERVALS:
             self._counts.popleft()
 
     def per_second(self, now: float) -> float:
-        """The mean over the window that ends at `now`."""
-        since = now - _RATE_WINDOW_S
-        return sum(count for moment, count in list(self._counts) if moment >= since) / _RATE_WINDOW_S
+        """The mean over the window that ends with the interval of `now`."""
+        since = int(now / _RATE_INTERVAL_S) - _RATE_INTERVALS
+        return sum(count for number, count in list(self._counts) if number > since) / _RATE_WINDOW_S

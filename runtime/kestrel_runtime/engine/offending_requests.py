@@ -7,9 +7,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from operator import attrgetter
 from threading import Lock
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -17,13 +18,14 @@ from kestrel_runtime.api.images import image_digest
 from kestrel_runtime.api.requests import REQUEST_TYPES, Request
 
 LIFETIME_S = 3600.0
-_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+_VALUES: Mapping[str, Callable[[Request], tuple[Any, ...]]] = MappingProxyType(
     {
-        kind.skill: tuple(item.name for item in fields(kind) if item.name not in ("image", "options"))
+        kind.skill: attrgetter(*(item.name for item in fields(kind) if item.name not in ("image", "options")))
         for kind in REQUEST_TYPES
     }
 )
-"""The fields of a request that say what work it is, beside its image."""
+"""The values of a request's fields that say what work it is, beside its image."""
+_encoder = msgspec.msgpack.Encoder()
 _CAPACITY = 256
 
 
@@ -99,9 +101,9 @@ def fingerprint_of(request: Request, digest_of_image: bytes | None = None) -> st
     """
     if digest_of_image is None and request.image is not None:
         digest_of_image = image_digest(request.image)
-    values = (digest_of_image, *(getattr(request, name) for name in _FIELDS[request.skill]))
+    values = (digest_of_image, *_VALUES[request.skill](request))
     try:
-        data = msgspec.msgpack.encode(values)
+        data = _encoder.encode(values)
     except UnicodeEncodeError:  # half of a surrogate pair, which MessagePack does not have
         data = repr(values).encode()
     return f"{request.skill}-{hashlib.sha256(data).hexdigest()[:32]}"

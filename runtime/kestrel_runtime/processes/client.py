@@ -52,7 +52,7 @@ from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.header import ImageHeader
 from kestrel_runtime.memory.image_budget import MAX_DECODING_BYTES, MemoryBudget
 from kestrel_runtime.processes import messages
-from kestrel_runtime.processes.endpoint import MAX_WAITING_MESSAGES, CoreEndpoint, has_message
+from kestrel_runtime.processes.endpoint import MAX_WAITING_MESSAGES, CoreEndpoint
 from kestrel_runtime.processes.messages import (
     Acquitted,
     AdapterNames,
@@ -691,9 +691,12 @@ class _Core:
 
     def _receive(self) -> None:
         for _ in range(_MAX_READ_AT_ONCE):
-            if self._sockets is None or not has_message(self._sockets[1]):
+            if self._sockets is None:
                 return
-            (data, *_) = self._sockets[1].recv_multipart(zmq.NOBLOCK)
+            try:
+                (data, *_) = self._sockets[1].recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:  # the descriptor tells of changes alone, so that all had to be read
+                return
             try:
                 self._take(messages.decode_from_core(data))
             except msgspec.MsgspecError:

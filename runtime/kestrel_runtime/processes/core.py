@@ -31,7 +31,7 @@ from kestrel_runtime.api.images import PixelFormat, RawImage, RemoteImage
 from kestrel_runtime.api.stream import Delivery, Stream
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.processes import messages
-from kestrel_runtime.processes.endpoint import MAX_WAITING_MESSAGES, CoreEndpoint, has_message
+from kestrel_runtime.processes.endpoint import MAX_WAITING_MESSAGES, CoreEndpoint
 from kestrel_runtime.processes.messages import (
     Acquitted,
     AdapterNames,
@@ -159,9 +159,12 @@ class CoreServer:
 
     def _receive(self) -> None:
         for _ in range(_MAX_READ_AT_ONCE):
-            if self._is_closed or not has_message(self._requests):
+            if self._is_closed:
                 return
-            identity, data, *frames = self._requests.recv_multipart(zmq.NOBLOCK)
+            try:
+                identity, data, *frames = self._requests.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:  # the descriptor tells of changes alone, so that all had to be read
+                return
             try:
                 self._take(identity, messages.decode_to_core(data), frames)
             except msgspec.MsgspecError:
@@ -359,7 +362,6 @@ class _ForwardedStream(Stream):
         self.id = id
         self._frontend = frontend
         frontend.streams[id] = self
-        self.over.add_done_callback(lambda _: frontend.streams.pop(id, None))
 
     @property
     def destination(self) -> Hashable:
@@ -388,6 +390,10 @@ class _ForwardedStream(Stream):
         """Its last event has been sent."""
         if not self.over.done():
             self._end()
+
+    def _end(self) -> None:
+        self._frontend.streams.pop(self.id, None)
+        super()._end()
 
 
 class _FetchedImage(RemoteImage):

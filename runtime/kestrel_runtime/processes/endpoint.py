@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import zmq
 
 MAX_WAITING_MESSAGES = 20_000
 """To one process that does not read; beyond that it is given up."""
@@ -33,8 +30,3 @@ class CoreEndpoint:
     def flight_record(self) -> Path:
         """Which requests are in flight, or were when the process ended (`engine.flight_record`)."""
         return self.folder / f"core-{self.index}.steps"
-
-
-def has_message(socket: zmq.Socket[Any]) -> bool:
-    """Whether a message can be read now. The socket's descriptor tells of changes: read until there is none."""
-    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)

@@ -54,14 +54,15 @@ class Admission:
     """Counts what is in the queue. Keys identify requests; all times are of one monotonic clock."""
 
     def __init__(self, limits: QueueLimits) -> None:
-        self._limits = {
-            QueueBound.REQUESTS: FairLimit(limits.requests),
-            QueueBound.IMAGE_BYTES: FairLimit(limits.image_bytes),
-            QueueBound.TOKENS: FairLimit(limits.tokens),
-        }
+        self._num_requests = FairLimit(limits.requests)
+        self._limits = (  # in the order of `_amounts`
+            (QueueBound.REQUESTS, self._num_requests),
+            (QueueBound.IMAGE_BYTES, FairLimit(limits.image_bytes)),
+            (QueueBound.TOKENS, FairLimit(limits.tokens)),
+        )
         self._lock = RLock()
         self._costs: dict[Hashable, Cost] = {}
-        self._lines: Counter[tuple[str, Priority, Priority]] = Counter()
+        self._lines: dict[tuple[str, Priority, Priority], int] = {}  # without zeros
         self._intervals: deque[tuple[float, float]] = deque()  # (moment, time since last start)
         self._intervals_s = 0.0  # their sum
         self._last_start: float | None = None  # None where no request has waited since
@@ -121,12 +122,11 @@ class Admission:
         return pace_s * (own + sum(min(count, own + 1) for count in ahead.values()))
 
     def _check_bounds(self, cost: Cost, now: float) -> None:
-        for bound, wanted in _amounts(cost).items():
-            limit = self._limits[bound]
+        for (bound, limit), wanted in zip(self._limits, _amounts(cost), strict=True):
             if wanted and not limit.has_room(wanted):
                 raise Overloaded(limit.limit, self._retry_after_s(len(self), now), bound)
             if wanted and not limit.has_share(cost.tenant):
-                num_own = self._limits[QueueBound.REQUESTS].taken_by(cost.tenant)
+                num_own = self._num_requests.taken_by(cost.tenant)
                 raise Overloaded(limit.limit, self._retry_after_s(num_own, now), bound, is_tenant_share=True)
 
     def _retry_after_s(self, num_requests: int, now: float) -> float:
@@ -145,17 +145,16 @@ class Admission:
         return max(0.0, self._intervals_s) / len(self._intervals)
 
     def _book(self, cost: Cost, sign: int) -> None:
-        for bound, amount in _amounts(cost).items():
-            self._limits[bound].count(cost.tenant, sign * amount)
+        for (_, limit), amount in zip(self._limits, _amounts(cost), strict=True):
+            limit.count(cost.tenant, sign * amount)
         line = (cost.tenant, cost.priority, cost.standing)
-        self._lines[line] += sign
-        if not self._lines[line]:
+        count = self._lines.get(line, 0) + sign
+        if count:
+            self._lines[line] = count
+        else:
             del self._lines[line]
 
 
-def _amounts(cost: Cost) -> dict[QueueBound, int]:
-    return {
-        QueueBound.REQUESTS: 1,
-        QueueBound.IMAGE_BYTES: cost.image_bytes,
-        QueueBound.TOKENS: cost.tokens,
-    }
+def _amounts(cost: Cost) -> tuple[int, int, int]:
+    """Of requests, image bytes and tokens."""
+    return 1, cost.image_bytes, cost.tokens

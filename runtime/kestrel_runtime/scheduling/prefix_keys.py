@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import NamedTuple, NewType
 
@@ -18,6 +18,9 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.scheduling.output_parser import Token
 
 Digest = NewType("Digest", bytes)
+
+_pack_length = struct.Struct("<Q").pack
+_pack_text_token = struct.Struct("<cq").pack
 
 _MAX_KNOWN_NAMESPACES = 1024
 _MAX_KNOWN_IMAGES = 1024
@@ -160,7 +163,7 @@ class PrefixKeyMaker:
         else:
             span = self._span(tokens[0], num_image_tokens, image, namespace, adapter)
             # The pages of the sequence's tokens are added to the list; the rest does not change.
-            keys = replace(span, pages=span.pages.copy())
+            keys = PrefixKeys(root, span.pages.copy(), span.boundaries, span.spans, span.scope, image)
         keys.extend(tokens, num_image_tokens, len(tokens) + num_image_tokens, self._page_size)
         return keys
 
@@ -212,11 +215,13 @@ def _content(tokens: Sequence[Token], num_image_tokens: int, image: bytes, start
 
 def _record(token: Token) -> bytes:
     if not token.value:
-        return b"t" + struct.pack("<q", token.id)
+        return _pack_text_token(b"t", token.id)
     return b"v" + struct.pack(f"<qB{len(token.value)}d", token.id, len(token.value), *token.value)
 
 
 def _digest(kind: bytes, *parts: bytes) -> Digest:
     """SHA-256 of the kind and the parts, each with its length."""
-    framed = [kind, *(piece for part in parts for piece in (struct.pack("<Q", len(part)), part))]
+    framed = [kind]
+    for part in parts:
+        framed += (_pack_length(len(part)), part)
     return Digest(hashlib.sha256(b"".join(framed)).digest())
