@@ -1,7 +1,7 @@
 """Leaves out the model: steps of queries that continue a cached prefix return at once, all with the same token.
 
 What is left is the host's work beside the launching of steps. Steps that begin a prompt are run, so that pages are
-computed and published. As a program, this is `kestrel-grpc` with such steps.
+computed and published. As a program, this is `kestrel-grpc` with such steps, also in engine cores of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from unittest import mock
 
 import kestrel_grpc.__main__
+from kestrel_grpc.host import core, supervisor
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.output_parser import Token
@@ -45,5 +46,7 @@ def leave_out_model() -> AbstractContextManager[object]:
 
 
 if __name__ == "__main__":
-    with leave_out_model():
-        sys.exit(kestrel_grpc.__main__.main())
+    is_core = sys.argv[1:] and sys.argv[1].isdigit()  # started by the supervisor, with a descriptor
+    module = mock.patch.object(supervisor._Core, "module", "bench.harness.instant_steps")  # pyright: ignore[reportPrivateUsage]
+    with leave_out_model(), module:
+        sys.exit(core.main() if is_core else kestrel_grpc.__main__.main())
