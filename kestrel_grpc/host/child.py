@@ -18,7 +18,6 @@ from setproctitle import setproctitle
 from kestrel_grpc.host.link import Link, receive_first
 from kestrel_grpc.host.messages import Begin, Ping, ReadMetrics
 from kestrel_grpc.process import (
-    SWITCH_INTERVAL_S,
     raise_descriptor_limit,
     return_free_memory,
     return_large_blocks,
@@ -29,6 +28,9 @@ from kestrel_runtime.processes.messages import build_id
 OTHER_BUILD = 75
 """The exit status of a process that runs other code than its supervisor, since the packages have changed."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SWITCH_INTERVAL_S = 0.0005
+"""For `sys.setswitchinterval`: ten times that of a server of one process, since these event loops take turns that
+are short. Each switch costs more than it saves."""
 _LOOK_MS = 500
 
 _log = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ def begin(title: str) -> tuple[Begin, socket.socket]:
     if said.build != build_id():
         _log.error("the installed package is another than the one that the server was started with")
         sys.exit(OTHER_BUILD)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     raise_descriptor_limit()
     return said, connection
 
