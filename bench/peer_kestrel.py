@@ -90,7 +90,8 @@ class PeerEngine:
         cpu_s = time.process_time() - cpu_s
         await loop.outlast(window)
         # Its engine does not stop generating when the caller leaves.
-        await loop.finish()
+        loop.stop()
+        await loop.end()
         return Recording(window, loop.overlapping(window), cpu_s / duration_s, 0.0)
 
 

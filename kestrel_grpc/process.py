@@ -22,9 +22,11 @@ import platform
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
 
 MAPPED_FROM_BYTES = 2 * 2**20
 """Blocks from this size on are returned to the system when freed; a smaller limit would cause page faults."""
@@ -90,6 +92,36 @@ def stop_signals() -> Iterator[StopSignals]:
             loop.remove_signal_handler(number)
         # Removing leaves the default, with which SIGTERM would be a failure while the process ends.
         signal.signal(signal.SIGTERM, before)
+
+
+class Interruption:
+    """Notes the first SIGINT or SIGTERM during a `with` without an event loop, whose work looks at `number`.
+
+    A SIGINT after that raises KeyboardInterrupt. A second SIGTERM does nothing: `timeout` sends it to a process and
+    to its group, so it comes twice. Outside the main thread, where Python has no signals, nothing is noted.
+    """
+
+    def __init__(self) -> None:
+        self.number: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.number is None:
+            self.number = signal.Signals(number)
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
 
 
 def raise_descriptor_limit() -> None:

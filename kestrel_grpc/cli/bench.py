@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from kestrel_client.errors import KestrelClientError
 from kestrel_grpc.cli.bench_calls import APIS, SKILLS, Target
 from kestrel_grpc.cli.common import add_connection_arguments, add_token_argument, explain, tls_of
-from kestrel_grpc.process import complain
+from kestrel_grpc.process import Interruption, complain
 
 if TYPE_CHECKING:
     from kestrel_grpc.cli.bench_numbers import Objective
@@ -32,6 +32,7 @@ _DURATION_S, _WARM_UP_S, _TIMEOUT_S = 30.0, 10.0, 120.0
 _CONCURRENCY = 8
 _SKILL = "query"
 _MAX_TOKENS = 64
+_BY_SIGNAL = 128
 _WAIT_LIMIT_S = 10.0
 """In an open loop, how long answers are waited for after the last request of a window."""
 _CHECK_TIMEOUT_S = 30.0
@@ -46,7 +47,8 @@ def add_bench_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         help="load a running server and measure its answers, or compare two results",
         description="Load a running server and print rates, times and errors. `bench compare A.json B.json` "
         "compares two results. Exit 0 if every request was answered, 1 if some failed or none could be sent, 2 for "
-        "a mistake in the call.",
+        "a mistake in the call. Ctrl-C (SIGINT) or SIGTERM ends the measurement and shows what has been measured, "
+        "with exit 130 or 143; a second Ctrl-C ends the command at once.",
         usage="%(prog)s [OPTION ...]\n       %(prog)s compare A.json B.json",
         allow_abbrev=False,
     )
@@ -198,8 +200,6 @@ class Step:
                 return load.closed(None, self.concurrency, arguments.duration, arguments.warm_up)
             return load.counted(None, self.concurrency, arguments.requests, arguments.warm_up)
         assert self.rate_per_s is not None
-        if arguments.warm_up > 0.0:
-            load.counted(None, arguments.processes, arguments.processes, arguments.warm_up)
         wait_limit_s = min(_WAIT_LIMIT_S, arguments.timeout)
         return load.open(
             None,
@@ -208,6 +208,7 @@ class Step:
             wait_limit_s,
             num_requests=arguments.requests,
             seed=arguments.seed,
+            warm_up_s=arguments.warm_up,
         )
 
     def __str__(self) -> str:
@@ -236,9 +237,8 @@ def _doubled(first: float, last: float) -> Iterator[float]:
 
 def _bench(arguments: argparse.Namespace) -> int:
     from kestrel_grpc.cli.bench_numbers import Objective
-    from kestrel_grpc.cli.bench_processes import LoadFailed, LoadProcesses
-    from kestrel_grpc.cli.bench_progress import Progress
-    from kestrel_grpc.cli.bench_report import document, text
+    from kestrel_grpc.cli.bench_processes import LoadFailed
+    from kestrel_grpc.cli.bench_report import document
 
     arguments.skill = arguments.skill or _SKILL
     try:
@@ -250,11 +250,53 @@ def _bench(arguments: argparse.Namespace) -> int:
     except (KestrelClientError, OSError) as error:
         complain(f"{arguments.address or 'the server'}: {explain(error)}")
         return _FAILED
-    objective = arguments.slo or Objective()
-    steps = steps_of(arguments)
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    steps = steps_of(arguments)
+    with Interruption() as interruption:
+        try:
+            recordings = list(_recordings(steps, target, workload, arguments, interruption))
+        except LoadFailed as error:
+            complain(str(error))
+            return _FAILED
+        objective = arguments.slo or Objective()
+        found = [_measured(*measured, objective) for measured in zip(steps, recordings, strict=False)]
+        by_signal = interruption.number
+        if by_signal is not None:
+            complain(f"ended by {by_signal.name}" + ("" if found else " before anything was measured"))
+        if found:
+            is_complete = len(found) == len(steps) and not recordings[-1].is_partial
+            options = _options(arguments, target)
+            result = document(options, date, target.model, found, is_complete=is_complete)
+            try:
+                _show(result, arguments)
+            except OSError as error:
+                complain(explain(error))
+                return _FAILED
+    if by_signal is not None:
+        return _BY_SIGNAL + by_signal
+    return _FAILED if any(step["failed"] or not step["completed"] for step in found) else 0
+
+
+def _recordings(
+    steps: Sequence[Step],
+    target: Target,
+    workload: Workload,
+    arguments: argparse.Namespace,
+    interruption: Interruption,
+) -> Iterator[Recording]:
+    """Of the steps, until an interruption. Raises `LoadFailed`."""
+    from kestrel_grpc.cli.bench_processes import EndedEarly, LoadProcesses
+    from kestrel_grpc.cli.bench_progress import Progress
+
     progress = Progress(len(steps), arguments.duration, arguments.requests)
-    found: list[dict[str, Any]] = []
+
+    def is_ended() -> bool:
+        if interruption.number is None:
+            return False
+        progress.close()
+        complain("waiting for the answers that are running; Ctrl-C ends at once, without a result")
+        return True
+
     try:
         with LoadProcesses(
             target,
@@ -264,28 +306,31 @@ def _bench(arguments: argparse.Namespace) -> int:
             first_number=int(time.time()) * _REQUESTS_PER_S,
             timeout_s=arguments.timeout,
             watch=progress.show,
+            is_ended=is_ended,
         ) as load:
             for step in steps:
                 progress.begin(str(step))
-                found.append(_measured(step, step.record(load, arguments), objective))
-    except LoadFailed as error:
-        complain(str(error))
-        return _FAILED
+                recording = step.record(load, arguments)
+                yield recording
+                if recording.is_partial:
+                    return
+    except EndedEarly:
+        return
     finally:
         progress.close()
-    result = document(_options(arguments, target), date, target.model, found)
-    print(text(result))
-    try:
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        if arguments.html is not None:
-            from kestrel_grpc.cli.bench_page import page
 
-            arguments.html.write_text(page(result), encoding="utf-8")
-    except OSError as error:
-        complain(explain(error))
-        return _FAILED
-    return _FAILED if any(step["failed"] or not step["completed"] for step in found) else 0
+
+def _show(result: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Print the result and write the files. Raises OSError."""
+    from kestrel_grpc.cli.bench_report import text
+
+    print(text(result))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if arguments.html is not None:
+        from kestrel_grpc.cli.bench_page import page
+
+        arguments.html.write_text(page(result), encoding="utf-8")
 
 
 def _measured(step: Step, recording: Recording, objective: Objective) -> dict[str, Any]:

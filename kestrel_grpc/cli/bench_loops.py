@@ -45,6 +45,10 @@ class Window:
     def duration_s(self) -> float:
         return self.end - self.start
 
+    def until(self, moment: float | None) -> Window:
+        """What of the window is before a moment; all of it without one."""
+        return self if moment is None else Window(self.start, max(self.start, min(self.end, moment)))
+
     def parts(self, count: int) -> list[Window]:
         """The window in equal parts."""
         edges = [self.start + self.duration_s * index / count for index in range(count)]
@@ -64,7 +68,7 @@ class ClosedLoop:
 
     def __init__(self, ask: Ask, num_callers: int, num_requests: int | None = None) -> None:
         self._ask = ask
-        self._started: dict[int, float] = {}
+        self._running: dict[int, float] = {}  # when each caller sent the request that is running
         self._samples: list[Sample] = []
         self._answered: set[int] = set()
         self._num_left = num_requests
@@ -85,7 +89,7 @@ class ClosedLoop:
 
     async def outlast(self, window: Window) -> None:
         """Return once everything that began before the window's end has ended."""
-        await self._until(lambda: all(started >= window.end for started in self._started.values()))
+        await self._until(lambda: all(started >= window.end for started in self._running.values()))
 
     async def cancel(self) -> None:
         """End all callers now, in the middle of their requests."""
@@ -93,13 +97,12 @@ class ClosedLoop:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def finish(self) -> None:
+    def stop(self) -> None:
         """End each caller after its request."""
         self._is_closing = True
-        await self.end()
 
     async def end(self) -> None:
-        """Return once all `num_requests` have ended."""
+        """Return once all `num_requests` have ended, or those that were running at `stop`."""
         await asyncio.gather(*self._tasks)
 
     def overlapping(self, window: Window) -> tuple[Sample, ...]:
@@ -110,9 +113,9 @@ class ClosedLoop:
         while not self._is_closing and self._num_left != 0:
             if self._num_left is not None:
                 self._num_left -= 1
-            self._started[number] = time.perf_counter()
-            sample = await self._ask(self._started[number])
-            self._samples.append(sample)
+            self._running[number] = time.perf_counter()
+            self._samples.append(sample := await self._ask(self._running[number]))
+            del self._running[number]
             self._answered.add(number)
             self._changed.set()
             if sample.error:
@@ -134,10 +137,24 @@ def arrivals(start: float, rate_per_s: float, seed: int) -> Iterator[float]:
         yield due
 
 
-async def open_loop(ask: Ask, moments: Iterable[float]) -> list[Sample]:
-    """Send a request at each of these moments, in rising order, however long answers take; returns all requests."""
-    tasks: list[asyncio.Future[Sample]] = []
-    for due in moments:
-        await asyncio.sleep(max(due - time.perf_counter(), 0.0))
-        tasks.append(asyncio.ensure_future(ask(due)))
-    return await asyncio.gather(*tasks)
+class OpenLoop:
+    """Sends a request at each of some moments, in rising order, however long answers take."""
+
+    def __init__(self, ask: Ask, moments: Iterable[float]) -> None:
+        self._ask = ask
+        self._asking: list[asyncio.Future[Sample]] = []
+        self._sending = asyncio.create_task(self._send(moments))
+
+    def stop(self) -> None:
+        """Send no further request."""
+        self._sending.cancel()
+
+    async def end(self) -> tuple[Sample, ...]:
+        """All requests, once the last has been sent and all have ended."""
+        await asyncio.wait((self._sending,))
+        return tuple(await asyncio.gather(*self._asking))
+
+    async def _send(self, moments: Iterable[float]) -> None:
+        for due in moments:
+            await asyncio.sleep(max(due - time.perf_counter(), 0.0))
+            self._asking.append(asyncio.ensure_future(self._ask(due)))

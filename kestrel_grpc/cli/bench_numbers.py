@@ -161,6 +161,7 @@ def numbers(recording: Recording, objective: Objective, *, is_open: bool) -> dic
         **_vllm(recording, good, counted, objective, is_open=is_open),
         "uncertainty": _uncertainty(window, samples, good),
         "timeline": _timeline(window, samples, good),
+        "is_partial": recording.is_partial,
         "busiest_client": recording.busiest_client,
         "client_lag_ms": recording.client_lag_ms,
     }

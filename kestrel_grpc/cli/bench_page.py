@@ -7,7 +7,16 @@ from html import escape
 from typing import Any
 
 from kestrel_grpc.cli.bench_plot import Axis, Series, bar_plot, line_plot, number
-from kestrel_grpc.cli.bench_report import TIME_NAMES, Table, load_of, ramp_table, rate_table, steps_of, time_table
+from kestrel_grpc.cli.bench_report import (
+    TIME_NAMES,
+    Table,
+    load_of,
+    notes,
+    ramp_table,
+    rate_table,
+    steps_of,
+    time_table,
+)
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -46,6 +55,7 @@ def page(result: Mapping[str, Any]) -> str:
         body += [html_table(ramp_table(result)), plots(ramp_plots(steps))]
     for step in steps:
         body.append(f"<h2>{escape(load_of(step))}</h2>")
+        body += [f"<p>{escape(note)}</p>" for note in notes(step)]
         body += [facts_table(dict(rate_table(step))), html_table(time_table(step)), plots(step_plots(step))]
         body.append(html_table([["status", "requests"], *_counts(step["statusCodeDistribution"])]))
         if step["errorDistribution"]:

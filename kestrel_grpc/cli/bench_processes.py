@@ -11,18 +11,22 @@ import asyncio
 import contextlib
 import itertools
 import multiprocessing
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from kestrel_grpc.cli.bench_calls import Caller, Question, Target
-from kestrel_grpc.cli.bench_loops import ClosedLoop, Sample, Window, arrivals, open_loop
+from kestrel_grpc.cli.bench_calls import TIMED_OUT, Caller, Question, Target
+from kestrel_grpc.cli.bench_loops import ClosedLoop, OpenLoop, Sample, Window, arrivals
 from kestrel_grpc.process import loop_factory
 
 CALL_TIMEOUT_S = 120.0
+LAST_ANSWERS_S = 10.0
+"""How long answers are waited for that are running when a measurement is ended early."""
 # Late by more than this, an event loop is busy with something else than waiting.
 _TICK_S = 0.01
 _WATCHED_EVERY_S = 0.25
@@ -39,6 +43,10 @@ class LoadFailed(Exception):
     """A process of load cannot begin or go on; the text says why."""
 
 
+class EndedEarly(Exception):
+    """The measurement was ended before a window began, so there is nothing to record."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recording:
     """What happened in a window, as all processes saw it."""
@@ -50,22 +58,29 @@ class Recording:
     """Processor time of the busiest process, as a share of the window."""
     client_lag_ms: float
     """99th percentile of how late the slowest process got to what was due."""
+    is_partial: bool = False
+    """Whether the window was to be longer, or have more requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How far a measurement is, from its first request on."""
+    """How far a measurement is, from its first request on, or before it the warm-up."""
 
     num_answered: int
     num_failed: int
     num_tokens: int
+    is_warm_up: bool = False
 
 
 class LoadProcesses(Generic[Work]):
     """Several processes that load one server together. Each command goes to all, which share the work evenly.
 
     Pictures are known by the numbers of requests, which begin with `first_number`: two who load one server begin
-    far from each other. `watch` is called a few times in a second while a command runs.
+    far from each other. `watch` is called a few times in a second while a command runs, and so is `is_ended`.
+
+    Once `is_ended` returns True, the command ends early: its window ends at that moment, and answers are waited for
+    `LAST_ANSWERS_S`. What has not come then counts as failed. SIGINT and SIGTERM, which a terminal and others send
+    to all processes of a group, are left to the caller: the processes end when it does.
     """
 
     def __init__(
@@ -77,10 +92,14 @@ class LoadProcesses(Generic[Work]):
         first_number: int = 0,
         timeout_s: float = CALL_TIMEOUT_S,
         watch: Callable[[Tally], None] | None = None,
+        is_ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Raises `LoadFailed`."""
+        """Raises `LoadFailed`, and as all commands `EndedEarly`."""
         context = multiprocessing.get_context("spawn")
         self._watch = watch
+        self._is_ended = is_ended
+        self._ended_at: float | None = None
+        self._is_recording = False
         self._counts = [context.RawArray("q", 3) for _ in range(num_processes)]
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -88,14 +107,15 @@ class LoadProcesses(Generic[Work]):
             ours, theirs = context.Pipe()
             part = _Part(index, num_processes, first_number, timeout_s)
             process = context.Process(target=_run, args=(theirs, target, source, part, counts), daemon=True)
-            process.start()
+            with _blocked_signals():
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
         try:
             self._gather()
-        except LoadFailed:
-            self.close()
+        except BaseException:
+            self._kill()
             raise
 
     def __enter__(self) -> Self:
@@ -104,7 +124,10 @@ class LoadProcesses(Generic[Work]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is not None:
+            self._kill()
+        else:
+            self.close()
 
     def close(self) -> None:
         """End the processes."""
@@ -113,8 +136,14 @@ class LoadProcesses(Generic[Work]):
         for process in self._processes:
             process.join(5)
             if process.is_alive():
-                process.terminate()
+                process.kill()
                 process.join()
+
+    def _kill(self) -> None:
+        """End the processes at once."""
+        for process in self._processes:
+            process.kill()
+        self.close()
 
     def closed(self, work: Work, concurrency: int, duration_s: float, warm_up_s: float) -> Recording:
         """Keep `concurrency` requests running, and record a window once all of them have been answered once, or
@@ -142,39 +171,44 @@ class LoadProcesses(Generic[Work]):
         *,
         num_requests: int | None = None,
         seed: int = 0,
+        warm_up_s: float = 0.0,
     ) -> Recording:
         """Send requests at random moments, on average `rate_per_s`, however long the answers take.
 
         An answer that has not come `wait_limit_s` after the last request was sent counts as an error. With
-        `num_requests` so many are sent, and the window ends with the last answer.
+        `num_requests` so many are sent, and the window ends with the last answer. Before it each process has a
+        request answered, unless that takes `warm_up_s`.
         """
-        start = time.perf_counter() + _UNTIL_FIRST_DUE_S
-        window = Window(start, start + (0.0 if num_requests is not None else duration_s))
-        self._reset()
-        self._tell("open", work, rate_per_s, window, wait_limit_s, num_requests, seed)
+        self._tell("open", work, rate_per_s, wait_limit_s, num_requests, seed, warm_up_s)
+        self._gather()
+        window = self._begin(0.0 if num_requests is not None else duration_s, _UNTIL_FIRST_DUE_S)
         return self._recording(window)
 
-    def _begin(self, duration_s: float) -> Window:
-        self._reset()
-        start = time.perf_counter()
-        window = Window(start, start + duration_s)
-        self._tell(window)
-        return window
-
-    def _reset(self) -> None:
+    def _begin(self, duration_s: float, after_s: float = 0.0) -> Window:
+        self._is_recording = True
         for counts in self._counts:
             counts[:] = [0, 0, 0]
+        start = time.perf_counter() + after_s
+        window = Window(start, start + duration_s)
+        self._tell("window", window)
+        return window
 
     def _recording(self, window: Window) -> Recording:
         parts = self._gather()
+        self._is_recording = False
         samples = tuple(itertools.chain.from_iterable(samples for samples, _, _ in parts))
         if window.duration_s == 0.0:
             window = Window(window.start, max((sample.ended for sample in samples), default=window.start))
+        else:
+            window = window.until(self._ended_at)
+        if self._ended_at is not None and not samples:
+            raise EndedEarly
         return Recording(
             window,
             samples,
             max(cpu_s for _, cpu_s, _ in parts) / max(window.duration_s, 1e-9),
             1e3 * max(lag_s for _, _, lag_s in parts),
+            is_partial=self._ended_at is not None,
         )
 
     def _tell(self, *command: Any) -> None:
@@ -186,9 +220,14 @@ class LoadProcesses(Generic[Work]):
             raise LoadFailed(_ENDED) from None
 
     def _gather(self) -> list[Any]:
-        """What each process says next. Raises `LoadFailed`."""
+        """What each process says next. Raises `LoadFailed` or `EndedEarly`."""
         said: dict[int, Any] = {}
         while len(said) < len(self._pipes):
+            if self._ended_at is None and self._is_ended():
+                self._ended_at = time.perf_counter()
+                self._tell("end", self._ended_at)
+            if self._ended_at is not None and not self._is_recording:
+                raise EndedEarly
             waiting = {pipe: index for index, pipe in enumerate(self._pipes) if index not in said}
             for pipe in wait(list(waiting), _WATCHED_EVERY_S):
                 assert isinstance(pipe, Connection)
@@ -197,7 +236,8 @@ class LoadProcesses(Generic[Work]):
                 except EOFError:
                     raise LoadFailed(_ENDED) from None
             if self._watch is not None:
-                self._watch(Tally(*(sum(counts[place] for counts in self._counts) for place in range(3))))
+                counts = (sum(counts[place] for counts in self._counts) for place in range(3))
+                self._watch(Tally(*counts, is_warm_up=not self._is_recording))
         for answer in said.values():
             if isinstance(answer, LoadFailed):
                 raise answer
@@ -222,9 +262,20 @@ class _Part:
         return sum(len(range(caller, num_requests, concurrency)) for caller in self.callers(concurrency))
 
 
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Processes that are started in the block never receive SIGINT and SIGTERM, also while they import."""
+    resource_tracker.ensure_running()  # which would unblock them when the first process is started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _run(pipe: Connection, target: Target, source: Source[Any], part: _Part, counts: Any) -> None:
     """A process of load: answers commands until its pipe closes."""
-    with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+    with contextlib.suppress(EOFError, BrokenPipeError, asyncio.CancelledError):
         try:
             question = source()
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -260,46 +311,78 @@ class _Load:
         self._counts = counts
         # Never the same in two processes, nor twice in the life of one.
         self._numbers = itertools.count(part.first_number + part.index, part.num_processes)
+        self._commands: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        self._ended_at: float | None = None
+        self._last_answers_at: float | None = None
+        """On the clock of the event loop: when what is running has failed, once the measurement is ended early."""
+        self._limits: set[asyncio.Timeout] = set()
 
     async def run(self) -> None:
-        """Until the pipe closes, which raises EOFError."""
-        while True:
-            name, *arguments = await self._hear()
-            await getattr(self, f"_{name}")(*arguments)
+        """Until the pipe closes, which cancels the task."""
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._pipe.fileno(), self._receive, task)
+        try:
+            while True:
+                name, *arguments = await self._commands.get()
+                await getattr(self, f"_{name}")(*arguments)
+        finally:
+            loop.remove_reader(self._pipe.fileno())
 
-    async def _hear(self) -> Any:
-        return await asyncio.to_thread(self._pipe.recv)
+    def _receive(self, task: asyncio.Task[Any]) -> None:
+        try:
+            name, *arguments = self._pipe.recv()
+        except (EOFError, OSError):
+            asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+            task.cancel()
+            return
+        if name == "end":
+            self._end(*arguments)
+        else:
+            self._commands.put_nowait((name, *arguments))
+
+    def _end(self, moment: float) -> None:
+        """End what is being measured at this moment, which has just passed."""
+        self._ended_at = moment
+        self._last_answers_at = asyncio.get_running_loop().time() + LAST_ANSWERS_S
+        for limit in self._limits:
+            limit.reschedule(self._last_answers_at)
 
     async def _closed(self, work: Any, concurrency: int, warm_up_s: float) -> None:
         loop = ClosedLoop(self._asking(work), len(self._part.callers(concurrency)))
         await loop.warm_up(warm_up_s)
         self._pipe.send("warm")
-        (window,) = await self._hear()
+        _, window = await self._commands.get()
         cost = await self._watch(window.start, lambda: time.perf_counter() >= window.end)
+        window = window.until(self._ended_at)
         await loop.outlast(window)
         self._pipe.send("outlasted")
-        await self._hear()
+        await self._commands.get()
         await loop.cancel()
         self._pipe.send((loop.overlapping(window), *cost))
 
     async def _counted(self, work: Any, concurrency: int, num_requests: int, warm_up_s: float) -> None:
         num_callers = len(self._part.callers(concurrency))
-        if warm_up_s > 0.0:
-            warm = ClosedLoop(self._asking(work), num_callers, num_callers)
-            await warm.warm_up(warm_up_s)
-            await warm.finish()
-        self._pipe.send("warm")
-        (window,) = await self._hear()
+        window = await self._warm_up(work, num_callers, warm_up_s)
         loop = ClosedLoop(self._asking(work), num_callers, self._part.share(concurrency, num_requests))
         ending = asyncio.ensure_future(loop.end())
         cost = await self._watch(window.start, ending.done)
+        loop.stop()
         await ending
         self._pipe.send((loop.samples, *cost))
 
     async def _open(
-        self, work: Any, rate_per_s: float, window: Window, wait_limit_s: float, num_requests: int | None, seed: int
+        self,
+        work: Any,
+        rate_per_s: float,
+        wait_limit_s: float,
+        num_requests: int | None,
+        seed: int,
+        warm_up_s: float,
     ) -> None:
         part = self._part
+        window = await self._warm_up(work, 1, warm_up_s)
         moments = arrivals(window.start, rate_per_s / part.num_processes, _SEEDS_APART * seed + part.index)
         if num_requests is None:
             due = itertools.takewhile(lambda moment: moment < window.end, moments)
@@ -312,18 +395,32 @@ class _Load:
                 left_s = window.end + wait_limit_s - time.perf_counter()
             return await self._ask(work, started, left_s)
 
-        sending = asyncio.ensure_future(open_loop(ask, due))
+        loop = OpenLoop(ask, due)
+        ending = asyncio.ensure_future(loop.end())
         if num_requests is None:
             cost = await self._watch(window.start, lambda: time.perf_counter() >= window.end)
         else:
-            cost = await self._watch(window.start, sending.done)
-        self._pipe.send((await sending, *cost))
+            cost = await self._watch(window.start, ending.done)
+        if self._ended_at is not None:
+            loop.stop()
+        self._pipe.send((await ending, *cost))
+
+    async def _warm_up(self, work: Any, num_callers: int, longest_s: float) -> Window:
+        """A request of each caller, where there is time for it; returns the window that begins then."""
+        if longest_s > 0.0:
+            loop = ClosedLoop(self._asking(work), num_callers, num_callers)
+            await loop.warm_up(longest_s)
+            await loop.end()
+        self._pipe.send("warm")
+        _, window = await self._commands.get()
+        return window
 
     async def _watch(self, start: float, is_over: Callable[[], bool]) -> tuple[float, float]:
-        """Sit a window out; returns the processor time spent in it and how late this process was, in seconds."""
+        """Sit a window out, or until the measurement is ended early; returns the processor time spent in it and how
+        late this process was, in seconds."""
         await asyncio.sleep(max(start - time.perf_counter(), 0.0))
         cpu_s, lags = time.process_time(), [0.0]
-        while not is_over():
+        while self._ended_at is None and not is_over():
             now = time.perf_counter()
             await asyncio.sleep(_TICK_S)
             lags.append(time.perf_counter() - now - _TICK_S)
@@ -333,7 +430,16 @@ class _Load:
         return lambda started: self._ask(work, started, self._part.timeout_s)
 
     async def _ask(self, work: Any, started: float, timeout_s: float) -> Sample:
-        sample = await self._caller.call(self._question(work, next(self._numbers)), started, timeout_s)
+        limit = asyncio.timeout_at(self._last_answers_at)
+        try:
+            async with limit:
+                self._limits.add(limit)
+                sample = await self._caller.call(self._question(work, next(self._numbers)), started, timeout_s)
+        except TimeoutError:
+            text = f"no answer within {LAST_ANSWERS_S:g} s of the end of the measurement"
+            sample = Sample(started, time.perf_counter(), error=TIMED_OUT, message=text)
+        finally:
+            self._limits.discard(limit)
         counts = self._counts
         counts[0] += 1
         counts[1] += bool(sample.error)

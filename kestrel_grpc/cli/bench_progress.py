@@ -26,28 +26,32 @@ class Progress:
         self._number = 0
         self._step = ""
         self._shown_at = self._began = 0.0
-        self._last: Tally | None = None
+        self._is_warm_up = True
 
     def begin(self, step: str) -> None:
         """A step begins, with its warm-up."""
         self._step = step
         self._number += 1
         self._began = time.monotonic()
+        self._is_warm_up = True
 
     def show(self, tally: Tally) -> None:
         """How far the step is."""
         now = time.monotonic()
-        if self._last is not None and tally.num_answered < self._last.num_answered:
-            self._began = now  # the warm-up is over
-        self._last = tally
+        if self._is_warm_up and not tally.is_warm_up:
+            self._began = now
+        self._is_warm_up = tally.is_warm_up
         if self._is_shown and now - self._shown_at >= _SHOWN_EVERY_S:
             self._shown_at = now
             self._stream.write(f"\r\x1b[K{self.line(tally, now - self._began)}")
             self._stream.flush()
 
     def line(self, tally: Tally, elapsed_s: float) -> str:
-        """As "step 2 of 4, 8 at once, 12 s of 30: 345 answered, 2 failed, 28.8/s, 922 tokens/s"."""
+        """As "step 2 of 4, 8 at once, 12 s of 30: 345 answered, 2 failed, 28.8/s, 922 tokens/s"; before the window
+        "step 2 of 4, 8 at once, warm-up, 1 s: 9 answered"."""
         place = f"step {self._number} of {self._num_steps}, " if self._num_steps > 1 else ""
+        if tally.is_warm_up:
+            return f"{place}{self._step}, warm-up, {elapsed_s:.0f} s: {tally.num_answered:,} answered"
         goal = f"{elapsed_s:.0f} s of {self._duration_s:g}"
         if self._num_requests is not None:
             goal = f"{elapsed_s:.0f} s, of {self._num_requests:,}"

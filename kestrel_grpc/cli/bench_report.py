@@ -32,6 +32,7 @@ _COMPARED: tuple[tuple[str, str, bool], ...] = (
         for rank in ("median", "p99")
     ),
 )
+_CIRCUMSTANCES = (("model", "model_id"), ("version", "version"), ("end", "endReason"))
 Table = list[list[str]]
 
 
@@ -40,18 +41,25 @@ class Unreadable(Exception):
 
 
 def document(
-    options: Mapping[str, Any], date: str, model: str, steps: Sequence[Mapping[str, Any]]
+    options: Mapping[str, Any],
+    date: str,
+    model: str,
+    steps: Sequence[Mapping[str, Any]],
+    *,
+    is_complete: bool = True,
 ) -> dict[str, Any]:
-    """All results of a run. The numbers of a single step stand at the top, where ghz and vLLM have them."""
+    """All results of a run. Without a ramp the numbers of the step stand at the top, where ghz and vLLM have them.
+    A run that is not complete was ended before its last step, or in it."""
     found: dict[str, Any] = {
         "date": date,
-        "endReason": "normal",
+        "endReason": "normal" if is_complete else "cancel",
         "version": __version__,
         "backend": options["api"],
         "model_id": model,
         "options": dict(options),
     }
-    return found | dict(steps[0]) if len(steps) == 1 else {**found, "steps": [dict(step) for step in steps]}
+    is_ramp = not {"ramp", "rate_ramp"}.isdisjoint(options)
+    return {**found, "steps": [dict(step) for step in steps]} if is_ramp else found | dict(steps[0])
 
 
 def steps_of(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -87,11 +95,11 @@ def text(result: Mapping[str, Any]) -> str:
     if len(steps) > 1:
         lines += ["", *_aligned(ramp_table(result))]
         failures = [line for step in steps if step["failed"] for line in (load_of(step), *_statuses(step))]
-        return "\n".join((*lines, *failures, *(note for step in steps for note in _notes(step))))
+        return "\n".join((*lines, *failures, *(note for step in steps for note in notes(step))))
     (step,) = steps
     lines[0] += f", {load_of(step)}"
     lines += ["", *_aligned(rate_table(step)), "", *_aligned(time_table(step)), ""]
-    return "\n".join((*lines, *_statuses(step), *_notes(step)))
+    return "\n".join((*lines, *_statuses(step), *notes(step)))
 
 
 def rate_table(step: Mapping[str, Any]) -> Table:
@@ -139,7 +147,10 @@ def _statuses(step: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {count:,} × {message}"
 
 
-def _notes(step: Mapping[str, Any]) -> Iterator[str]:
+def notes(step: Mapping[str, Any]) -> Iterator[str]:
+    """What to know about the numbers of a step."""
+    if step["is_partial"]:
+        yield f"{load_of(step)}: ended early, after {number(step['duration'])} s"
     if step["busiest_client"] > _BUSY:
         yield (
             f"{load_of(step)}: a process of load used {step['busiest_client']:.0%} of a core, so the numbers may "
@@ -198,7 +209,7 @@ def judged(ratio: float, noise: float | None, *, more_is_better: bool) -> str:
 
 
 def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
-    pairs = [("model", first["model_id"], second["model_id"]), ("version", first["version"], second["version"])]
+    pairs = [(name, first[field], second[field]) for name, field in _CIRCUMSTANCES]
     names = dict.fromkeys((*first["options"], *second["options"]))
     pairs += [(name, first["options"].get(name), second["options"].get(name)) for name in names]
     for name, a, b in pairs:

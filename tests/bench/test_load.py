@@ -6,9 +6,11 @@ import grpc
 import pytest
 
 from bench.harness.empty_server import empty_server
-from bench.harness.load import LoadProcesses
+from bench.harness.load import LoadProcesses, Questions
 from bench.harness.workload import WORKLOADS
-from kestrel_grpc.cli.bench_processes import Recording
+from kestrel_grpc.cli.bench_calls import Target
+from kestrel_grpc.cli.bench_processes import EndedEarly, Recording, Tally
+from kestrel_grpc.cli.bench_processes import LoadProcesses as Processes
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,31 @@ def test_an_open_loop_sends_at_its_rate_whatever_the_answers(load: LoadProcesses
     # The moments follow from the processes' numbers, so their count is always the same.
     again = load.open(WORKLOADS["text"], 60.0, duration_s=0.5, wait_limit_s=10.0)
     assert len(recording.samples) == len(again.samples) == pytest.approx(30, abs=12)
+
+
+def test_a_closed_loop_that_is_ended_early_has_the_window_until_then():
+    tallies: list[Tally] = []
+
+    def is_ended() -> bool:
+        return bool(tallies) and not tallies[-1].is_warm_up and tallies[-1].num_answered > 2
+
+    with (
+        empty_server() as address,
+        Processes(
+            Target("grpc", address),
+            Questions(1, (), 1),
+            1,
+            watch=tallies.append,
+            is_ended=is_ended,
+        ) as load,
+    ):
+        recording = load.closed(WORKLOADS["direct"], 2, duration_s=86_400.0, warm_up_s=60.0)
+        with pytest.raises(EndedEarly):
+            load.closed(WORKLOADS["direct"], 2, duration_s=86_400.0, warm_up_s=60.0)
+    assert recording.is_partial
+    assert 0.0 < recording.window.duration_s < 86_400.0
+    assert {sample.error for sample in recording.samples} == {""}
+    assert all(sample.started < recording.window.end for sample in recording.samples)
 
 
 def test_a_server_that_is_gone_is_an_error_of_every_request(unused_address: str):

@@ -1,13 +1,14 @@
 """The process of a server gives memory back, may have enough descriptors, and ends whatever its threads do."""
 
 import resource
+import signal
 import subprocess
 import sys
 import weakref
 
 import pytest
 
-from kestrel_grpc.process import MAX_DESCRIPTORS, return_free_memory, return_large_blocks
+from kestrel_grpc.process import MAX_DESCRIPTORS, Interruption, return_free_memory, return_large_blocks
 
 MAX_WAIT_S = 60
 RESIDENT = """
@@ -83,6 +84,18 @@ def test_garbage_goes_too() -> None:
 def test_the_collector_passes_over_what_was_there_at_the_start() -> None:
     code = "import gc\nfrom kestrel_grpc.process import set_apart_what_stays\nset_apart_what_stays()\n"
     assert printed(f"{code}print(len(gc.get_objects()))") < 100
+
+
+def test_the_first_signal_is_noted_and_an_interrupt_after_it_raises() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Interruption() as interruption:
+        assert interruption.number is None
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+            assert interruption.number is signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_what_an_operator_has_set_up_stays() -> None:

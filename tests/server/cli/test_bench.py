@@ -6,8 +6,14 @@ import argparse
 import asyncio
 import io
 import json
+import os
 import re
+import signal
+import sys
 import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +158,76 @@ async def test_failed_requests_are_counted_by_status_and_the_exit_status_says_so
     assert list(found["errorDistribution"].values()) == [2]
     assert (found["completed"], found["failed"], found["median_ttft_ms"]) == (0, 2, None)
     assert "2 requests in" in capsys.readouterr().out
+
+
+@asynccontextmanager
+async def started(server: Serving, *words: str) -> AsyncIterator[Process]:
+    """The command in a process group of its own, as a shell starts it."""
+    command = ("-m", "kestrel_grpc", "bench", "--address", server.address, "--processes", "1", *words)
+    command += ("--warm-up", "0", "--num-pictures", "0")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stdout=PIPE, stderr=PIPE, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+async def test_an_interrupt_ends_the_measurement_and_what_was_measured_is_shown(tmp_path: Path) -> None:
+    result, page = tmp_path / "result.json", tmp_path / "page.html"
+    is_loaded = asyncio.Event()
+
+    def script(request: Any) -> Any:
+        if len(server.engine.requests) >= 10:
+            is_loaded.set()
+        return answers(request)
+
+    async with (
+        serving(FakeEngine(script)) as server,
+        started(server, "--ramp", "2:4", "-n", "1000000", "--json", str(result), "--html", str(page)) as process,
+    ):
+        await is_loaded.wait()
+        os.killpg(process.pid, signal.SIGINT)
+        printed, complaints = await process.communicate()
+        num_received = len(server.engine.requests)
+    assert process.returncode == 130, complaints.decode()
+    found = json.loads(result.read_text())
+    (step,) = found["steps"]
+    assert found["endReason"] == "cancel"
+    assert step["is_partial"] is True
+    assert 1 <= step["completed"] <= num_received
+    assert f"{step['count']:,} requests in" in printed.decode()
+    assert ": ended early, after " in printed.decode()
+    assert ": ended early, after " in page.read_text()
+    waits, ended = complaints.decode().splitlines()  # and nothing of the process of load
+    assert "waiting for the answers" in waits
+    assert "ended by SIGINT" in ended
+
+
+async def test_an_interrupt_after_another_signal_ends_the_command_at_once(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    is_asked = asyncio.Event()
+
+    def script(request: Any) -> Any:
+        is_asked.set()
+        return [HOLD, *answers(request)]
+
+    async with (
+        serving(FakeEngine(script)) as server,
+        started(server, "--concurrency", "1", "-n", "5", "--json", str(result)) as process,
+    ):
+        await is_asked.wait()
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.stderr is not None
+        assert b"waiting for the answers" in await process.stderr.readline()
+        os.killpg(process.pid, signal.SIGINT)
+        printed, complaints = await process.communicate()
+    assert process.returncode == 130
+    assert (printed, complaints) == (b"", b"")
+    assert not result.exists()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kestrel_grpc.cli.bench_loops import ClosedLoop, Sample, Window, arrivals, open_loop
+from kestrel_grpc.cli.bench_loops import ClosedLoop, OpenLoop, Sample, Window, arrivals
 
 
 class Desk:
@@ -72,11 +72,12 @@ async def test_the_load_goes_on_until_the_windows_requests_have_ended():
     await loop.cancel()
 
 
-async def test_finishing_waits_for_what_runs_and_asks_nothing_more():
+async def test_a_stopped_loop_waits_for_what_runs_and_asks_nothing_more():
     desk = Desk()
     loop = ClosedLoop(desk.ask, 2)
     await asyncio.sleep(0)
-    finished = asyncio.create_task(loop.finish())
+    loop.stop()
+    finished = asyncio.create_task(loop.end())
     await desk.answer()
     await asyncio.sleep(0)
     assert not finished.done()
@@ -119,11 +120,26 @@ def test_the_moments_of_an_open_loop_are_those_of_its_seed():
 async def test_an_open_loop_sends_what_is_due_while_nothing_is_answered():
     desk = Desk()
     now = time.perf_counter()
-    sending = asyncio.create_task(open_loop(desk.ask, [now, now, now]))
+    loop = OpenLoop(desk.ask, [now, now, now])
     while len(desk.waiting) < 3:
         desk.arrived.clear()
         await desk.arrived.wait()
     assert [started for started, _ in desk.waiting] == [now] * 3
     for _ in range(3):
         await desk.answer()
-    assert len(await sending) == 3
+    assert len(await loop.end()) == 3
+
+
+async def test_an_open_loop_that_is_stopped_waits_for_the_answers_that_run():
+    desk = Desk()
+    now = time.perf_counter()
+    loop = OpenLoop(desk.ask, [now, now + 3600.0])
+    while not desk.waiting:
+        desk.arrived.clear()
+        await desk.arrived.wait()
+    loop.stop()
+    ending = asyncio.create_task(loop.end())
+    await asyncio.sleep(0)
+    assert not ending.done()
+    await desk.answer()
+    assert [sample.started for sample in await ending] == [now]

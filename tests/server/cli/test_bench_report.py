@@ -119,7 +119,7 @@ def test_bounds_are_read_and_told() -> None:
 def test_a_ramp_says_at_which_step_what_failed() -> None:
     failed = measured([answer(1.0, 0.1), answer(2.0, 0.1, error="UNAVAILABLE", message="gone")])
     steps = [{**result(), "max_concurrency": 1}, {**failed, "max_concurrency": 2}]
-    shown = text(document(OPTIONS, "", "a model", steps))
+    shown = text(document({**OPTIONS, "ramp": [1, 2]}, "", "a model", steps))
     assert re.search(r"^1 at once .* 0$", shown, re.MULTILINE)
     assert re.search(r"^2 at once .* 1$", shown, re.MULTILINE)
     assert "2 at once\n2 requests in 10 s: 1 OK, 1 UNAVAILABLE\n  1 × gone" in shown
