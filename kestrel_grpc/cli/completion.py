@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 
 _SHELLS = ("bash", "zsh", "fish")
+# Without it zsh has no completions of commands at all, and no `compdef`, which the script calls.
+_ZSH_COMPLETIONS = "(( ${+functions[compdef]} )) || { autoload -Uz compinit && compinit -i }"
 
 
 def add_completion_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,8 +19,9 @@ def add_completion_command(subparsers: argparse._SubParsersAction[argparse.Argum
         "completion",
         help="print the script with which a shell completes commands and options",
         description="Print the script with which a shell completes commands, options and file names. Each start of "
-        'the shell has to read it: eval "$(kestrel-grpc completion bash)" in ~/.bashrc, the same with zsh in '
-        "~/.zshrc after compinit, kestrel-grpc completion fish | source in ~/.config/fish/config.fish.",
+        'the shell has to read it: eval "$(kestrel-grpc completion bash)" at the end of ~/.bashrc, the same with '
+        "zsh in ~/.zshrc, kestrel-grpc completion fish | source in ~/.config/fish/config.fish. In zsh it may also "
+        "be a file _kestrel-grpc in a folder of $fpath, which is read at the first Tab.",
     )
     parser.add_argument("shell", choices=_SHELLS)
     parser.set_defaults(run=_print_script)
@@ -27,7 +30,11 @@ def add_completion_command(subparsers: argparse._SubParsersAction[argparse.Argum
 def _print_script(arguments: argparse.Namespace) -> int:
     from argcomplete.shell_integration import shellcode
 
-    print(shellcode(["kestrel-grpc"], shell=arguments.shell))
+    script = shellcode(["kestrel-grpc"], shell=arguments.shell)
+    if arguments.shell == "zsh":
+        first, _, rest = script.partition("\n")  # "#compdef", which must be the first line of a file in $fpath
+        script = f"{first}\n{_ZSH_COMPLETIONS}\n{rest}"
+    print(script)
     return 0
 
 

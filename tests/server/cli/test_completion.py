@@ -1,8 +1,10 @@
-"""`kestrel-grpc completion`: the script, read by a true bash, completes commands, options and values."""
+"""`kestrel-grpc completion`: the script, read by a true shell, completes commands, options and values."""
 
 from __future__ import annotations
 
 import os
+import pty
+import select
 import shutil
 import subprocess
 import sys
@@ -23,7 +25,15 @@ for line in "$@"; do
     echo "${COMPREPLY[@]}"
 done
 """
-
+# A widget tells the line as it is after Tab. What the terminal shows would have to be understood.
+ZSHRC = """
+eval "$(kestrel-grpc completion zsh)"
+tell() { print -r -- "<$BUFFER>" >"$ZDOTDIR/told"; BUFFER= }
+zle -N tell
+bindkey '^X' tell
+PROMPT='ready> '
+"""
+LONGEST_S = 60.0
 
 LINES = ("kestrel-grpc cap", "kestrel-grpc caption --max-t", "kestrel-grpc caption --length ")
 
@@ -48,3 +58,41 @@ def test_fish_completes_commands_options_and_values() -> None:
     assert command.split()[0] == "caption"
     assert option.split()[0] == "--max-tokens"
     assert {line.split()[0] for line in values.splitlines()} == {"short", "normal", "long"}
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+def test_zsh_completes_commands_and_values_in_a_terminal_without_other_settings(tmp_path: Path) -> None:
+    (tmp_path / ".zshrc").write_text(ZSHRC)
+    os.mkfifo(tmp_path / "told")
+    told = os.open(tmp_path / "told", os.O_RDWR)
+    terminal, shells_side = pty.openpty()
+    shell = subprocess.Popen(
+        ("zsh", "-o", "NO_GLOBAL_RCS", "-i"),
+        cwd=CHECKOUT,
+        env={**ACTIVATED, "ZDOTDIR": str(tmp_path), "TERM": "dumb"},
+        stdin=shells_side,
+        stdout=shells_side,
+        stderr=shells_side,
+        start_new_session=True,
+    )
+    try:
+        read_until(terminal, b"ready> ")
+        for line, completed in (
+            ("kestrel-grpc cap", b"<kestrel-grpc caption >\n"),
+            ("kestrel-grpc caption --length s", b"<kestrel-grpc caption --length short >\n"),
+        ):
+            os.write(terminal, f"{line}\t\x18".encode())
+            assert read_until(told, b"\n") == completed
+    finally:
+        shell.kill()
+        shell.wait()
+        for descriptor in (terminal, shells_side, told):
+            os.close(descriptor)
+
+
+def read_until(descriptor: int, end: bytes) -> bytes:
+    read = b""
+    while end not in read:
+        assert select.select([descriptor], [], [], LONGEST_S)[0], f"only {read!r} came"
+        read += os.read(descriptor, 4096)
+    return read
