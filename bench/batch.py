@@ -1,8 +1,9 @@
 """`kestrel-grpc batch`: its rate beside the engine's own, its memory over many lines, and what kills leave.
 
-- `rate`: the engine answers questions, each about a picture of its own, in a closed loop and by a batch that reads
-  the pictures from files, with as many requests in flight. Rounds alternate in one process; the ratio is the median
-  over pairs of neighbours.
+- `rate`: questions, each about a picture of its own, are answered in a closed loop, and by a batch that reads the
+  pictures from files, with as many requests in flight: by an engine in this process, and by a server (`--address`),
+  whose closed loop is that of `kestrel-grpc bench --api rest --whole`. The four take turns; each ratio is the
+  median over pairs of neighbours.
 - `memory`: a batch over an engine that answers at once. Tells the memory of the process by the number of lines.
 - `kills`: a batch of the built-in model, with sampled answers, is killed at random points and resumed, and its
   output is compared with that of a run without a break, byte for byte.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -24,30 +26,40 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.frontend import EVENTS, EmptyEngine
 from bench.harness.engines import closed_loop, endless
+from bench.harness.load import Questions
 from bench.harness.output import write_json
-from bench.harness.serving import machine_facts
-from bench.harness.workload import WORKLOADS, Album
-from kestrel_grpc.cli.batch_callers import EngineCaller
+from bench.harness.serving import RunningServer, machine_facts, started_server
+from bench.harness.workload import WORKLOADS, Album, Workload
+from kestrel_grpc.cli.batch import IN_FLIGHT_OF_SERVER
+from kestrel_grpc.cli.batch_callers import Caller, EngineCaller, ServerAddress, ServerCaller
 from kestrel_grpc.cli.batch_lines import Record, Template, open_source
 from kestrel_grpc.cli.batch_output import Output
 from kestrel_grpc.cli.batch_run import Run
+from kestrel_grpc.cli.bench_calls import Target
+from kestrel_grpc.cli.bench_processes import CALL_TIMEOUT_S
+from kestrel_grpc.cli.bench_processes import LoadProcesses as Processes
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.images.image_uris import NoRemoteImages
 from kestrel_grpc.process import SWITCH_INTERVAL_S, loop_factory
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.requests import Query, Request, SamplingParams
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.warm_up import warm_up
 
 _NUM_DRAWINGS = 16
+_FIRST_NUMBER = 1_000_000
+_IN_PROCESS, _BY_ADDRESS = "in process", "by --address"
+_KINDS = ("closed loop", "batch")
+_FIRST_UTILIZATION = 0.45
+"""Of the engine, on a GPU that it shares with the server."""
 _POLL_S = 0.01
 _NUM_READINGS = 10
 
@@ -60,9 +72,8 @@ def _numbers(round_: int, count: int) -> range:
     return range(round_ * count, (round_ + 1) * count)
 
 
-async def _run_lines(engine: Engine, given: Iterator[Record], target: Path, num_in_flight: int) -> None:
+async def _run_lines(caller: Caller, given: Iterator[Record], target: Path, num_in_flight: int) -> None:
     output = Output(target, {}, resumes=False, replaces=True)
-    caller = EngineCaller(engine, ServerConfig(), NoRemoteImages())
     run = Run(given, output, caller, Template("query"), num_in_flight=num_in_flight, max_retry_s=60.0)
     assert await run.run()
     output.finish()
@@ -70,55 +81,127 @@ async def _run_lines(engine: Engine, given: Iterator[Record], target: Path, num_
     assert not output.num_failures, f"{output.num_failures} requests have failed; see {target}"
 
 
-async def _rates(folder: Path, num_requests: int, num_rounds: int, num_in_flight: int | None) -> dict[str, Any]:
-    workload, album = WORKLOADS["direct"], Album(_NUM_DRAWINGS)
-    sampling = SamplingParams(temperature=0.0, max_tokens=workload.num_tokens)
+class _Input:
+    """What is asked: each picture once, in the closed loops and in files for the batches."""
 
-    def pictures(round_: int) -> Iterable[tuple[int, bytes]]:
-        for number in _numbers(round_, num_requests):
-            picture = album.picture(workload, number)
+    workload = replace(WORKLOADS["direct"], is_streamed=False)
+
+    def __init__(self, folder: Path, num_requests: int) -> None:
+        self.folder = folder
+        self.num_requests = num_requests
+        self._album = Album(_NUM_DRAWINGS)
+
+    def requests(self, round_: int) -> Iterator[Request]:
+        sampling = SamplingParams(temperature=0.0, max_tokens=self.workload.num_tokens)
+        for number, picture in self._pictures(round_):
+            yield Query(self.workload.question(number), picture, sampling=sampling)
+
+    def lines(self, round_: int) -> Iterator[Record]:
+        path = self.folder / "lines.jsonl"
+        with path.open("w") as file:
+            for number, picture in self._pictures(round_):
+                image = self.folder / f"{number}.jpg"
+                image.write_bytes(picture)
+                settings = {"temperature": 0, "max_tokens": self.workload.num_tokens}
+                line = {"image": str(image), "question": self.workload.question(number), "settings": settings}
+                file.write(json.dumps(line) + "\n")
+        return iter(open_source(path))
+
+    def _pictures(self, round_: int) -> Iterator[tuple[int, bytes]]:
+        for number in _numbers(round_, self.num_requests):
+            picture = self._album.picture(self.workload, number)
             assert picture is not None
             yield number, picture
 
-    def requests(round_: int) -> Iterator[Request]:
-        for number, picture in pictures(round_):
-            yield Query(workload.question(number), picture, sampling=sampling)
 
-    def lines(round_: int) -> Path:
-        path = folder / "lines.jsonl"
-        with path.open("w") as file:
-            for number, picture in pictures(round_):
-                (folder / f"{number}.jpg").write_bytes(picture)
-                settings = {"temperature": 0, "max_tokens": workload.num_tokens}
-                image = str(folder / f"{number}.jpg")
-                line = {"image": image, "question": workload.question(number), "settings": settings}
-                file.write(json.dumps(line) + "\n")
-        return path
+Form = Callable[[int], Awaitable[float]]
+"""Answers the requests of a round; returns the seconds that it took."""
 
-    with endless(EngineConfig()) as config:
+
+async def _rates(folder: Path, num_requests: int, num_rounds: int, num_in_flight: int | None) -> dict[str, Any]:
+    given = _Input(folder, num_requests)
+    seconds: dict[str, list[float]] = {}
+    with endless(EngineConfig(memory_utilization=_FIRST_UTILIZATION)) as config:
+        # The server finds the memory of the engine in use, and takes what is left.
         engine = await asyncio.to_thread(LocalEngine.start, config)
-    await warm_up(engine)
-    at_once = num_in_flight or 2 * engine.info.max_batch_size
-    loop_s: list[float] = []
-    batch_s: list[float] = []
-    try:
-        for round_ in range(num_rounds + 1):  # the first is not counted
-            begun = time.perf_counter()
-            await closed_loop(engine, requests(2 * round_), at_once, _require_answer)
-            loop_s.append(time.perf_counter() - begun)
-            given = iter(open_source(lines(2 * round_ + 1)))
-            begun = time.perf_counter()
-            await _run_lines(engine, given, folder / "out.jsonl", at_once)
-            batch_s.append(time.perf_counter() - begun)
-            print(f"closed loop {num_requests / loop_s[-1]:.1f}/s, batch {num_requests / batch_s[-1]:.1f}/s")
-    finally:
-        engine.close()
-    ratios = [alone / batch for alone, batch in zip(loop_s[1:], batch_s[1:], strict=True)]
+        try:
+            await warm_up(engine)
+            with started_server(("--model", config.model, "--http-port", "0")) as server:
+                at_once = {
+                    _IN_PROCESS: num_in_flight or 2 * engine.info.max_batch_size,
+                    _BY_ADDRESS: num_in_flight or IN_FLIGHT_OF_SERVER,
+                }
+                with (
+                    contextlib.closing(_load(server)) as load,
+                    contextlib.closing(_server_caller(server, at_once[_BY_ADDRESS])) as caller,
+                ):
+                    forms = {
+                        _IN_PROCESS: _in_process(engine, given, at_once[_IN_PROCESS]),
+                        _BY_ADDRESS: _by_address(load, caller, given, at_once[_BY_ADDRESS]),
+                    }
+                    for round_ in range(num_rounds + 1):  # the first is not counted
+                        for name, pair in forms.items():
+                            for kind, form in zip(_KINDS, pair, strict=True):
+                                took_s = await form(round_)
+                                seconds.setdefault(f"{kind}, {name}", []).append(took_s)
+                                print(f"{kind}, {name}: {num_requests / took_s:.1f}/s", flush=True)
+        finally:
+            engine.close()
+    return {name: _compared(seconds, name, num_requests) | {"in_flight": at_once[name]} for name in at_once}
+
+
+def _in_process(engine: LocalEngine, given: _Input, num_at_once: int) -> tuple[Form, Form]:
+    async def loop(round_: int) -> float:
+        begun = time.perf_counter()
+        await closed_loop(engine, given.requests(2 * round_), num_at_once, _require_answer)
+        return time.perf_counter() - begun
+
+    async def batch(round_: int) -> float:
+        lines = given.lines(2 * round_ + 1)
+        begun = time.perf_counter()
+        caller = EngineCaller(engine, ServerConfig(), NoRemoteImages())
+        await _run_lines(caller, lines, given.folder / "out.jsonl", num_at_once)
+        return time.perf_counter() - begun
+
+    return loop, batch
+
+
+def _by_address(
+    load: Processes[Workload], caller: ServerCaller, given: _Input, num_at_once: int
+) -> tuple[Form, Form]:
+    async def loop(_: int) -> float:
+        recording = await asyncio.to_thread(load.counted, given.workload, num_at_once, given.num_requests, 0.0)
+        errors = {sample.error for sample in recording.samples} - {""}
+        assert not errors, f"requests have failed: {errors}"
+        return recording.window.duration_s
+
+    async def batch(round_: int) -> float:
+        lines = given.lines(2 * round_ + 1)
+        begun = time.perf_counter()
+        await _run_lines(caller, lines, given.folder / "out.jsonl", num_at_once)
+        return time.perf_counter() - begun
+
+    return loop, batch
+
+
+def _load(server: RunningServer) -> Processes[Workload]:
+    """The closed loop of `kestrel-grpc bench --api rest --whole`; its pictures are not those of the batches."""
+    target = Target("rest", f"http://{server.http_address}")
+    return Processes(target, Questions(_NUM_DRAWINGS, (), 1), 1, first_number=_FIRST_NUMBER)
+
+
+def _server_caller(server: RunningServer, num_connections: int) -> ServerCaller:
+    address = ServerAddress.parse(server.http_address, None)
+    return ServerCaller(address, None, timeout_s=CALL_TIMEOUT_S, num_connections=num_connections)
+
+
+def _compared(seconds: Mapping[str, list[float]], name: str, num_requests: int) -> dict[str, Any]:
+    loop_s, batch_s = (seconds[f"{kind}, {name}"][1:] for kind in _KINDS)
+    ratios = [alone / batch for alone, batch in zip(loop_s, batch_s, strict=True)]
     return {
         "requests": num_requests,
-        "in_flight": at_once,
-        "closed_loop_per_s": num_requests / statistics.median(loop_s[1:]),
-        "batch_per_s": num_requests / statistics.median(batch_s[1:]),
+        "closed_loop_per_s": num_requests / statistics.median(loop_s),
+        "batch_per_s": num_requests / statistics.median(batch_s),
         "ratios": ratios,
         "ratio": statistics.median(ratios),
     }
@@ -159,7 +242,8 @@ async def _memory(folder: Path, num_lines: int) -> dict[str, Any]:
             file.write(json.dumps({"id": f"line {number}", "question": f"What is in picture {number}?"}) + "\n")
     engine = _InstantEngine(num_lines // _NUM_READINGS)
     begun = time.perf_counter()
-    await _run_lines(engine, iter(open_source(path)), folder / "out.jsonl", 2 * engine.info.max_batch_size)
+    caller = EngineCaller(engine, ServerConfig(), NoRemoteImages())
+    await _run_lines(caller, iter(open_source(path)), folder / "out.jsonl", 2 * engine.info.max_batch_size)
     duration_s = time.perf_counter() - begun
     for reading in engine.readings:
         print(f"{reading['lines']:>9,.0f} lines  {reading['mib']:.1f} MiB")
@@ -221,7 +305,7 @@ def parser() -> argparse.ArgumentParser:
     rate = kinds.add_parser("rate")
     rate.add_argument("--requests", type=int, default=200, help="of each round (default: %(default)s)")
     rate.add_argument("--rounds", type=int, default=5, help="of each kind (default: %(default)s)")
-    rate.add_argument("--in-flight", type=int, help="default: twice the batch")
+    rate.add_argument("--in-flight", type=int, help="default: as `kestrel-grpc batch`")
     memory = kinds.add_parser("memory")
     memory.add_argument("--lines", type=int, default=1_000_000, help="default: %(default)s")
     kills = kinds.add_parser("kills")
@@ -249,7 +333,8 @@ def main() -> int:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
                 found = runner.run(measured)
     if arguments.kind == "rate":
-        print(f"the batch has {found['ratio']:.3f} of the rate of the closed loop, {found['in_flight']} in flight")
+        for name, form in found.items():
+            print(f"{name}, {form['in_flight']} in flight: batch over closed loop {form['ratio']:.3f}")
     write_json(arguments.json, {**machine_facts(), arguments.kind: found})
     return 0 if found.get("equal", True) else 1
 

@@ -36,6 +36,8 @@ class RunningServer:
     address: str
     ready_s: float = 0.0
     pid: int = 0
+    http_address: str = ""
+    """Of its HTTP port; empty where it was not asked for one."""
 
     def facts(self) -> dict[str, Any]:
         """What it says of itself."""
@@ -74,7 +76,9 @@ def started_server(
         line = process.stdout.readline()
         if " on " not in line:
             raise RuntimeError(f"the server did not start: {' '.join(command)}")
-        yield RunningServer(line.split(" on ")[1].split()[0], time.perf_counter() - started, process.pid)
+        address, ready_s = line.split(" on ")[1].split()[0], time.perf_counter() - started
+        http_address = process.stdout.readline().split()[-1] if "--http-port" in options else ""
+        yield RunningServer(address, ready_s, process.pid, http_address)
     finally:
         process.send_signal(signal.SIGINT)  # which, unlike SIGTERM, is not announced to balancers first
         try:

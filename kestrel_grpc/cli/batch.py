@@ -50,7 +50,7 @@ _SERVER_OPTIONS = (
 )
 _IN_FLIGHT_PER_BATCH = 2
 """Requests in flight for each place in the batch: while one is computed, the next is prepared."""
-_IN_FLIGHT_OF_SERVER = 64
+IN_FLIGHT_OF_SERVER = 64
 _MAX_IN_FLIGHT = 1024
 _TIMEOUT_S = 600.0
 _MAX_RETRY_S = 300.0
@@ -97,7 +97,7 @@ def add_batch_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         metavar="N",
         type=_whole_number(1, _MAX_IN_FLIGHT),
         help=f"requests at a time ({_IN_FLIGHT_PER_BATCH} × --max-batch-size; with --address "
-        f"{_IN_FLIGHT_OF_SERVER})",
+        f"{IN_FLIGHT_OF_SERVER})",
     )
     parser.add_argument("--resume", action="store_true", help="go on with OUT where an interrupted run has ended")
     parser.add_argument("--force", action="store_true", help="replace OUT")
@@ -189,7 +189,7 @@ def _with_server(job: _Job) -> int:
 
     arguments = job.arguments
     address: ServerAddress = ServerAddress.parse(arguments.address, tls_of(arguments))
-    num_in_flight = arguments.in_flight or _IN_FLIGHT_OF_SERVER
+    num_in_flight = arguments.in_flight or IN_FLIGHT_OF_SERVER
 
     async def run(output: Output) -> int:
         caller = ServerCaller(address, arguments.token, timeout_s=arguments.timeout, num_connections=num_in_flight)
