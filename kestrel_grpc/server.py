@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import signal
 from collections.abc import Callable, Sequence
@@ -81,7 +82,8 @@ class Server:
     `async with` starts and stops it, as tests do; `serve` runs until a signal, as the command does. Belongs to the
     event loop that it was made on. `images` fetches images that requests name by a URI; by default the
     configuration decides. `at_rest` runs in a thread of its own while no call runs. With a `host` the server is one
-    of several processes. Raises `TokenFileError` or `CertificateError` if their files cannot be used.
+    of several processes. `num_processors` is the processor time that this process may use, in seconds per second;
+    by default that of the machine. Raises `TokenFileError` or `CertificateError` if their files cannot be used.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Server:
         images: ImageSource | None = None,
         at_rest: Callable[[], object] | None = None,
         host: Host | None = None,
+        num_processors: float | None = None,
     ) -> None:
         self.instance_id = secrets.token_hex(8) if host is None else host.instance_id
         self._host = host
@@ -140,6 +143,7 @@ class Server:
             certificate,
             () if self._triton is None else (self._triton,),
             instance_id=self.instance_id,
+            num_processors=num_processors or os.cpu_count() or 1,
             shares_ports=host is not None,
         )
         self._http = None if config.http_port is None else self._http_frontend(certificate)

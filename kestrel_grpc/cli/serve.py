@@ -120,11 +120,12 @@ def _run_server(config: ServerConfig) -> int:
     from kestrel_runtime.api.engine import EngineStatus
     from kestrel_runtime.engine.engine import LocalEngine
     from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
+    from kestrel_runtime.memory.host_limits import processor_quota
 
     async def run() -> tuple[bool, bool]:
         await warm_up(engine)
         set_apart_what_stays()
-        server = Server(engine, config, at_rest=at_rest)
+        server = Server(engine, config, at_rest=at_rest, num_processors=processor_quota())
         lower_grpc_threads()
         return await server.serve(), server.has_closed
 

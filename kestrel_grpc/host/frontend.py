@@ -42,6 +42,7 @@ from kestrel_grpc.process import (
 from kestrel_grpc.server import Server
 from kestrel_grpc.telemetry.tracing import TracingUnavailable
 from kestrel_runtime.api.engine import EngineStatus
+from kestrel_runtime.memory.host_limits import processor_quota
 from kestrel_runtime.processes.client import BuildMismatch, EngineClient
 from kestrel_runtime.processes.endpoint import CoreEndpoint
 
@@ -120,7 +121,9 @@ class _Frontend:
         for note in self._news:
             self._core_gone(note) if isinstance(note, CoreGone) else self._core_ready(note)
         at_rest = memory_returner()
-        self._server = server = Server(client, said.config, at_rest=at_rest, host=self)
+        self._server = server = Server(
+            client, said.config, at_rest=at_rest, host=self, num_processors=processor_quota()
+        )
         link.on(Withdraw, lambda _: server.withdraw())
         link.on(Announce, lambda _: server.announce())
         client.on_status_change(lambda now: link.tell(Serving(now is EngineStatus.SERVING)))

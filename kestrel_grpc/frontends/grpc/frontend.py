@@ -88,9 +88,11 @@ class GrpcFrontend:
         foreign: Sequence[ForeignService] = (),
         *,
         instance_id: str,
+        num_processors: float,
         shares_ports: bool = False,
     ) -> None:
-        """With `shares_ports` other processes of this server listen on the same ports."""
+        """With `shares_ports` other processes of this server listen on the same ports. `num_processors` is the
+        processor time that this process may use, in seconds per second."""
         self.port: int | None = None
         """The port that is listened on; None before `start`."""
         self.triton_port: int | None = None
@@ -103,7 +105,7 @@ class GrpcFrontend:
         self._shares_ports = shares_ports
         self._groups = groups
         self._certificate = certificate
-        self._load_reports = LoadReports(engine) if config.load_reports else None
+        self._load_reports = LoadReports(engine, num_processors) if config.load_reports else None
         self._vision = VisionService(submission, engine.info.model)
         self._images = None if store is None else ImageService(engine, store)
         self._operations = EngineService(

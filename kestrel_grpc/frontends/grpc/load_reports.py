@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 from kestrel_grpc.frontends.grpc.orca.orca_load_report_pb2 import OrcaLoadReport
@@ -16,10 +15,11 @@ _MIN_CPU_WINDOW_S = 1.0
 class LoadReports:
     """The reports of a server; `proto/compat/xds` describes them. Belongs to the event loop of the calls."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, num_processors: float) -> None:
+        """`num_processors` is the processor time that this process may use, in seconds per second."""
         self._engine = engine
         self._max_running = engine.info.max_batch_size * len(engine.cores())
-        self._processors = _ProcessorUse()
+        self._processors = _ProcessorUse(num_processors)
 
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
         """The report for a call whose request the engine has just finished."""
@@ -44,14 +44,13 @@ class LoadReports:
 class _ProcessorUse:
     """The use of processors by this process, measured anew at most once in `_MIN_CPU_WINDOW_S` seconds."""
 
-    def __init__(self) -> None:
-        has_affinity = hasattr(os, "sched_getaffinity")
-        self._num_processors = (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()) or 1
+    def __init__(self, num_processors: float) -> None:
+        self._num_processors = num_processors
         self._since = time.monotonic(), time.process_time()
         self._utilization = 0.0
 
     def utilization(self) -> float:
-        """The share of all processors, from 0 to 1, between the last two measurements."""
+        """The share of what it may use, from 0 to 1, between the last two measurements."""
         now_s, used_s = time.monotonic(), time.process_time()
         window_s = now_s - self._since[0]
         if window_s >= _MIN_CPU_WINDOW_S:

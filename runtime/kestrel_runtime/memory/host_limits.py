@@ -33,7 +33,12 @@ def total_memory_bytes(proc: Path = _PROC) -> int:
 
 def available_processors(proc: Path = _PROC) -> int:
     """Processors this process may run on, within the quotas of its control groups (rounded up); at least 1."""
-    return max(1, min((_machine_processors(), *_group_processors(proc))))
+    return math.ceil(processor_quota(proc))
+
+
+def processor_quota(proc: Path = _PROC) -> float:
+    """Processor time that this process may use, in seconds per second; above 0. It need not be a whole number."""
+    return min((_machine_processors(), *_group_processors(proc)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,7 @@ def _machine_processors() -> int:
     return os.cpu_count() or 1
 
 
-def _group_processors(proc: Path) -> Iterator[int]:
+def _group_processors(proc: Path) -> Iterator[float]:
     for hierarchy in _hierarchies(proc):
         for group in hierarchy.groups():
             if hierarchy.is_unified:
@@ -119,8 +124,9 @@ def _group_processors(proc: Path) -> Iterator[int]:
                 quota, period = (_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
             else:
                 continue
-            if quota.isdecimal() and period.isdecimal() and int(period):  # no quota is "max", or in version 1 -1
-                yield math.ceil(int(quota) / int(period))
+            # No quota is "max", or in version 1 -1.
+            if quota.isdecimal() and period.isdecimal() and int(quota) and int(period):
+                yield int(quota) / int(period)
 
 
 def _hierarchies(proc: Path) -> Iterator[_Hierarchy]:

@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_runtime.memory.host_limits import available_memory_bytes, available_processors, total_memory_bytes
+from kestrel_runtime.memory.host_limits import (
+    available_memory_bytes,
+    available_processors,
+    processor_quota,
+    total_memory_bytes,
+)
 
 GIB = 2**30
 NO_LIMIT_V1 = "9223372036854771712"
@@ -168,6 +173,14 @@ def test_processors_are_those_of_the_quota_rounded_up(host: Host, quota: str, pr
     host.group("a/b", cpu_max="max 100000")
     unlimited = available_processors(host.proc / "nowhere")
     assert available_processors(host.proc) == (unlimited if processors is None else processors)
+
+
+def test_a_quota_of_processor_time_need_not_be_whole(host: Host) -> None:
+    host.mount("cgroup2")
+    host.belongs_to("0::/a")
+    host.group("a", cpu_max="25000 100000")
+    assert processor_quota(host.proc) == 0.25
+    assert processor_quota(host.proc / "nowhere") == available_processors(host.proc / "nowhere")
 
 
 @pytest.mark.parametrize(("quota", "is_limited"), [("100000", True), ("-1", False)])
