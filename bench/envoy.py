@@ -48,6 +48,7 @@ from bench.harness.serving import machine_facts
 from bench.harness.workload import chart
 from kestrel_client import AsyncClient
 from kestrel_client.errors import KestrelClientError
+from kestrel_grpc.cli.bench_numbers import percentiles
 from kestrel_grpc.cli.bench_plot import number
 
 NUM_SERVERS = 4
@@ -257,12 +258,6 @@ def share(hits: int, total: int) -> float:
     return hits / total if total else math.nan
 
 
-def percentile(values: Iterable[float], rank: float) -> float:
-    """The smallest value that is above a share of all values, `rank` from 0 to 1."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(rank * len(ordered)))]
-
-
 class Run:
     """The scenarios, over the same servers. Each leaves all of them serving."""
 
@@ -302,8 +297,9 @@ class Run:
                 if index >= 20:
                     times_ms[name].append(1e3 * (time.perf_counter() - began_s))
         row: dict[str, Any] = {"calls": self._num_calls}
-        for rank, title in ((0.5, "p50"), (0.99, "p99")):
-            first, second = (percentile(times_ms[name], rank) for name in ("direct", "envoy"))
+        of_direct, of_envoy = (percentiles(times_ms[name], (50, 99)) for name in ("direct", "envoy"))
+        for title, first in of_direct.items():
+            second = of_envoy[title]
             row |= {f"direct_{title}_ms": first, f"envoy_{title}_ms": second, f"added_{title}_ms": second - first}
         return row
 
@@ -445,7 +441,7 @@ class Run:
             "at_home": share(num_home, len(answers)),
             "cached": share(sum(item.is_cached for item in answers), len(answers)),
             "busiest_server": share(busiest, len(answers)),
-            "p50_ms": 1e3 * percentile((item.ended_s - item.began_s for item in answers), 0.5),
+            "p50_ms": percentiles((1e3 * (item.ended_s - item.began_s) for item in answers), (50,))["p50"],
         }
         self._add(scenario, row | facts)
 

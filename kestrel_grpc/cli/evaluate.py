@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -193,22 +193,12 @@ def _ask(client: Client, calls: Sequence[Call], arguments: argparse.Namespace) -
     return answers
 
 
-class _StreamedQuery(Job):
-    """A query by the streaming call."""
-
-    __slots__ = ()
-
-    def call(self, client: Any) -> Any:
-        """The result of the whole stream."""
-        # As for other jobs: a call that is refused for now is sent again for as long as it may take.
-        return client.query(self.image, *self.arguments, **{"max_retry_s": 1e9, **self.options}).result()
-
-
 def _job(call: Call, options: dict[str, Any], arguments: argparse.Namespace) -> Job:
     if call.skill == "query":
-        make: Callable[..., Job] = _StreamedQuery if arguments.stream else Job
-        return make("query", call.image, call.text, reasoning=arguments.reasoning, **options)
-    return Job(call.skill, call.image, call.text, max_objects=call.max_objects, **options)
+        options = {"reasoning": arguments.reasoning, "is_streamed": arguments.stream, **options}
+    else:
+        options = {"max_objects": call.max_objects, **options}
+    return Job(call.skill, call.image, call.text, **options)
 
 
 def _answer(outcome: Outcome) -> Answer:

@@ -1,6 +1,6 @@
 """What `bench.envoy` makes of answers; the servers are for people who run it."""
 
-from bench.envoy import Answer, Calls, Failure, moved, percentile
+from bench.envoy import Answer, Calls, Failure, moved
 
 HOMES = ["one", "two"]
 
@@ -25,7 +25,3 @@ def test_failures_are_counted_by_kind_and_are_calls_too():
     calls = Calls([answer(0, "one", 1.0)], failures)
     assert calls.failed("unary", "stream") == 1
     assert calls.longest_s() == 9.0
-
-
-def test_a_percentile_is_one_of_the_values():
-    assert [percentile(range(100), rank) for rank in (0.0, 0.5, 0.99, 1.0)] == [0, 50, 99, 99]

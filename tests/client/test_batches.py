@@ -36,6 +36,8 @@ def test_every_skill_may_be_a_job(client: Client) -> None:
         Job("caption", PICTURE, length="short"),
         Job("detect", PICTURE, "kite", max_objects=3),
         Job("segment", PICTURE, "kite"),
+        Job("query", PICTURE, "what?", is_streamed=True),
+        Job("caption", PICTURE, is_streamed=True),
     ]
     assert [outcome.error for outcome in client.map(jobs)] == [None] * len(jobs)
 
@@ -59,6 +61,17 @@ def test_a_job_waits_for_a_place_in_the_queue(address: str, vision: CannedVision
     assert len(vision.requests) == 7
 
 
+async def test_a_streamed_job_waits_as_well_and_has_the_result_of_its_stream(
+    address: str, vision: CannedVision
+) -> None:
+    vision.failures = [canned.queue_full()]
+    job = Job("query", PICTURE, "what?", is_streamed=True)
+    async with AsyncClient(address, max_retry_s=0) as client:
+        (outcome,) = [outcome async for outcome in client.map([job])]
+    assert isinstance(outcome.result, QueryResult)
+    assert [type(request).__name__ for request in vision.requests] == ["QueryRequest"] * 2
+
+
 def test_jobs_are_taken_from_a_generator_as_far_as_needed(client: Client) -> None:
     taken: list[int] = []
 
@@ -79,6 +92,8 @@ def test_mistakes_in_jobs_are_raised(client: Client) -> None:
     wrong: Any = "qery"
     with pytest.raises(ValueError, match="one of query, caption, point"):
         Job(wrong, PICTURE)
+    with pytest.raises(ValueError, match="not of detect"):
+        Job("detect", PICTURE, "kite", is_streamed=True)
     with pytest.raises(ValueError, match="at least 1"):
         client.map([], concurrency=0)
     with pytest.raises(TypeError, match="did you mean max_tokens"):

@@ -23,6 +23,7 @@ DEFAULT_CONCURRENCY = 16
 Skill = Literal["query", "caption", "point", "detect", "segment", "gaze"]
 """What a job asks for."""
 
+# Of the skills that are streamed as text, the method for a whole answer.
 _METHODS = {"query": "complete_query", "caption": "complete_caption"}
 # A job waits for a place in the queue of the server for as long as its call may take.
 _MAX_RETRY_S = 1e9
@@ -35,26 +36,33 @@ class Job:
         skill: The name of the skill.
         image: The image; None for a query without one.
         *arguments: What the method of the client takes after the image.
+        is_streamed: Whether the answer of a query or a caption is asked for as a stream, which is read to its end.
         **options: What it takes by keyword.
 
     Raises:
-        ValueError: For a skill that does not exist.
+        ValueError: For a skill that does not exist, or whose answers are not streamed as text.
     """
 
-    __slots__ = ("arguments", "image", "options", "skill")
+    __slots__ = ("arguments", "image", "is_streamed", "options", "skill")
 
-    def __init__(self, skill: Skill, image: ImageInput | None, /, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self, skill: Skill, image: ImageInput | None, /, *arguments: Any, is_streamed: bool = False, **options: Any
+    ) -> None:
         if skill not in get_args(Skill):
             raise ValueError(f"the skill of a job is one of {', '.join(get_args(Skill))}, not {str(skill)[:40]!r}")
+        if is_streamed and skill not in _METHODS:
+            raise ValueError(f"the stream of a job is that of {' or '.join(_METHODS)}, not of {skill}")
         self.skill: Skill = skill
         self.image = image
         self.arguments = arguments
+        self.is_streamed = is_streamed
         self.options = options
 
     def call(self, client: Client | AsyncClient) -> Any:
         """The result of the call, or of the asyncio client the coroutine of it."""
-        method = getattr(client, _METHODS.get(self.skill, self.skill))
-        return method(self.image, *self.arguments, **{"max_retry_s": _MAX_RETRY_S, **self.options})
+        method = getattr(client, self.skill if self.is_streamed else _METHODS.get(self.skill, self.skill))
+        made = method(self.image, *self.arguments, **{"max_retry_s": _MAX_RETRY_S, **self.options})
+        return made.result() if self.is_streamed else made
 
 
 @dataclass(frozen=True, slots=True)
