@@ -114,8 +114,8 @@ class _Handler(BaseHTTPRequestHandler):
                     self._send_tree(f"{org}/{name}", revision)
                 case [org, name, "resolve", revision, *path]:
                     self._send_file(f"{org}/{name}", revision, "/".join(path), with_body=with_body)
-                case ["large", org, name, *path]:
-                    repository = self._repository(f"{org}/{name}", "main")
+                case ["large", org, name, revision, *path]:
+                    repository = self._repository(f"{org}/{name}", revision)
                     self._send_bytes("/".join(path), repository, with_body=with_body)
                 case _:
                     raise _RefusalError(HTTPStatus.NOT_FOUND, "EntryNotFound")
@@ -163,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         data = repository.files[path]  # large files live elsewhere, at an address of their own
         self.send_response(HTTPStatus.FOUND)
-        self.send_header("Location", f"{self.hub.endpoint}/large/{name}/{path}")
+        self.send_header("Location", f"{self.hub.endpoint}/large/{name}/{revision}/{path}")
         self.send_header("X-Repo-Commit", repository.commit)
         self.send_header("X-Linked-Size", str(len(data)))
         self.send_header("X-Linked-ETag", f'"{_etag(data)}"')

@@ -8,11 +8,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from kestrel_grpc.__main__ import main
 from kestrel_grpc.cli import accept
 from kestrel_grpc.cli.scenes import scenes
 from kestrel_runtime.verify.recording import Picture, call_of, query_call
+from tests.hub import Hub, Repository
 from tests.reference_fixtures import MD2_SMALL, copy_with_one_image, expected
 from tests.runtime.models.moondream.verify.stand_ins import STAND_INS, publish
 
@@ -120,6 +122,25 @@ def test_a_reference_that_fails_ends_the_command_with_its_error(
     program.write_text("#!/bin/sh\nexit 3\n")
     assert accept_model(tmp_path, *words, str(program))[0] == 1
     assert f"{program} has no transformers" in capfd.readouterr().err
+
+
+def test_the_engine_reads_the_revision_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: (MD2_SMALL / name).read_bytes() for name in ("config.json", "tokenizer.json")}
+    # Weights that only the engine reads, and no `main`, which a lost revision would ask for.
+    repository = Repository({**files, "model.safetensors": b"no weights"}, revisions=("v2",))
+    with Hub({"someone/moon": repository}) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        words = ("--model", "someone/moon", "--revision", "v2", "--no-reference")
+        status, file = accept_model(tmp_path, *words)
+    *_, line = capsys.readouterr().err.splitlines()
+    assert (status, file.exists()) == (1, False)
+    assert f"/snapshots/{repository.commit}/model.safetensors" in line
 
 
 @pytest.mark.parametrize(
