@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.reference_fixtures import CHECKOUT
 from tests.test_readme import ACTIVATED, MAX_WAIT_S, free_ports, needs_tools
@@ -120,3 +122,18 @@ def test_a_watched_server(reader) -> None:
     for text, output in printed.items():
         if "prometheus --config" in text:
             assert 'job="kestrel"' in output
+
+
+def test_the_panels_variables_and_alerts_that_are_named_exist() -> None:
+    text = (TUTORIALS / "watch.md").read_text(encoding="utf-8")
+    dashboard = json.loads((CHECKOUT / "deploy" / "grafana" / "dashboard.json").read_text(encoding="utf-8"))
+    rules = yaml.safe_load((CHECKOUT / "deploy" / "prometheus" / "alerts.yml").read_text(encoding="utf-8"))
+    alerts = {rule["alert"] for group in rules["groups"] for rule in group["rules"]}
+    named = re.findall(r"^\| (.+?) \| .+ \|$", text.partition("| Panel |")[2], re.MULTILINE)
+    assert len(named) > 5
+    assert set(named) <= {panel["title"] for panel in dashboard["panels"] if panel["type"] != "row"}
+    (variables,) = re.findall(r"Above the panels, (.*?) select", text)
+    assert re.findall(r"\*(.+?)\*", variables) == [item["label"] for item in dashboard["templating"]["list"]]
+    told = set(re.findall(r"`(Kestrel\w+)`", text))
+    assert told
+    assert told <= alerts

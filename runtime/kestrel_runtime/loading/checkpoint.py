@@ -217,7 +217,7 @@ def _ask_hub(repository: str, revision: str | None, call: Callable[[], _Value]) 
         text = f"{constants.ENDPOINT} has no repository {repository}, or hides it from those without its token"
         raise CheckpointError(text) from error
     except RevisionNotFoundError as error:
-        raise CheckpointError(f"{repository} has no revision {revision!r}") from error
+        raise CheckpointError(f"{repository} has no revision {revision or 'main'!r}") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
         where = f"the cache {constants.HF_HUB_CACHE}"
