@@ -66,7 +66,7 @@ from bench.harness.serving import machine_facts, started_server
 from bench.harness.summary import Row
 from bench.harness.workload import QUESTIONS, WORKLOADS, chart
 from kestrel_client import Client
-from kestrel_grpc.access.tokens import Scope, line_for, new_secret
+from kestrel_grpc.access.token_file import Scope, line_for, new_secret
 from kestrel_grpc.process import SWITCH_INTERVAL_S
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import KestrelError

@@ -26,7 +26,7 @@ import uvloop
 
 from bench.frontend import WORKLOADS, EmptyEngine, Target, compare, pin, serve_engine
 from bench.harness.output import write_json
-from kestrel_grpc.access.tokens import Scope, line_for, new_secret
+from kestrel_grpc.access.token_file import Scope, line_for, new_secret
 from kestrel_grpc.config.options import ServerConfig
 
 TARGET_RATIO = 0.8

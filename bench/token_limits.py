@@ -42,7 +42,7 @@ from bench.harness.serving import machine_facts, started_server
 from kestrel_client.v1 import engine_service_pb2
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
-from kestrel_grpc.access.tokens import Scope, line_for
+from kestrel_grpc.access.token_file import Scope, line_for
 
 RATE = 100
 AT_ONCE = 16

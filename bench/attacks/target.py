@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kestrel_grpc.access.tokens import Scope, line_for, new_secret
+from kestrel_grpc.access.token_file import Scope, line_for, new_secret
 
 _EVERY_S = 0.025
 # Looking for children costs more than reading a number, and they come seldom.

@@ -1,4 +1,4 @@
-"""Checks who may call what, and how often, by the bearer tokens that `tokens.py` reads.
+"""Checks who may call what, and how often, by the bearer tokens that `token_file.py` reads.
 
     TokenInvalid     no token, an unknown one, or one that was revoked
     ScopeRequired    the token does not allow this method
@@ -18,7 +18,7 @@ from typing import Protocol
 
 from kestrel_grpc.access.limits import AccessRefused, Limits, Place, TokenLimits
 from kestrel_grpc.access.reloading import RELOAD_INTERVAL_S, ReloadedFiles
-from kestrel_grpc.access.tokens import Scope, Token, hash_of, read_tokens
+from kestrel_grpc.access.token_file import Scope, Token, hash_of, read_tokens
 from kestrel_runtime.api.requests import Priority
 
 Metadata = Iterable[tuple[str, str | bytes]]

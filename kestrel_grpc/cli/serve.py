@@ -73,7 +73,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         _log.warning("%s", warning)
     # The engine's libraries take seconds to import: what can be refused without them is refused first.
     from kestrel_grpc.access.tls import CertificateError
-    from kestrel_grpc.access.tokens import TokenFileError
+    from kestrel_grpc.access.token_file import TokenFileError
     from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
     from kestrel_grpc.listeners import PortUnavailable
     from kestrel_grpc.server import require_usable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from kestrel_grpc.access.tokens import Scope, line_for, new_secret
+from kestrel_grpc.access.token_file import Scope, line_for, new_secret
 from kestrel_grpc.process import complain
 
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from kestrel_grpc.access.tls import CertificateError
-from kestrel_grpc.access.tokens import TokenFileError
+from kestrel_grpc.access.token_file import TokenFileError
 from kestrel_grpc.host.child import OTHER_BUILD, begin, memory_returner, new_link
 from kestrel_grpc.host.messages import (
     Announce,

@@ -25,7 +25,7 @@ from kestrel_client.v1 import engine_service_pb2, image_service_pb2, media_pb2, 
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_grpc.access.tokens import Scope, line_for
+from kestrel_grpc.access.token_file import Scope, line_for
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as triton_wire
 from tests.host.host_process import MAX_WAIT_S, HostProcess, host_process
 from tests.reference_fixtures import CHECKOUT

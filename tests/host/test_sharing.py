@@ -18,7 +18,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from kestrel_client.v1 import engine_service_pb2, image_service_pb2, media_pb2, vision_service_pb2
 from kestrel_grpc.access.limits import RateLimited, TokenLimit, TokenLimits
-from kestrel_grpc.access.tokens import Scope, line_for
+from kestrel_grpc.access.token_file import Scope, line_for
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as triton_wire
 from kestrel_grpc.host import front_ends, stored_images
 from kestrel_grpc.host.link import SupervisorUnavailable

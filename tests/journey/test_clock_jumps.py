@@ -12,7 +12,7 @@ import pytest
 
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
-from kestrel_grpc.access.tokens import hash_of
+from kestrel_grpc.access.token_file import hash_of
 from tests.journey.http2 import QUERY, Http2Client
 from tests.journey.serving_process import ServingProcess, serving_process
 from tests.journey.test_cancellation import endless

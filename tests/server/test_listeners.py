@@ -22,7 +22,7 @@ from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.__main__ import main
 from kestrel_grpc.access.tls import CertificateError
-from kestrel_grpc.access.tokens import Scope, TokenFileError, hash_of, line_for, read_tokens
+from kestrel_grpc.access.token_file import Scope, TokenFileError, hash_of, line_for, read_tokens
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.listeners import PortUnavailable
 from kestrel_grpc.server import Server, require_usable

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_grpc import __version__
 from kestrel_grpc.access.access import Access
-from kestrel_grpc.access.tokens import shared_namespace
+from kestrel_grpc.access.token_file import shared_namespace
 from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_grpc.wire.call_context import CallContext
 from kestrel_grpc.wire.peers import Peers

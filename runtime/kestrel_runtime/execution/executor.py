@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kestrel_runtime.execution.captured_graphs import GraphBudget
 from kestrel_runtime.execution.graph_capture import StreamCapture
+from kestrel_runtime.execution.graph_policy import GraphBudget
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.execution.sampling import TokenRules

@@ -1,4 +1,4 @@
-"""Captures work on a CUDA stream as a CUDA graph. `captured_graphs` decides which work, and when.
+"""Captures work on a CUDA stream as a CUDA graph. `graph_policy` decides which work, and when.
 
 At every launch another thread may take the interpreter's lock, and the launching thread then waits for it. Under
 load, hundreds of launches take several times as long as the device needs for them. A replay is a single launch.

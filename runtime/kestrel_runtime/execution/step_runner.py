@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes, largest_prefill
-from kestrel_runtime.execution.captured_graphs import GraphBudget
 from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.executor import DeviceMemory, Executor, GraphCapture
 from kestrel_runtime.execution.graph_capture import StreamCapture
+from kestrel_runtime.execution.graph_policy import GraphBudget
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.execution.sampling import TokenRules

@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
-from kestrel_runtime.execution.captured_graphs import CapturedGraphs, GraphBudget
 from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.graph_capture import StreamCapture
+from kestrel_runtime.execution.graph_policy import CapturedGraphs, GraphBudget
 from tests.runtime.fake_cuda import MIB, FakeCuda
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

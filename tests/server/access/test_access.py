@@ -16,11 +16,11 @@ from kestrel_client.v1 import engine_service_pb2, image_service_pb2, vision_serv
 from kestrel_client.v1 import engine_service_pb2 as engine_wire
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.access import access as access_module
-from kestrel_grpc.access import reloading, tokens
+from kestrel_grpc.access import reloading, token_file
 from kestrel_grpc.access.access import TokenAccess, TokenInvalid, required_scopes
 from kestrel_grpc.access.limits import RateLimited, TokenLimit, TokenLimits
 from kestrel_grpc.access.reloading import read_regular_file
-from kestrel_grpc.access.tokens import Scope, line_for
+from kestrel_grpc.access.token_file import Scope, line_for
 from kestrel_runtime.api.events import Started, TextChannel, TextDelta, Usage
 from tests.fakes import HOLD, FakeEngine
 from tests.journey import http2
@@ -331,7 +331,7 @@ async def test_a_mount_that_does_not_answer_stops_nothing_and_is_followed_once_i
         may_go_on.wait()
         return read_regular_file(path)
 
-    monkeypatch.setattr(tokens, "read_regular_file", hangs)
+    monkeypatch.setattr(token_file, "read_regular_file", hangs)
     monkeypatch.setattr(reloading, "READ_TIMEOUT_S", 0.01)
     try:
         for _ in range(3):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kestrel_grpc.access.access import OpenAccess, TokenAccess
-from kestrel_grpc.access.tokens import Scope, line_for
+from kestrel_grpc.access.token_file import Scope, line_for
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.images.image_uris import NoRemoteImages
 from kestrel_grpc.images.stored_images import ImageUri

@@ -16,8 +16,8 @@ from torch import Tensor
 from kestrel_ops import Kernels, measured_products
 from kestrel_runtime.api.config import MIB
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes, largest_prefill
-from kestrel_runtime.execution.captured_graphs import CapturedGraphs, Works
 from kestrel_runtime.execution.executor import DeviceMemory
+from kestrel_runtime.execution.graph_policy import CapturedGraphs, Works
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.request_state import SampleNeeds
 from kestrel_runtime.execution.step_inputs import (

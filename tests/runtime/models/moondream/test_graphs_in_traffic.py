@@ -45,7 +45,7 @@ from tests.runtime.models.moondream.tiny import random_model, tiny_config
 from tests.runtime.noise import noise
 
 SMALL_IMAGE = (MD2_SMALL / "image_1_100x80.png").read_bytes()
-LOGGER = "kestrel_runtime.execution.captured_graphs"
+LOGGER = "kestrel_runtime.execution.graph_policy"
 CONFIG = EngineConfig(model="", text_path="fused", vision_path="fused", max_batch_size=4, num_kv_pages=300)
 
 PENALTIES: dict[str, Any] = {

@@ -15,7 +15,7 @@ import pytest
 from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_client.v1 import generation_pb2, vision_service_pb2
 from kestrel_grpc import __version__
-from kestrel_grpc.access.tokens import Scope, line_for
+from kestrel_grpc.access.token_file import Scope, line_for
 from kestrel_runtime.api.engine import CoreReading, EngineStatus, MemoryPlan
 from tests.fakes import HOLD, FakeEngine
 from tests.server.serving import Serving, details_of, reason_of, serving

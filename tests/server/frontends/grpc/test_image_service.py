@@ -17,7 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from kestrel_client.v1 import engine_service_pb2, image_service_pb2
 from kestrel_client.v1 import vision_service_pb2 as vision_wire
 from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
-from kestrel_grpc.access.tokens import Scope, line_for
+from kestrel_grpc.access.token_file import Scope, line_for
 from kestrel_grpc.images.image_index import BOOKKEEPING_BYTES
 from tests.fakes import HOLD, FakeEngine, answers
 from tests.journey.http2 import Http2Client, framed

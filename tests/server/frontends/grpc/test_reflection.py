@@ -12,7 +12,7 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 
-from kestrel_grpc.access.tokens import Scope, line_for
+from kestrel_grpc.access.token_file import Scope, line_for
 from kestrel_grpc.frontends.grpc.reflection import V1, V1ALPHA
 from tests.server.serving import EOF, Serving, reason_of, serving
 

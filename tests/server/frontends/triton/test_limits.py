@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kestrel_grpc.access.tokens import Scope, line_for
+from kestrel_grpc.access.token_file import Scope, line_for
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
 from kestrel_grpc.wire import call_groups
 from kestrel_runtime.api.errors import ImageError

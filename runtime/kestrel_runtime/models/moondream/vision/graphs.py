@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kestrel_runtime.execution.captured_graphs import CapturedGraphs, GraphBudget, Works
 from kestrel_runtime.execution.graph_capture import StreamCapture
+from kestrel_runtime.execution.graph_policy import CapturedGraphs, GraphBudget, Works
 
 _USUAL_TILES = 9
 """Of an image of 800 by 557 pixels: 2 by 4 tiles and the global one."""

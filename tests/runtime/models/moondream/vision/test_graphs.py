@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kestrel_runtime.execution.captured_graphs import GraphBudget
+from kestrel_runtime.execution.graph_policy import GraphBudget
 from kestrel_runtime.models.moondream.vision.graphs import EncodeGraphs
 from tests.runtime.fake_cuda import new_stream_capture, settle
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kestrel_runtime.execution.captured_graphs import CapturedGraphs, GraphBudget
 from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.graph_capture import StreamCapture
+from kestrel_runtime.execution.graph_policy import CapturedGraphs, GraphBudget
 from tests.runtime.fake_cuda import FakeCuda, FakeStreamCapture
 
-LOGGER = "kestrel_runtime.execution.captured_graphs"
+LOGGER = "kestrel_runtime.execution.graph_policy"
 FAILURES = [
     RuntimeError("CUDA error: operation failed due to a previous error during capture\nand a page of advice"),
     torch.OutOfMemoryError("CUDA out of memory"),

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_grpc.access.limits import TokenLimit
-from kestrel_grpc.access.tokens import Scope, TokenFileError, hash_of, line_for, new_secret, read_tokens
+from kestrel_grpc.access.token_file import Scope, TokenFileError, hash_of, line_for, new_secret, read_tokens
 
 HASH = "ab" * 32
 
