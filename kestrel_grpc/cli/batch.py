@@ -65,7 +65,8 @@ def add_batch_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         help="answer the lines of a file, or the pictures of a folder, into a file",
         description="Answer each line of IN into a line of OUT, in the same order. The model is loaded into this "
         "process, with the options of serve, unless --address names a server. Exit 0 if every line was answered, 1 "
-        "if some failed, 2 for a mistake in the call.",
+        "if some failed, 2 for a mistake in the call. Ctrl-C (SIGINT) or SIGTERM ends the run after the answers "
+        "that are running, with exit 130 or 143, and the same command with --resume goes on.",
         usage="%(prog)s IN OUT [OPTION ...]",
         allow_abbrev=False,
     )

@@ -40,6 +40,7 @@ _CALLER_MESSAGES = {
     401: "the server asks for a token, or does not know the one of --token or KESTREL_GRPC_TOKEN",
     403: "the server does not allow these calls",
 }
+_NO_HTTP_PORT = "the address is not that of the HTTP port of a server (--http-port of serve)"
 _log = logging.getLogger(__name__)
 
 
@@ -177,7 +178,7 @@ class ServerCaller:
         """Raise `Unreachable` or `RunEnded` unless a server answers that takes the token."""
         reply = await self._send("GET", "/v1/models", None, "batch-0")
         if reply.status != 200 and reply.retry_after_s is None:
-            raise RunEnded("the address is not that of the HTTP port of a server")
+            raise RunEnded(_NO_HTTP_PORT)
 
     async def post(self, path: str, body: bytes, request_id: str) -> Reply:
         return await self._send("POST", path, body, request_id)
@@ -207,8 +208,11 @@ class ServerCaller:
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 # The server closes a connection that was idle; the request then never reached it.
-                if not (is_used and isinstance(error, ConnectionError | http.client.BadStatusLine)):
-                    raise Unreachable(_explained(error)) from error
+                if is_used and isinstance(error, ConnectionError | http.client.BadStatusLine):
+                    continue
+                if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
+                    raise RunEnded(_NO_HTTP_PORT) from error  # another protocol, such as that of gRPC
+                raise Unreachable(_explained(error)) from error
 
 
 def _reply(response: http.client.HTTPResponse, body: bytes) -> Reply:
@@ -222,7 +226,7 @@ def _reply(response: http.client.HTTPResponse, body: bytes) -> Reply:
     if not isinstance(document, dict):
         if response.status >= 500:
             raise Unreachable(f"status {response.status} without an answer of the server")
-        raise RunEnded("the address is not that of the HTTP port of a server")
+        raise RunEnded(_NO_HTTP_PORT)
     after_ms, after_s = response.getheader("retry-after-ms"), response.getheader("retry-after")
     try:
         retry_after_s = float(after_ms) / 1000.0 if after_ms else float(after_s) if after_s else None

@@ -179,7 +179,7 @@ def _digest_of_row(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What lines have where they do not say otherwise.
+    """What lines have where they do not say otherwise. Raises ValueError for a skill that does not exist.
 
     `fields` are fields of the request. A line without a seed gets `seed` plus its number. Paths of images are
     relative to `folder`.
@@ -189,6 +189,11 @@ class Template:
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
     seed: int = 0
     folder: Path = Path()
+
+    def __post_init__(self) -> None:
+        if self.skill is not None and self.skill not in ROUTES:
+            hint = did_you_mean(self.skill, ROUTES)
+            raise ValueError(f"--skill {self.skill}: must be one of {', '.join(ROUTES)}{hint}")
 
     def seed_of(self, record: Record) -> int:
         """The seed of a line that has none."""

@@ -53,7 +53,7 @@ def add_bench_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         allow_abbrev=False,
     )
     parser.set_defaults(run=_bench)
-    actions = parser.add_subparsers(metavar="ACTION", required=False)
+    actions = parser.add_subparsers(metavar="ACTION", required=False, prog=parser.prog)
     compare = actions.add_parser(
         "compare",
         help="compare two results",
@@ -129,7 +129,7 @@ def _add_workload(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="an adapter; may be repeated, to be named in turn",
+        help="an adapter (LoRA) that requests name; may be repeated, to be named in turn",
     )
     group.add_argument("--whole", action="store_true", help="ask for whole answers, not for streams")
     group.add_argument(
@@ -154,25 +154,34 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         help="open loop: send so many requests per second, at random moments (a Poisson process)",
     )
     load.add_argument(
-        "--ramp", metavar="FIRST:LAST", type=_ramp(_whole(1)), help="closed loop in steps, each with twice as many"
+        "--ramp",
+        metavar="FIRST:LAST",
+        type=_ramp(_whole(1)),
+        help="closed loop in steps, each with twice as many, such as 1:64",
     )
     load.add_argument(
         "--rate-ramp",
         metavar="FIRST:LAST",
         type=_ramp(_positive()),
-        help="open loop in steps, each at twice the rate",
+        help="open loop in steps, each at twice the rate, such as 0.5:8",
     )
     length = group.add_mutually_exclusive_group()
     length.add_argument(
-        "--duration", metavar="SECONDS", type=_positive(), default=_DURATION_S, help="of each step (%(default)g)"
+        "--duration",
+        metavar="SECONDS",
+        type=_positive(),
+        default=_DURATION_S,
+        help="how long each step is measured (%(default)g)",
     )
-    length.add_argument("-n", "--requests", metavar="N", type=_whole(1), help="in place of a duration")
+    length.add_argument(
+        "-n", "--requests", metavar="N", type=_whole(1), help="requests of each step, in place of a duration"
+    )
     group.add_argument(
         "--warm-up",
         metavar="SECONDS",
         type=_positive(0.0),
         default=_WARM_UP_S,
-        help="before each step until every caller has had an answer, at most so long (%(default)g)",
+        help="before each step, ask until every caller has had an answer, at most so long (%(default)g)",
     )
     group.add_argument(
         "--processes",
@@ -182,7 +191,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         help="processes that send requests (a quarter of the cores, at most 4; here %(default)s)",
     )
     group.add_argument(
-        "--seed", metavar="N", type=_whole(0), default=0, help="of the moments of an open loop (%(default)s)"
+        "--seed", metavar="N", type=_whole(0), default=0, help="of the random moments of an open loop (%(default)s)"
     )
 
 
@@ -294,7 +303,7 @@ def _recordings(
         if interruption.number is None:
             return False
         progress.close()
-        complain("waiting for the answers that are running; Ctrl-C ends at once, without a result")
+        complain("ending the measurement; a second Ctrl-C ends the command at once, without a result")
         return True
 
     try:
@@ -359,6 +368,10 @@ def _workload(arguments: argparse.Namespace) -> Workload:
         problems.append("--tell-pictures: needs --api grpc")
     if arguments.api == "triton" and arguments.adapter:
         problems.append("--adapter: Triton's API has none")
+    for name in ("json", "html"):
+        file: Path | None = getattr(arguments, name)
+        if file is not None and not file.absolute().parent.is_dir():
+            problems.append(f"--{name}: {file.absolute().parent} is no folder")
     if problems:
         raise ValueError("; ".join(problems))
     if arguments.pictures is not None:
@@ -416,7 +429,7 @@ def _model_over_http(address: str, tls: Any, token: str | None) -> str:
             raise ConnectionError("the server asks for a token, or does not know the one of --token")
         return json.loads(body)["data"][0]["id"]
     except (HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConnectionError(f"{address} is not the HTTP port of a server (--http-port of serve)") from error
+        raise ConnectionError("is not the HTTP port of a server (--http-port of serve)") from error
     finally:
         connection.close()
 

@@ -142,7 +142,8 @@ def _shown(value: float | None) -> str:
 
 def _statuses(step: Mapping[str, Any]) -> Iterator[str]:
     counts = ", ".join(f"{count:,} {status}" for status, count in step["statusCodeDistribution"].items())
-    yield f"{step['count']:,} requests in {number(step['duration'])} s: {counts or 'none'}"
+    noun = "request" if step["count"] == 1 else "requests"
+    yield f"{step['count']:,} {noun} in {number(step['duration'])} s: {counts or 'none'}"
     for message, count in step["errorDistribution"].items():
         yield f"  {count:,} × {message}"
 

@@ -85,6 +85,8 @@ class Workload:
 
 def picture_files(path: Path) -> list[Path]:
     """The file, or the image files in the folder, by name. Raises ValueError where there is none."""
+    if not path.exists():
+        raise ValueError(f"{path}: no such file or folder")
     if not path.is_dir():
         return [path]
     files = sorted(item for item in path.iterdir() if item.suffix.lower() in PICTURE_SUFFIXES and item.is_file())

@@ -87,7 +87,9 @@ def add_connection_arguments(parser: Flags, *, address: str | None, address_help
     _add_file(parser, "ca", "connect with TLS to a server whose certificate is signed by one in this file")
     _add_file(parser, "client-certificate", "client certificate, for servers that ask for one, in PEM")
     _add_file(parser, "client-key", "the key of that certificate, in PEM")
-    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=timeout_s, help="timeout (%(default)g)")
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=timeout_s, help="longest time for a call (%(default)g)"
+    )
 
 
 def tls_of(arguments: argparse.Namespace) -> ClientTls | None:

@@ -34,7 +34,7 @@ def add_evaluate_command(subparsers: argparse._SubParsersAction[argparse.Argumen
     parser = subparsers.add_parser(
         "evaluate",
         help="score the model of a running server on a published set",
-        description="Ask a running server about a set in FOLDER, at temperature 0, and print the scores with 95 %% "
+        description="Ask a running server about a set in FOLDER, at temperature 0, and print the scores with 95 % "
         "intervals. Nothing is downloaded. Exit 0 if every call was answered, 1 if some failed or the server "
         "cannot be reached, 2 for a mistake in the call or a set that cannot be read.",
         usage="%(prog)s TASK FOLDER [OPTION ...]",

@@ -42,12 +42,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
 def _add_flag(group: argparse._ArgumentGroup, item: Option) -> None:
     # A switch without a value means on.
     may_stand_alone: dict[str, Any] = {"nargs": "?", "const": "on"} if item.parse is on_or_off else {}
-    unit = f", in {item.unit}" if item.unit else ""
     group.add_argument(
         flag_name(item.name),
         **may_stand_alone,
         metavar="on|off" if may_stand_alone else item.unit.upper() or item.name.rsplit("_", 1)[-1].upper(),
-        help=f"{item.help}{unit} (default: {item.default_text}; {environment_name(item.name)})",
+        help=f"{item.help} (default: {item.default_text}; {environment_name(item.name)})",
     )
     if item.former_name is not None:
         group.add_argument(flag_name(item.former_name), **may_stand_alone, help=argparse.SUPPRESS)

@@ -115,10 +115,18 @@ async def test_a_token_that_is_wrong_ends_the_run(tmp_path):
             await caller.check()
 
 
-async def test_the_port_of_another_protocol_ends_the_run():
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n<html>",
+        b"\0\0\x06\x04\0\0\0\0\0\0\x04\0\x10\0\0",  # the settings with which a gRPC port begins
+    ],
+    ids=("html", "http2"),
+)
+async def test_the_port_of_another_protocol_ends_the_run(said: bytes):
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n<html>")
+        writer.write(said)
         await writer.drain()
         writer.close()
 

@@ -232,3 +232,8 @@ def test_a_file_that_is_too_large_for_an_image_is_refused(tmp_path: Path):
     with (tmp_path / "film.png").open("wb") as file:
         file.truncate(2**28 + 1)
     assert "more than" in refused({"skill": "caption", "image": "film.png"}, Template(folder=tmp_path))["image"]
+
+
+def test_a_skill_of_the_command_line_that_does_not_exist_is_refused_before_any_line():
+    with pytest.raises(ValueError, match=r"--skill qury: must be one of query, .*did you mean query"):
+        Template("qury")

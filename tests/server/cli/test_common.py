@@ -1,13 +1,16 @@
-"""The flags of connections to a server."""
+"""What the commands share: the flags of connections to a server, and help that can be read."""
 
 from __future__ import annotations
 
 import argparse
+import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kestrel_client.connection import ClientTls
+from kestrel_grpc.cli.commands import run
 from kestrel_grpc.cli.common import add_connection_arguments, tls_of
 from kestrel_grpc.config.options import ServerConfig
 
@@ -56,3 +59,15 @@ def test_a_former_name_of_a_variable_is_refused_with_the_name_of_now(monkeypatch
 def test_a_certificate_needs_its_key():
     with pytest.raises(ValueError, match="each needs the other"):
         tls_of(parsed("--tls-client-certificate", "b.pem"))
+
+
+def test_every_help_text_is_filled_in(capsys: pytest.CaptureFixture[str]):
+    run([])
+    names = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert {"serve", "query", "batch", "evaluate", "bench"} <= set(names)
+    for name in names:
+        with suppress(SystemExit):
+            run([name, "--help"])
+        shown = capsys.readouterr().out
+        assert shown.startswith("usage: ")
+        assert [place for place in ("%%", "%(") if place in shown] == [], name
