@@ -15,7 +15,7 @@ from kestrel_ops.dispatch import (
     prepare_compilations,
 )
 from kestrel_ops.invariant_mode import InvariantMode, depends_on_place
-from kestrel_ops.low_rank import ExpertAdapters, LowRank
+from kestrel_ops.low_rank import BlockLowRank, ExpertAdapters, LowRank, RowsBySlot
 from kestrel_ops.reference import (
     RESAMPLE_WEIGHT_BITS,
     add_low_rank,
@@ -36,12 +36,14 @@ from kestrel_ops.shapes import ModelShape, TextShape, VisionShape, has_float8_pr
 __all__ = [
     "COMPILED_AHEAD",
     "RESAMPLE_WEIGHT_BITS",
+    "BlockLowRank",
     "DeviceLimits",
     "ExpertAdapters",
     "InvariantMode",
     "Kernels",
     "LowRank",
     "ModelShape",
+    "RowsBySlot",
     "TextShape",
     "VisionShape",
     "add_low_rank",

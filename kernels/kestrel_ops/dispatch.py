@@ -61,6 +61,10 @@ _OF_SHAPES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "rotary_write_kv": _turned_shapes,
         "rotary_decode_attention": lambda *_: None,
         "prefill_attention": lambda query, *_: query.new_empty(query.shape),
+        "decode_expand": lambda *_: None,
+        "decode_contract": lambda *_: None,
+        "add_up_terms": lambda *_: None,
+        "add_down_terms": lambda *_: None,
         "mixture_of_experts": lambda hidden, *_: hidden.new_empty(hidden.shape),
     }
 )
@@ -87,6 +91,9 @@ class Kernels:
     mixture_of_experts: Callable[..., Any]
     tau_scales: Callable[..., Any]
     add_low_rank: Callable[..., Any]
+    rows_by_slot: Callable[..., Any]
+    add_up_terms: Callable[..., Any]
+    add_down_terms: Callable[..., Any]
     philox_uniform: Callable[..., Any]
 
     @classmethod

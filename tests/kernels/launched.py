@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kestrel_ops import LowRank, reference
+from kestrel_ops import BlockLowRank, LowRank, reference
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
@@ -194,8 +194,67 @@ def tau_scales(count: int, heads: int, width: int, of: str = "triton") -> None:
     _operation(of, "tau_scales")(packed, positions, *weights)
 
 
+def _low_rank(num_slots: int, rank: int, dim: int, out: int, kind: int = 0) -> LowRank:
+    return LowRank(_empty(num_slots, rank, dim, dtype="bf16"), _empty(num_slots, rank, out, dtype="bf16"), kind)
+
+
+def _block_low_rank(
+    count: int, dim: int, qkv: int, inner: int, num_slots: int, rank: int, of: str, *, is_decode: bool
+) -> BlockLowRank:
+    """The adapters of a block in bfloat16, and rows that use none."""
+    up, down = (_low_rank(num_slots, rank, dim, qkv),), (_low_rank(num_slots, rank, dim, dim, 1),)
+    if inner:
+        up, down = (
+            (*up, _low_rank(num_slots, rank, dim, inner, 2)),
+            (*down, _low_rank(num_slots, rank, inner, dim, 3)),
+        )
+    slots, ranks = torch.zeros(count, dtype=torch.int64), torch.full((4, num_slots), rank, dtype=torch.int32)
+    rows = _operation(of, "rows_by_slot")(slots, ranks, rank, is_decode=is_decode, dtype=torch.bfloat16)
+    norm, flags = (
+        (_empty(dim, dtype="bf16"), _empty(dim, dtype="bf16")),
+        torch.zeros(num_slots + 1, dtype=torch.bool),
+    )
+    return BlockLowRank(up, down, *norm, flags, _empty(count, dim, dtype="bf16"), rows)
+
+
 def add_low_rank(count: int, dim: int, out: int, num_slots: int, rank: int, of: str = "triton") -> None:
     """Rows in bfloat16."""
-    weights = LowRank(_empty(num_slots, rank, dim, dtype="bf16"), _empty(num_slots, rank, out, dtype="bf16"))
     rows, sums = _empty(count, dim, dtype="bf16"), _empty(count, out, dtype="bf16")
-    _operation(of, "add_low_rank")(sums, rows, weights, torch.zeros(count, dtype=torch.int64))
+    slots = torch.zeros(count, dtype=torch.int64)
+    _operation(of, "add_low_rank")(sums, rows, _low_rank(num_slots, rank, dim, out), slots)
+
+
+def rows_by_slot(count: int, num_slots: int, rank: int, is_decode: bool, of: str = "triton") -> None:
+    """Rows without adapters."""
+    slots, ranks = torch.zeros(count, dtype=torch.int64), torch.full((4, num_slots), rank, dtype=torch.int32)
+    _operation(of, "rows_by_slot")(slots, ranks, rank, is_decode=is_decode, dtype=torch.bfloat16)
+
+
+def add_up_terms(count: int, dim: int, qkv: int, inner: int, num_slots: int, rank: int, of: str = "triton") -> None:
+    """Rows in bfloat16."""
+    low_rank = _block_low_rank(count, dim, qkv, inner, num_slots, rank, of, is_decode=False)
+    _operation(of, "add_up_terms")(_empty(count, qkv + inner, dtype="bf16"), low_rank)
+
+
+def add_down_terms(count: int, dim: int, inner: int, num_slots: int, rank: int, of: str = "triton") -> None:
+    """Rows in bfloat16."""
+    rows = _empty(count, dim, dtype="bf16"), _empty(count, dim, dtype="bf16"), _empty(count, inner, dtype="bf16")
+    low_rank = _block_low_rank(count, dim, dim, inner, num_slots, rank, of, is_decode=False)
+    _operation(of, "add_down_terms")(*rows, low_rank)
+
+
+def step_with_adapters(
+    count: int, dim: int, qkv: int, inner: int, num_slots: int, rank: int, weight: str, of: str = "triton"
+) -> None:
+    """Both products of a decode step."""
+    out = "fp16" if weight == "fp8" else weight
+    low_rank = _block_low_rank(count, dim, qkv, inner, num_slots, rank, of, is_decode=True)
+    up, down, scale = _empty(qkv + inner, dim, dtype=weight), _empty(dim, dim + inner, dtype=weight), None
+    hidden, activations = _empty(count, dim), _empty(count, dim + inner, dtype=out)
+    if weight == "fp8":
+        scale = _empty(max(qkv + inner, dim))
+    _operation(of, "decode_expand")(
+        *(hidden, up, scale, _empty(qkv + inner), _empty(qkv + inner), 1e-5, qkv),
+        *(_empty(count, qkv, dtype=out), activations[:, dim:], None, low_rank),
+    )
+    _operation(of, "decode_contract")(activations, down, scale, _empty(dim), hidden, True, low_rank)

@@ -17,6 +17,8 @@ SUMS = [
     *(("decode_contract", [batch, width, 48, "fp8"]) for batch in (1, 5) for width in (152, 4096)),
     *(("decode_expand", [5, width, 40, 24, "bf16", 3]) for width in (48, 77)),
 ]
+# A plan, normalised rows, coefficients and both products of a step with adapters, and the products of prompts.
+ADAPTERS = [("step_with_adapters", [5, 48, 40, 24, 3, 8, "bf16"]), ("add_up_terms", [5, 48, 40, 24, 3, 8])]
 # One token, few and many, of which the last are listed by two kernels.
 EXPERTS = [("mixture_of_experts", [count, 48, 24, 6]) for count in (1, 5, 70)]
 
@@ -30,9 +32,9 @@ WIDE = [
     ("prefill_attention", [32, 32, 64, "bf16", "bf16", 746]),
     ("prefill_attention", [32, 32, 64, "bf16", "bf16", 16]),
     ("decode_expand", [1, 2048, 6144, 8192, "bf16", 0]),
-    ("decode_expand", [128, 2048, 6144, 8192, "bf16", 8]),
     ("decode_contract", [1, 10_240, 2048, "bf16"]),
-    ("decode_contract", [128, 10_240, 2048, "bf16"]),
+    ("step_with_adapters", [128, 2048, 6144, 8192, 8, 32, "bf16"]),
+    ("add_down_terms", [3000, 2048, 8192, 8, 32]),
     ("rotary_decode_attention", [32, 32, 64, "bf16", "bf16", 1, 8]),
     ("rotary_decode_attention", [32, 32, 64, "bf16", "bf16", 64, 1]),
     ("resample", [557, 800, 378, 0]),
@@ -91,6 +93,24 @@ def test_mixtures_of_experts_write_what_they_do_not_read_and_add_in_one_order(tm
         assert kernels
         assert [kernel for kernel in kernels if kernel.in_place()] == []
         assert {access.kind for kernel in kernels for access in kernel.accesses} <= {"load", "store", "barrier"}
+
+
+def test_terms_of_adapters_are_added_where_every_thread_has_read_before(tmp_path):
+    written = set()
+    for kernels in launches(ADAPTERS, str(tmp_path)):
+        for kernel in kernels:
+            in_place = kernel.in_place() - {"counters", "parts"}  # the last program reads what all have stored
+            for pointer in in_place:
+                own = [
+                    access.kind
+                    for access in kernel.accesses
+                    if access.pointer == pointer or access.kind == "barrier"
+                ]
+                first_store = own.index("store")
+                assert "load" not in own[first_store:], kernel
+                assert own[first_store - 1] == "barrier", kernel
+            written |= in_place
+    assert written == {"out"}
 
 
 @pytest.mark.parametrize("card", [card for card in SHARED_BYTES if card != "9.0"])

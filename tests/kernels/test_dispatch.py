@@ -227,6 +227,9 @@ CALLS = {
     "mixture_of_experts": (5, 16, 8, 4),
     "tau_scales": (5, 2, 48),
     "add_low_rank": (5, 16, 8, 3, 4),
+    "rows_by_slot": (5, 3, 4, True),
+    "add_up_terms": (5, 16, 48, 32, 3, 4),
+    "add_down_terms": (5, 16, 32, 3, 4),
 }
 
 

@@ -1,9 +1,11 @@
 """Which definitions wait for the device: on tensors without values they cannot go on."""
 
+import functools
+
 import pytest
 import torch
 
-from kestrel_ops import LowRank, reference
+from kestrel_ops import BlockLowRank, LowRank, RowsBySlot, reference
 
 NO_OPERATIONS = {"RESAMPLE_WEIGHT_BITS", "WAITING_FOR_DEVICE", "invariant_attention_bytes"}
 
@@ -28,13 +30,24 @@ def pages():
     return blank(5, 2, 4, 8), blank(5, 2, 4, 8)  # 5 pages of 4 positions, 2 heads of 8
 
 
+def adapters():
+    """Two slots of a block whose rows are of 16 columns."""
+    layer = LowRank(blank(2, 4, 16), blank(2, 4, 16))
+    flags = blank(3, dtype=torch.bool)
+    return BlockLowRank(
+        (layer, layer), (layer, layer), blank(16), blank(16), flags, blank(6, 16), RowsBySlot(longs(6))
+    )
+
+
 # Six tokens of three sequences, 2 heads of 8; or rows of 16.
 OPERANDS = {
     "add_low_rank": lambda: (
         *(blank(6, 16), blank(6, 16)),
         *(LowRank(blank(2, 4, 16), blank(2, 4, 16)), longs(6)),
     ),
+    "add_down_terms": lambda: (*(blank(6, 16) for _ in range(3)), adapters()),
     "add_layer_norm": lambda: (blank(6, 16), blank(6, 16), 1e-5, torch.float32),
+    "add_up_terms": lambda: (blank(6, 32), adapters()),
     "concat_gelu": lambda: (blank(6, 16), blank(6, 16), torch.float32),
     "crop_attention": lambda: (blank(6, 48), 3, 2),
     "decode_attention": lambda: (blank(3, 2, 8), *pages(), longs(3, 2), longs(3)),
@@ -60,6 +73,7 @@ OPERANDS = {
         *(None, None, None, None, blank(1), ints(1)),
     ),
     "rotary_write_kv": lambda: (blank(6, 48), longs(6), blank(9, 2), blank(9, 2), *pages(), longs(6)),
+    "rows_by_slot": lambda: (longs(6), ints(4, 2), 4),
     "sample": lambda: (blank(3, 9), blank(3), blank(3), blank(3)),
     "scaled_linear": lambda: (blank(6, 16), None, blank(16, 16), None, None, torch.float32),
     "scaled_linear_add": lambda: (float8(6, 16), blank(1), float8(16, 16), blank(1), blank(16), blank(6, 16)),
@@ -76,6 +90,8 @@ def test_every_definition_is_looked_at():
 @pytest.mark.parametrize("operation", OPERANDS)
 def test_those_that_wait_for_the_device_are_named(operation):
     run = getattr(reference, operation)
+    if operation == "rows_by_slot":
+        run = functools.partial(run, is_decode=True, dtype=torch.float32)
     if operation in reference.WAITING_FOR_DEVICE:
         with pytest.raises(NotImplementedError):
             run(*OPERANDS[operation]())

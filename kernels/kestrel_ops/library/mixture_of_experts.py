@@ -90,7 +90,7 @@ def _grouped(rows: Tensor, stack: Tensor, scale: Tensor | None, ends: Tensor) ->
 def _grouped_low_rank(rows: Tensor, weights: LowRank, slots: Tensor, ends: Tensor) -> Tensor:
     """The low-rank terms of the rows up to ends[e], which belong to expert e; slots: int64 [rows]."""
     num_slots = len(weights.a)
-    a, b = (part.transpose(0, 1).flatten(1, 2) for part in weights)  # [E, S * R, in] and [E, S * R, out]
+    a, b = (part.transpose(0, 1).flatten(1, 2) for part in weights[:2])  # [E, S * R, in] and [E, S * R, out]
     inner = torch.ops.aten._grouped_mm(rows, a.transpose(1, 2), offs=ends)
     return torch.ops.aten._grouped_mm(of_own_slot(inner, num_slots, slots), b, offs=ends)
 

@@ -12,7 +12,6 @@ from kestrel_ops.reference.experts import mixture_of_experts
 from kestrel_ops.reference.images import RESAMPLE_WEIGHT_BITS, resample
 from kestrel_ops.reference.invariant import invariant_attention, invariant_attention_bytes, invariant_linear
 from kestrel_ops.reference.linear import (
-    add_low_rank,
     decode_contract,
     decode_expand,
     layer_norm_linear,
@@ -20,6 +19,7 @@ from kestrel_ops.reference.linear import (
     scaled_linear_add,
     scaled_linear_gelu,
 )
+from kestrel_ops.reference.low_rank import add_down_terms, add_low_rank, add_up_terms, rows_by_slot
 from kestrel_ops.reference.rows import add_layer_norm, concat_gelu, quantise_rows
 from kestrel_ops.reference.sampling import philox_uniform, sample
 
@@ -39,8 +39,10 @@ WAITING_FOR_DEVICE = frozenset(
 __all__ = [
     "RESAMPLE_WEIGHT_BITS",
     "WAITING_FOR_DEVICE",
+    "add_down_terms",
     "add_layer_norm",
     "add_low_rank",
+    "add_up_terms",
     "concat_gelu",
     "crop_attention",
     "decode_attention",
@@ -58,6 +60,7 @@ __all__ = [
     "rotary",
     "rotary_decode_attention",
     "rotary_write_kv",
+    "rows_by_slot",
     "sample",
     "scaled_linear",
     "scaled_linear_add",

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, softmax
 
 from kestrel_ops.low_rank import ExpertAdapters
-from kestrel_ops.reference.linear import add_low_rank
+from kestrel_ops.reference.low_rank import add_low_rank
 
 
 def mixture_of_experts(

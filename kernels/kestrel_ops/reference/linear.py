@@ -1,10 +1,11 @@
-"""Linear layers: with float8 operands, for one token of each sequence, and of adapters."""
+"""Linear layers: with float8 operands, and for one token of each sequence."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear
 
-from kestrel_ops.low_rank import LowRank
+from kestrel_ops.low_rank import BlockLowRank
+from kestrel_ops.reference.low_rank import add_down_terms, add_up_terms, write_normed
 from kestrel_ops.reference.rows import rounded_to_float8
 
 _LARGEST_FLOAT16 = torch.finfo(torch.float16).max
@@ -85,8 +86,9 @@ def decode_expand(
     plain_out: Tensor,  # [B, num_plain] of any floating type, written
     activated_out: Tensor,  # [B, N - num_plain] of any floating type, rows may be strided, written; may be empty
     pending: Tensor | None = None,  # [S, B, K] float32: what `decode_contract` has deferred
+    low_rank: BlockLowRank | None = None,
 ) -> None:
-    """out = ((hidden - mean) / sqrt(variance + epsilon)) @ weight.T + bias, row by row.
+    """out = ((hidden - mean) / sqrt(variance + epsilon)) @ weight.T + bias, row by row, and the terms of adapters.
 
     Before that, hidden += pending[0], then pending[1] and so on. The first `num_plain` columns are stored
     unchanged, the others through the tanh form of GELU. Values beyond the range of float16 become its largest
@@ -95,7 +97,11 @@ def decode_expand(
     for share in () if pending is None else pending:
         hidden += share
     wide = weight.float() if weight_scale is None else weight.float() * weight_scale[:, None]
-    product = linear(layer_norm(hidden, hidden.shape[1:], eps=epsilon), wide, bias)
+    normed = layer_norm(hidden, hidden.shape[1:], eps=epsilon)
+    product = linear(normed, wide, bias)
+    if low_rank is not None:
+        write_normed(normed, low_rank)
+        add_up_terms(product, low_rank)
     plain_out.copy_(_held(product[:, :num_plain], plain_out.dtype))
     activated_out.copy_(_held(gelu(product[:, num_plain:], approximate="tanh"), activated_out.dtype))
 
@@ -111,26 +117,18 @@ def decode_contract(
     bias: Tensor,  # [N] float32
     hidden: Tensor,  # [B, N] float32, changed in place
     may_defer: bool = False,
+    low_rank: BlockLowRank | None = None,
 ) -> Tensor | None:  # [S, B, N] float32
-    """hidden += activations @ weight.T + bias. The order of the sum over K is the same in every run.
+    """hidden += activations @ weight.T + bias, and the terms of adapters. The order of each sum is the same in
+    every run. The first columns of the activations are the attention's result.
 
     With `may_defer` an implementation may leave `hidden` unchanged and return the terms to add, in the order of S,
     for `decode_expand`. None: nothing is deferred. The reference defers nothing.
     """
     wide = weight.float() if weight_scale is None else weight.float() * weight_scale[:, None]
-    hidden += linear(activations.float(), wide, bias)
+    delta = linear(activations.float(), wide, bias)
+    if low_rank is not None:
+        attended, inner = activations.tensor_split((low_rank.down[0].a.shape[-1],), dim=1)
+        add_down_terms(delta, attended, inner, low_rank, activate=False)
+    hidden += delta
     return None
-
-
-def add_low_rank(
-    out: Tensor,  # [T, out], changed in place
-    rows: Tensor,  # [T, in], of the type of the weights
-    weights: LowRank,
-    slots: Tensor,  # [T] int64: the slot of each row, 0 for none
-) -> None:
-    """out[t] += rows[t] @ a.T @ b with the weights of row t's slot. Rows in slot 0 stay as they are."""
-    for slot in slots.unique().tolist():
-        if slot:
-            chosen = (slots == slot).nonzero()[:, 0]
-            product = rows[chosen] @ weights.a[slot - 1].T @ weights.b[slot - 1]
-            out.index_add_(0, chosen, product.to(out.dtype))

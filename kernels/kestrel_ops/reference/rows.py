@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
+from kestrel_ops.low_rank import BlockLowRank
+from kestrel_ops.reference.low_rank import write_normed
+
 LARGEST_FLOAT8 = 448.0
 # The scale of a row of zeros must not be 0.
 _SMALLEST_MAGNITUDE = 1e-12
@@ -29,19 +32,22 @@ def add_layer_norm(
     epsilon: float,
     out_dtype: torch.dtype,
     out_scale: float | None = None,
+    low_rank: BlockLowRank | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # [T, dim] out_dtype, and [T, 1] float32 where that is float8
     """hidden += delta, then normed = (hidden - mean) / sqrt(variance + epsilon) of each row.
 
     The sum is rounded to the type of `hidden`, and the stored values are normalised in float32. There is no weight
     and no bias: they are folded into the next product. With `out_dtype` float8_e4m3fn the rows are quantised,
     normed = out * scale. A given `out_scale` applies to all rows. Then larger values are clipped, and no scales are
-    returned.
+    returned. `low_rank.normed` gets the rows with weight and bias.
     """
     if delta is not None:
         hidden.copy_(hidden.float() + delta.float())
     wide = hidden.float()
     variance, mean = torch.var_mean(wide, dim=-1, keepdim=True, correction=0)
     normed = (wide - mean) * torch.rsqrt(variance + epsilon)
+    if low_rank is not None:
+        write_normed(normed, low_rank)
     if out_scale is not None:
         return rounded_to_float8(normed / out_scale), None
     if out_dtype == torch.float8_e4m3fn:

@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kestrel_ops.low_rank import BlockLowRank
 from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.compilations import launcher
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
 from kestrel_ops.triton.rows import RowBlocks, cut_to_float8, load_piece, pieces, store_piece
+from kestrel_ops.triton.rows_by_slot import normed_operands
 
 _LARGEST_FLOAT8 = tl.constexpr(448.0)
 _SMALLEST_MAGNITUDE = tl.constexpr(1e-12)
@@ -25,6 +27,7 @@ def add_layer_norm(
     epsilon: float,
     out_dtype: torch.dtype,
     out_scale: float | None = None,
+    low_rank: BlockLowRank | None = None,
     blocks: RowBlocks | None = None,  # None: those that the width asks for
 ) -> tuple[Tensor, Tensor | None]:  # [T, dim] out_dtype, and [T, 1] float32 where that is float8
     """As the reference. Each row is read once and kept in registers."""
@@ -42,6 +45,7 @@ def add_layer_norm(
         delta,
         out,
         scale,
+        *(normed_operands(low_rank)),
         num_rows,
         epsilon,
         None if out_scale is None else 1 / out_scale,
@@ -75,12 +79,33 @@ def _centred_piece(values, mean, begin: tl.constexpr, size: tl.constexpr, width:
     return tl.where((begin + tl.arange(0, size) < width)[None, :], values - mean[:, None], 0.0)
 
 
+@triton.jit
+def _store_normed(
+    normed,
+    norm_weight,
+    norm_bias,
+    row_starts,
+    in_range,
+    values,
+    begin: tl.constexpr,
+    size: tl.constexpr,
+    width: tl.constexpr,
+):
+    columns = begin + tl.arange(0, size)
+    weight = tl.load(norm_weight + columns, mask=columns < width, other=0.0).to(tl.float32)
+    bias = tl.load(norm_bias + columns, mask=columns < width, other=0.0).to(tl.float32)
+    store_piece(normed, row_starts, in_range, values * weight[None, :] + bias[None, :], begin, size, width)
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # differs between batches
 def _add_layer_norm(
     hidden,
     delta,
     out,
     scale,
+    norm_weight,
+    norm_bias,
+    normed,
     num_rows,
     epsilon,
     out_factor,
@@ -117,6 +142,22 @@ def _add_layer_norm(
         squares += tl.sum(tail_values * tail_values, axis=1)
         largest = tl.maximum(largest, tl.max(tl.abs(tail_values), axis=1))
     factor = tl.rsqrt(squares / width + epsilon)
+    if normed is not None:
+        _store_normed(
+            normed, norm_weight, norm_bias, row_starts, in_range, values * factor[:, None], 0, main, width
+        )
+        if tail > 0:
+            _store_normed(
+                normed,
+                norm_weight,
+                norm_bias,
+                row_starts,
+                in_range,
+                tail_values * factor[:, None],
+                main,
+                tail,
+                width,
+            )
     if scale is not None:
         magnitude = tl.maximum(largest * factor, _SMALLEST_MAGNITUDE)
         tl.store(scale + row, magnitude / _LARGEST_FLOAT8, mask=in_range)

@@ -11,10 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kestrel_ops.low_rank import BlockLowRank
 from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
+from kestrel_ops.triton.low_rank_products import Source, Terms, add_terms, shrink
 from kestrel_ops.triton.pending_sums import add_pending
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
+from kestrel_ops.triton.rows_by_slot import with_plan
 from kestrel_ops.triton.single_token import SingleTokenPlan, contract_one
 from kestrel_ops.triton.small_batch import (
     DEPENDENT_LAUNCH_FROM,
@@ -35,6 +38,7 @@ def decode_contract(
     bias: Tensor,
     hidden: Tensor,  # [B, N] float32, contiguous
     may_defer: bool = False,
+    low_rank: BlockLowRank | None = None,
     plan: SmallBatchPlan | SingleTokenPlan | None = None,  # None: that which the batch asks for
 ) -> Tensor | None:  # [S, B, N] float32
     """As the reference. The deferred terms are the partial sums over parts of the columns."""
@@ -43,14 +47,24 @@ def decode_contract(
     assert activations.stride(1) == 1
     assert weight.is_contiguous()
     assert hidden.is_contiguous()
-    plan = plan or plan_for(batch, weight.dtype)
+    plan = plan or plan_for(batch, weight.dtype, has_terms=low_rank is not None)
     if isinstance(plan, SingleTokenPlan):
+        assert low_rank is None
         contract_one(activations, weight, weight_scale, bias, hidden, plan)
         return None
     block_b = batch_block(batch)
     turns = triton.cdiv(triton.cdiv(width, plan.block_k), plan.num_splits)
     num_shares = triton.cdiv(width, turns * plan.block_k)
     pending = torch.empty(num_shares, batch, num_rows, dtype=torch.float32, device=hidden.device)
+    is_dependent = plan.dependent_launch and has_dependent_launch(weight)
+    terms, kinds = Terms.none()
+    if low_rank is not None:
+        low_rank = with_plan(low_rank, is_decode=True)
+        layers, rows = low_rank.down, low_rank.rows
+        attended, inner = activations.tensor_split((layers[0].a.shape[2],), dim=1)
+        sources = (Source(attended), Source(inner))[: len(layers)]
+        shrink(sources, layers, rows, low_rank, is_dependent=is_dependent)
+        terms, kinds = Terms.of(layers, rows)
     launch(
         _contract,
         (triton.cdiv(num_rows, plan.block_n), num_shares, triton.cdiv(batch, block_b)),
@@ -59,6 +73,7 @@ def decode_contract(
         weight_scale,
         bias,
         pending,
+        *terms,
         batch,
         num_rows,
         activations.stride(0),
@@ -69,7 +84,11 @@ def decode_contract(
         block_k=plan.block_k,
         operand_dtype=triton_type(operand_type(weight.dtype)),
         is_even=num_rows % plan.block_n == 0 and width == turns * plan.block_k * num_shares,
-        is_dependent=plan.dependent_launch and has_dependent_launch(weight),
+        **kinds,
+        block_rank=32,
+        has_even_terms=num_rows % plan.block_n == 0,
+        num_shares=num_shares,
+        is_dependent=is_dependent,
         lets_next_start=has_dependent_launch(weight),
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
@@ -87,9 +106,9 @@ def unsupported(model: ModelShape) -> str | None:
     return unsupported_device(model, model.text.weight_dtype) or unsupported_rows(model)
 
 
-def plan_for(batch: int, dtype: torch.dtype) -> SmallBatchPlan | SingleTokenPlan:
-    """The cut for a batch and the weight's type."""
-    if batch == 1:
+def plan_for(batch: int, dtype: torch.dtype, *, has_terms: bool = False) -> SmallBatchPlan | SingleTokenPlan:
+    """The cut for a batch and the weight's type, with or without terms of adapters."""
+    if batch == 1 and not has_terms:
         return SingleTokenPlan(block_n=4, num_warps=4)
     if dtype == torch.float32:
         return SmallBatchPlan(block_n=64, block_k=32, num_warps=4, num_stages=3, num_splits=4)
@@ -112,6 +131,14 @@ def _contract(
     weight_scale,
     bias,
     pending,
+    coefficients_0,
+    coefficients_1,
+    places_0,
+    places_1,
+    b_0,
+    b_1,
+    counts,
+    coefficient_stride,
     batch,
     num_rows,
     stride,
@@ -122,6 +149,11 @@ def _contract(
     block_k: tl.constexpr,
     operand_dtype: tl.constexpr,
     is_even: tl.constexpr,
+    kind_0: tl.constexpr,
+    kind_1: tl.constexpr,
+    has_even_terms: tl.constexpr,
+    block_rank: tl.constexpr,
+    num_shares: tl.constexpr,
     is_dependent: tl.constexpr,
     lets_next_start: tl.constexpr,
 ):
@@ -146,6 +178,40 @@ def _contract(
         product *= tl.load(weight_scale + rows, mask=in_range, other=0.0)[:, None]
     if share == 0:
         product += tl.load(bias + rows, mask=in_range, other=0.0)[:, None]
+    if coefficients_0 is not None:  # each share adds the terms of some ranks
+        product = add_terms(
+            product,
+            rows,
+            num_rows,
+            tokens,
+            batch,
+            share * block_rank,
+            num_shares * block_rank,
+            tl.load(counts + kind_0),
+            coefficients_0,
+            coefficient_stride,
+            places_0,
+            b_0,
+            block_rank,
+            has_even_terms,
+        )
+        if b_1 is not None:
+            product = add_terms(
+                product,
+                rows,
+                num_rows,
+                tokens,
+                batch,
+                share * block_rank,
+                num_shares * block_rank,
+                tl.load(counts + kind_1),
+                coefficients_1,
+                coefficient_stride,
+                places_1,
+                b_1,
+                block_rank,
+                has_even_terms,
+            )
     place = (share * batch + tokens).to(tl.int64) * num_rows
     tl.store(
         pending + place[None, :] + rows[:, None],

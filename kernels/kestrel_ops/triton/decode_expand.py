@@ -11,10 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kestrel_ops.low_rank import BlockLowRank
 from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
+from kestrel_ops.triton.low_rank_products import Source, Terms, add_terms, shrink
 from kestrel_ops.triton.pending_sums import add_and_normalise, add_pending
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
+from kestrel_ops.triton.rows_by_slot import with_plan
 from kestrel_ops.triton.single_token import WIDEST_TILE, SingleTokenPlan, expand_one
 from kestrel_ops.triton.small_batch import (
     DEPENDENT_LAUNCH_FROM,
@@ -39,6 +42,7 @@ def decode_expand(
     plain_out: Tensor,  # [B, num_plain], contiguous
     activated_out: Tensor,  # [B, N - num_plain], rows may be strided
     pending: Tensor | None = None,  # [S, B, K] float32, contiguous
+    low_rank: BlockLowRank | None = None,
     plan: SmallBatchPlan | SingleTokenPlan | None = None,  # None: that which the batch asks for
 ) -> None:
     """As the reference."""
@@ -48,8 +52,9 @@ def decode_expand(
     assert weight.is_contiguous()
     assert plain_out.is_contiguous()
     assert activated_out.stride(1) == 1
-    plan = plan or plan_for(batch, weight.dtype, width)
+    plan = plan or plan_for(batch, weight.dtype, width, has_terms=low_rank is not None)
     if isinstance(plan, SingleTokenPlan):
+        assert low_rank is None
         if pending is not None:
             add_pending(hidden, pending)
         expand_one(
@@ -68,7 +73,15 @@ def decode_expand(
     block_b = batch_block(batch)
     operand_dtype = operand_type(weight.dtype)
     is_dependent = plan.dependent_launch and has_dependent_launch(weight)
-    tokens = add_and_normalise(hidden, pending, epsilon, operand_dtype, is_dependent=is_dependent)
+    tokens = add_and_normalise(
+        hidden, pending, epsilon, operand_dtype, is_dependent=is_dependent, low_rank=low_rank
+    )
+    terms, kinds = Terms.none()
+    if low_rank is not None:
+        low_rank = with_plan(low_rank, is_decode=True)
+        layers, rows = low_rank.up, low_rank.rows
+        shrink((Source(low_rank.normed),) * len(layers), layers, rows, is_dependent=is_dependent)
+        terms, kinds = Terms.of(layers, rows)
     launch(
         _expand,
         (triton.cdiv(num_rows, plan.block_n), triton.cdiv(batch, block_b)),
@@ -78,6 +91,7 @@ def decode_expand(
         bias,
         plain_out,
         activated_out,
+        *terms,
         batch,
         num_rows,
         activated_out.stride(0),
@@ -88,6 +102,9 @@ def decode_expand(
         block_n=plan.block_n,
         block_k=plan.block_k,
         is_even=num_rows % plan.block_n == 0 and width % plan.block_k == 0,
+        **kinds,
+        block_rank=64,
+        has_even_terms=num_plain % plan.block_n == 0 and num_rows % plan.block_n == 0,
         is_dependent=is_dependent,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
@@ -101,9 +118,11 @@ def unsupported(model: ModelShape) -> str | None:
     return unsupported_device(model, model.text.weight_dtype) or unsupported_rows(model)
 
 
-def plan_for(batch: int, dtype: torch.dtype, width: int) -> SmallBatchPlan | SingleTokenPlan:
-    """The cut for a batch and the weight's type and width."""
-    if batch == 1 and width <= WIDEST_TILE:
+def plan_for(
+    batch: int, dtype: torch.dtype, width: int, *, has_terms: bool = False
+) -> SmallBatchPlan | SingleTokenPlan:
+    """The cut for a batch and the weight's type and width, with or without terms of adapters."""
+    if batch == 1 and not has_terms and width <= WIDEST_TILE:
         return SingleTokenPlan(block_n=8, num_warps=4)
     if dtype == torch.float32:
         return SmallBatchPlan(block_n=64, block_k=32, num_warps=4, num_stages=3)
@@ -127,6 +146,14 @@ def _expand(
     bias,
     plain_out,
     activated_out,
+    coefficients_0,
+    coefficients_1,
+    places_0,
+    places_1,
+    b_0,
+    b_1,
+    counts,
+    coefficient_stride,
     batch,
     num_rows,
     activated_stride,
@@ -137,6 +164,10 @@ def _expand(
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     is_even: tl.constexpr,
+    kind_0: tl.constexpr,
+    kind_1: tl.constexpr,
+    has_even_terms: tl.constexpr,
+    block_rank: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     first_row = tl.program_id(0) * block_n
@@ -155,17 +186,53 @@ def _expand(
     if weight_scale is not None:
         product *= tl.load(weight_scale + rows, mask=in_range, other=0.0)[:, None]
     product += tl.load(bias + rows, mask=in_range, other=0.0)[:, None]
-    present = (tokens < batch)[None, :]
+    if coefficients_0 is not None:
+        if first_row < num_plain:
+            product = add_terms(
+                product,
+                rows,
+                num_plain,
+                tokens,
+                batch,
+                0,
+                block_rank,
+                tl.load(counts + kind_0),
+                coefficients_0,
+                coefficient_stride,
+                places_0,
+                b_0,
+                block_rank,
+                has_even_terms,
+            )
+        if b_1 is not None:  # noqa: SIM102 - decided when the kernel is compiled
+            if first_row + block_n > num_plain:
+                product = add_terms(
+                    product,
+                    rows - num_plain,
+                    num_rows - num_plain,
+                    tokens,
+                    batch,
+                    0,
+                    block_rank,
+                    tl.load(counts + kind_1),
+                    coefficients_1,
+                    coefficient_stride,
+                    places_1,
+                    b_1,
+                    block_rank,
+                    has_even_terms,
+                )
+    is_token = (tokens < batch)[None, :]
     if first_row < num_plain:
         tl.store(
             plain_out + tokens[None, :].to(tl.int64) * num_plain + rows[:, None],
             operand(product, plain_out.dtype.element_ty),
-            mask=present & (rows < num_plain)[:, None],
+            mask=is_token & (rows < num_plain)[:, None],
         )
     if first_row + block_n > num_plain:
         bent = 1.5957691216057308 * (product + 0.044715 * product * product * product)
         tl.store(
             activated_out + tokens[None, :].to(tl.int64) * activated_stride + (rows - num_plain)[:, None],
             operand(product * tl.sigmoid(bent), activated_out.dtype.element_ty),
-            mask=present & (in_range & (rows >= num_plain))[:, None],
+            mask=is_token & (in_range & (rows >= num_plain))[:, None],
         )

@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kestrel_ops.low_rank import BlockLowRank
 from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
 from kestrel_ops.triton.rows import RowBlocks, block_columns
+from kestrel_ops.triton.rows_by_slot import normed_operands
 
 _BLOCKS = RowBlocks(rows=1, num_warps=8)
 
@@ -33,15 +35,22 @@ def add_and_normalise(
     out_dtype: torch.dtype,
     *,
     is_dependent: bool,  # whether it starts before the previous kernel has ended
+    low_rank: BlockLowRank | None = None,
 ) -> Tensor:  # [B, K] out_dtype
-    """`add_pending`, and (hidden - mean) / sqrt(variance + epsilon) of each row."""
+    """`add_pending`, and (hidden - mean) / sqrt(variance + epsilon) of each row. Writes `low_rank.normed`."""
     out = torch.empty(hidden.shape, dtype=out_dtype, device=hidden.device)
-    _launch(hidden, pending, out, epsilon, is_dependent=is_dependent)
+    _launch(hidden, pending, out, epsilon, is_dependent=is_dependent, low_rank=low_rank)
     return out
 
 
 def _launch(
-    hidden: Tensor, pending: Tensor | None, out: Tensor | None, epsilon: float, *, is_dependent: bool
+    hidden: Tensor,
+    pending: Tensor | None,
+    out: Tensor | None,
+    epsilon: float,
+    *,
+    is_dependent: bool,
+    low_rank: BlockLowRank | None = None,
 ) -> None:
     batch, width = hidden.shape
     assert hidden.is_contiguous()
@@ -52,6 +61,7 @@ def _launch(
         hidden,
         pending,
         out,
+        *normed_operands(low_rank),
         batch,
         epsilon,
         width=width,
@@ -68,6 +78,9 @@ def _add_and_normalise(
     hidden,
     pending,
     out,
+    norm_weight,
+    norm_bias,
+    with_norm,
     batch,
     epsilon,
     width: tl.constexpr,
@@ -92,3 +105,8 @@ def _add_and_normalise(
         centred = tl.where(inside, values - tl.sum(values) / width, 0.0)
         normed = centred * tl.rsqrt(tl.sum(centred * centred) / width + epsilon)
         tl.store(out + row * width + columns, normed.to(out.dtype.element_ty), mask=inside)
+        if with_norm is not None:
+            weight = tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
+            bias = tl.load(norm_bias + columns, mask=inside, other=0.0).to(tl.float32)
+            whole = normed * weight + bias
+            tl.store(with_norm + row * width + columns, whole.to(with_norm.dtype.element_ty), mask=inside)

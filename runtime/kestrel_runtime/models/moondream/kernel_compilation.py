@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_siz
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import InputBuffers, fill_blank_decode
 from kestrel_runtime.memory.host_limits import available_processors
+from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs, RowAdapters
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.execution_config import UNFUSED, ExecutionConfig
 from kestrel_runtime.models.moondream.fused.weights import NUM_WIDE_BLOCKS
@@ -51,6 +53,9 @@ class KernelNeeds:
     cache_dtype: torch.dtype
     page_size: int
     has_float8_experts: bool
+    adapter_slots: int = 0
+    """0 for a server without adapters."""
+    max_adapter_rank: int = 0
 
 
 @torch.inference_mode()
@@ -78,7 +83,11 @@ def compile_kernels(needs: KernelNeeds, limits: DeviceLimits, *, kept_in: Path |
 def _run(model: Moondream, execution: ExecutionConfig, needs: KernelNeeds) -> None:
     bounds, text = needs.bounds, model.config.text
     paths = ModelPaths.of(model, execution, max_batch_size=bounds.max_batch_size)
-    _run_text(model, paths, bounds, KVCache(text, 1, needs.page_size, model.device, needs.cache_dtype))
+    cache, slabs = KVCache(text, 1, needs.page_size, model.device, needs.cache_dtype), None
+    if needs.adapter_slots:  # only their sizes count, and they may be large
+        meta = torch.device("meta")
+        slabs = AdapterSlabs(text, needs.adapter_slots, needs.max_adapter_rank, meta, needs.dtype)
+    _run_text(model, paths, bounds, cache, slabs)
     _run_vision(model, paths, execution)
     for num_rows in (1, 2, 16):  # one is a kind of its own, and so are multiples of 16
         numbers = torch.zeros(2, num_rows, dtype=torch.int64, device=model.device)
@@ -106,6 +115,8 @@ def compile_ahead(
         cache_dtype(model, settings),
         settings.page_size,
         has_float8_experts,
+        settings.num_adapter_slots if settings.has_adapters else 0,
+        settings.max_adapter_rank,
     )
     folder = folder or COMPILED_AHEAD
     return compile_kernels(needs, limits, kept_in=folder), folder
@@ -134,17 +145,27 @@ def outline(
     return model.eval().requires_grad_(False)
 
 
-def _run_text(model: Moondream, paths: ModelPaths, bounds: StepBounds, cache: KVCache) -> None:
+def _run_text(
+    model: Moondream, paths: ModelPaths, bounds: StepBounds, cache: KVCache, slabs: AdapterSlabs | None
+) -> None:
+    def every_kind(num_rows: int) -> Iterator[RowAdapters | None]:
+        yield None
+        if slabs is not None:
+            yield slabs.for_rows(torch.zeros(num_rows, dtype=torch.int64, device=model.device))
+
     device, max_pages = model.device, -(-model.config.text.max_context // cache.page_size)
     inputs = InputBuffers(device, 2)
     for size in _prefill_sizes(bounds, max_pages):
-        blank_prefill(model, paths, cache, size)()
+        prefill = blank_prefill(model, paths, cache, size)
+        for adapters in every_kind(size.num_tokens):
+            prefill(adapters=adapters)
     for num_rows in batch_sizes(bounds.max_batch_size):
         size = DecodeSize(num_rows, max_pages)
         fields = inputs.decode(size, partial(fill_blank_decode, padding_row=0), in_place=False)
         embeddings = torch.zeros(num_rows, model.config.text.dim, dtype=model.dtype, device=device)
         pages = torch.zeros(num_rows, max_pages, dtype=torch.int32, device=device)
-        paths.text.decode(embeddings, fields.positions, pages, cache)
+        for adapters in every_kind(num_rows):
+            paths.text.decode(embeddings, fields.positions, pages, cache, adapters)
 
 
 def _prefill_sizes(bounds: StepBounds, max_pages: int) -> set[PrefillSize]:

@@ -187,8 +187,8 @@ def largest_prefill(
     return blank_prefill(model, paths, cache, size)
 
 
-def blank_prefill(model: Moondream, paths: ModelPaths, cache: KVCache, size: PrefillSize) -> Callable[[], Tensor]:
-    """A prefill of padding, which writes no keys and values."""
+def blank_prefill(model: Moondream, paths: ModelPaths, cache: KVCache, size: PrefillSize) -> Callable[..., Tensor]:
+    """A prefill of padding, which writes no keys and values; it takes `adapters`, as `TextPath.prefill` does."""
     device = model.device
     fields = InputBuffers(device, 2).prefill(
         size, partial(fill_blank_prefill, size=size, padding_row=0), in_place=False

@@ -48,6 +48,8 @@ class PreparedMoondream:
                 cache_dtype(model, config),
                 config.page_size,
                 has_float8_experts=model.has_float8_experts,
+                adapter_slots=config.num_adapter_slots if config.has_adapters else 0,
+                max_adapter_rank=config.max_adapter_rank,
             )
             compile_kernels(needs, DeviceLimits.of(model.device))
         # Paths are built before the cache is sized, which gets a part of the memory that they leave.

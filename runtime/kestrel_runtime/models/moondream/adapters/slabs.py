@@ -11,11 +11,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kestrel_ops import ExpertAdapters, LowRank, add_low_rank
+from kestrel_ops import BlockLowRank, ExpertAdapters, Kernels, LowRank, RowsBySlot, add_low_rank
 from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.models.moondream.config import TextConfig
+
+_KINDS = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+"""Of the targets of a block, in the order of `LowRank.kind`."""
 
 
 class TargetShape(NamedTuple):
@@ -94,8 +97,13 @@ class AdapterSlabs:
             self._targets[name] = LowRank(
                 torch.zeros((*stack, shape.max_rank, shape.in_dim), dtype=dtype, device=device),
                 torch.zeros((*stack, shape.max_rank, shape.out_dim), dtype=dtype, device=device),
+                _kind_of(name),
             )
-        self._reads_block_input = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
+        self.max_rank, self.dtype = max_rank, dtype
+        self.ranks = torch.zeros(len(_KINDS), num_slots, dtype=torch.int32, device=device)
+        """[4, S]: the largest rank of the adapter in each slot, in layers of each kind with a single matrix."""
+        self.reads_block_input = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
+        """[S + 1] bool, by slot: see `AdapterWeights`."""
         self.layers = tuple(self._layer(layer) for layer in range(config.n_layers))
 
     @torch.inference_mode()
@@ -104,24 +112,30 @@ class AdapterSlabs:
         if self._stream is None:
             self._stream = CudaStream(self._device)
         with self._stream.entered():
+            ranks = [0] * len(_KINDS)
             for name, slab in self._targets.items():
                 factors = weights.factors.get(name)
-                for stored, part in zip(slab, factors or (None, None), strict=True):
+                rank = 0 if factors is None else factors.a.shape[-2]
+                ranks[slab.kind] = max(ranks[slab.kind], rank)
+                for stored, part in zip((slab.a, slab.b), factors or (None, None), strict=True):
                     own = stored[slot - 1]
-                    rank = 0 if part is None else part.shape[-2]
                     own[..., rank:, :] = 0
                     if part is not None:
                         own[..., :rank, :] = part.to(own.device, own.dtype)
-            self._reads_block_input[slot] = weights.reads_block_input
+            self.ranks[:, slot - 1] = torch.tensor(ranks, dtype=torch.int32)
+            self.reads_block_input[slot] = weights.reads_block_input
         self._stream.synchronize()
 
     def for_rows(self, slots: Tensor, operation: Callable[..., None] = add_low_rank) -> RowAdapters:
         """The adapters of a step's rows; slots: int64 [T]; operation: an implementation of `add_low_rank`."""
-        return RowAdapters(self, slots, self._reads_block_input[slots], operation)
+        return RowAdapters(self, slots, operation)
 
     def _layer(self, layer: int) -> LayerAdapters:
-        names = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
-        return LayerAdapters(*(self._targets[f"blocks.{layer}.{name}"] for name in names))
+        return LayerAdapters(*(self._targets[f"blocks.{layer}.{kind}"] for kind in _KINDS))
+
+
+def _kind_of(target: str) -> int:
+    return _KINDS.index(".".join(target.split(".")[-2:]))
 
 
 class LayerAdapters(NamedTuple):
@@ -140,13 +154,17 @@ class RowAdapters:
     slabs: AdapterSlabs
     slots: Tensor
     """[T] int64."""
-    reads_block_input: Tensor
-    """[T] bool: see `AdapterWeights`."""
     operation: Callable[..., None]
 
     def of_tokens(self, chosen: Tensor) -> RowAdapters:
         """Those of some rows; chosen: int64 [n]."""
-        return replace(self, slots=self.slots[chosen], reads_block_input=self.reads_block_input[chosen])
+        return replace(self, slots=self.slots[chosen])
+
+    def grouped(self, kernels: Kernels, dim: int, *, is_decode: bool) -> GroupedAdapters:
+        """For the fused operations of a decode step, or of prompts, on rows of `dim` values."""
+        slabs = self.slabs
+        rows = kernels.rows_by_slot(self.slots, slabs.ranks, slabs.max_rank, is_decode=is_decode, dtype=slabs.dtype)
+        return GroupedAdapters(self, rows, self.slots.new_empty((len(self.slots), dim), dtype=slabs.dtype))
 
     def of_block(self, layer: int) -> BlockAdapters:
         """Those of one block."""
@@ -171,7 +189,8 @@ class BlockAdapters:
     def add_proj(self, out: Tensor, attended: Tensor, normed: Tensor) -> None:
         """out, normed: [T, dim]; attended: [T, H * D]."""
         if attended.shape == normed.shape:
-            attended = torch.where(self.rows.reads_block_input[:, None], normed, attended)
+            reads_block_input = self.rows.slabs.reads_block_input[self.rows.slots]
+            attended = torch.where(reads_block_input[:, None], normed, attended)
         self.rows.operation(out, attended, self.layer.proj, self.rows.slots)
 
     def add_fc1(self, out: Tensor, normed: Tensor) -> None:
@@ -185,3 +204,32 @@ class BlockAdapters:
     def of_experts(self) -> ExpertAdapters:
         """For a block with a mixture of experts."""
         return ExpertAdapters(self.layer.fc1, self.layer.fc2, self.rows.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedAdapters:
+    """The adapters of the rows of a step, as fused operations take them."""
+
+    adapters: RowAdapters
+    rows: RowsBySlot
+    normed: Tensor
+    """[T, dim]: see `BlockLowRank`."""
+
+    def of_block(self, layer: int, norm: nn.LayerNorm) -> BlockLowRank:
+        """The terms of one block with this norm. A mixture of experts is no part of them."""
+        slabs = self.adapters.slabs
+        qkv, proj, fc1, fc2 = slabs.layers[layer]
+        is_dense = fc1.a.dim() == 3
+        return BlockLowRank(
+            (qkv, fc1) if is_dense else (qkv,),
+            (proj, fc2) if is_dense else (proj,),
+            norm.weight,
+            norm.bias,
+            slabs.reads_block_input,
+            self.normed,
+            self.rows,
+        )
+
+    def of_experts(self, layer: int) -> BlockAdapters:
+        """Those of the experts of one block."""
+        return self.adapters.of_block(layer)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kestrel_ops import Kernels
 from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.models.moondream.adapters.slabs import BlockAdapters, RowAdapters
 from kestrel_runtime.models.moondream.fused.weights import FusedBlock, Matrix
 from kestrel_runtime.models.moondream.text.decoder import TextModel, rotary_tables
 
@@ -78,6 +79,7 @@ class FusedDecoder:
         page_table: Tensor,  # [B, most pages of a sequence] int32
         cache: KVCache,
         workspace: DecodeWorkspace,
+        adapters: RowAdapters | None = None,  # of the B tokens
     ) -> Tensor:  # [B, dim] float32, the first rows of the workspace: before the final LayerNorm
         """Run the blocks and write the tokens' keys and values. Rows without a token have undefined results."""
         config, kernels = self._config, self._kernels
@@ -90,12 +92,14 @@ class FusedDecoder:
         hidden.copy_(embeddings)
         if num_parts > 1:  # discards sums of a previous step
             counters.zero_()
+        grouped = None if adapters is None else adapters.grouped(kernels, config.dim, is_decode=True)
         pending: Tensor | None = None
         for layer, block in enumerate(self._blocks):
             pages = cache.layer(layer)
             up, down = block.up, block.down
             activations = workspace.activations[:batch, : down.weight.shape[1]]
             attended, inner = activations.tensor_split((config.n_heads * config.head_dim,), dim=1)
+            low_rank = None if grouped is None else grouped.of_block(layer, block.ln)
             kernels.decode_expand(
                 hidden,
                 up.weight,
@@ -107,8 +111,10 @@ class FusedDecoder:
                 qkv,
                 inner,
                 pending,
+                low_rank,
             )
-            mixed = self._experts(block, hidden)  # afterwards nothing is pending
+            # Afterwards nothing is pending.
+            mixed = self._experts(block, hidden, None if grouped is None else grouped.of_experts(layer))
             query_scale, value_factor = None, None
             if block.tau is not None:
                 query_scale, value_factor = block.tau(qkv, positions, kernels.tau_scales)
@@ -129,7 +135,9 @@ class FusedDecoder:
                 counters,
             )
             may_defer = layer + 1 < len(self._blocks)
-            pending = kernels.decode_contract(activations, down.weight, down.scale, down.bias, hidden, may_defer)
+            pending = kernels.decode_contract(
+                activations, down.weight, down.scale, down.bias, hidden, may_defer, low_rank
+            )
             if mixed is not None:
                 hidden += mixed
         return hidden
@@ -159,11 +167,11 @@ class FusedDecoder:
         wanted = _PROGRAMS_OF_ATTENTION // (batch * self._config.n_heads)
         return min(max(wanted, 1), _MOST_PARTS)
 
-    def _experts(self, block: FusedBlock, hidden: Tensor) -> Tensor | None:
+    def _experts(self, block: FusedBlock, hidden: Tensor, adapters: BlockAdapters | None) -> Tensor | None:
         if block.experts is None:
             return None
         router, norm = block.experts.router, block.ln
         normed, logits = self._kernels.layer_norm_linear(
             hidden, norm.weight, norm.bias, norm.eps, router.weight, router.bias
         )
-        return block.experts.mixed(normed, logits, self._kernels.mixture_of_experts)
+        return block.experts.mixed(normed, logits, self._kernels.mixture_of_experts, adapters)

@@ -10,12 +10,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu
 
-from kestrel_ops import Kernels
+from kestrel_ops import BlockLowRank, Kernels
 from kestrel_runtime.execution.kv_cache import KVCache, LayerPages
 from kestrel_runtime.execution.step_inputs import PackedChunks
-from kestrel_runtime.models.moondream.adapters.slabs import BlockAdapters, RowAdapters
+from kestrel_runtime.models.moondream.adapters.slabs import BlockAdapters, GroupedAdapters, RowAdapters
 from kestrel_runtime.models.moondream.fused.weights import FusedBlock, Matrix
 from kestrel_runtime.models.moondream.text.decoder import TextModel, rotary_tables
 
@@ -54,11 +53,11 @@ class FusedPrefill:
         hidden = embeddings.to(torch.float32, copy=True)
         delta: Tensor | None = None
         num_whole = len(self._blocks) - (last_rows is not None)
+        grouped = None if adapters is None else adapters.grouped(self._kernels, self._config.dim, is_decode=False)
         for layer in range(num_whole):
-            own = None if adapters is None else adapters.of_block(layer)
-            delta = self._block(layer, hidden, delta, plan, cache, own)
+            delta = self._block(layer, hidden, delta, plan, cache, grouped)
         if last_rows is not None:
-            return self._last_block(hidden, delta, plan, cache, last_rows, adapters)
+            return self._last_block(hidden, delta, plan, cache, last_rows, grouped)
         return hidden if delta is None else hidden.add_(delta)
 
     def _block(
@@ -68,21 +67,20 @@ class FusedPrefill:
         delta: Tensor | None,
         plan: PackedChunks,
         cache: KVCache,
-        adapters: BlockAdapters | None,
+        adapters: GroupedAdapters | None,
     ) -> Tensor:
         """Add `delta` to the stream and return the next `delta`."""
         block, pages = self._blocks[layer], cache.layer(layer)
-        normed, scale = self._normed(block, hidden, delta)
+        low_rank = None if adapters is None else adapters.of_block(layer, block.ln)
+        normed, scale = self._normed(block, hidden, delta, low_rank)
         product = self._product(block.up, normed, scale)
         qkv, inner = product.tensor_split((self._config.qkv_dim,), dim=1)
-        if adapters is not None:
-            own = self._unfolded(block, hidden)
-            adapters.add_qkv(qkv, own)
-            if block.experts is None:
-                adapters.add_fc1(inner, own)
+        if low_rank is not None:
+            self._kernels.add_up_terms(product, low_rank)
         query, key, value = self._turned(block, qkv, plan, pages)
         attended = self._attended(query, key, value, plan, pages)
-        return self._down(block, hidden, attended, inner, adapters)
+        experts = None if adapters is None else adapters.of_experts(layer)
+        return self._down(block, hidden, attended, inner, low_rank, experts)
 
     def _last_block(
         self,
@@ -91,31 +89,41 @@ class FusedPrefill:
         plan: PackedChunks,
         cache: KVCache,
         rows: Tensor,
-        adapters: RowAdapters | None,
+        adapters: GroupedAdapters | None,
     ) -> Tensor:
         """Write all keys and values of the last block, and return the final hidden states of `rows` only."""
-        block, pages, qkv_dim = self._blocks[-1], cache.layer(len(self._blocks) - 1), self._config.qkv_dim
-        normed, scale = self._normed(block, hidden, delta)
+        layer, qkv_dim = len(self._blocks) - 1, self._config.qkv_dim
+        block, pages = self._blocks[layer], cache.layer(layer)
+        low_rank = None if adapters is None else adapters.of_block(layer, block.ln)
+        normed, scale = self._normed(block, hidden, delta, low_rank)
         qkv = self._product(_part(block.up, slice(qkv_dim)), normed, scale)
-        layer = len(self._blocks) - 1
-        if adapters is not None:
-            adapters.of_block(layer).add_qkv(qkv, self._unfolded(block, hidden))
-        own = None if adapters is None else adapters.of_tokens(rows).of_block(layer)
+        if low_rank is not None:
+            self._kernels.add_up_terms(qkv, low_rank._replace(up=low_rank.up[:1]))
         query, key, value = self._turned(block, qkv, plan, pages)
         hidden = hidden[rows]
         if not len(rows):
             return hidden
+        experts = None
+        if adapters is not None and low_rank is not None:
+            own = adapters.adapters.of_tokens(rows).grouped(self._kernels, self._config.dim, is_decode=False)
+            experts, low_rank = (
+                own.of_experts(layer),
+                low_rank._replace(normed=low_rank.normed[rows], rows=own.rows),
+            )
         inner = qkv[rows, :0]
         if block.experts is None:
             own_scale = None if scale is None else scale[rows]
             inner = self._product(_part(block.up, slice(qkv_dim, None)), _rows(normed, rows), own_scale)
-            if own is not None:
-                own.add_fc1(inner, self._unfolded(block, hidden))
+            if low_rank is not None:
+                self._kernels.add_up_terms(inner, low_rank._replace(up=low_rank.up[1:]))
         attended = self._attended(query[rows], key[rows], value[rows], _single_rows(plan, rows), pages)
-        return hidden + self._down(block, hidden, attended, inner, own)
+        return hidden + self._down(block, hidden, attended, inner, low_rank, experts)
 
-    def _normed(self, block: FusedBlock, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self._kernels.add_layer_norm(hidden, delta, block.ln.eps, block.up.weight.dtype)
+    def _normed(
+        self, block: FusedBlock, hidden: Tensor, delta: Tensor | None, low_rank: BlockLowRank | None
+    ) -> tuple[Tensor, Tensor | None]:
+        dtype = block.up.weight.dtype
+        return self._kernels.add_layer_norm(hidden, delta, block.ln.eps, dtype, None, low_rank)
 
     def _product(self, matrix: Matrix, rows: Tensor, scale: Tensor | None) -> Tensor:
         return self._kernels.scaled_linear(rows, scale, matrix.weight, matrix.scale, matrix.bias, self._dtype)
@@ -161,22 +169,26 @@ class FusedPrefill:
         return block.ln(hidden.to(block.ln.weight.dtype))
 
     def _down(
-        self, block: FusedBlock, hidden: Tensor, attended: Tensor, inner: Tensor, adapters: BlockAdapters | None
+        self,
+        block: FusedBlock,
+        hidden: Tensor,
+        attended: Tensor,
+        inner: Tensor,
+        low_rank: BlockLowRank | None,
+        experts: BlockAdapters | None,
     ) -> Tensor:
         """The sum that a block adds to the stream."""
         operand = block.down.weight.dtype
         if block.experts is None:
-            out = self._product(block.down, *self._kernels.concat_gelu(attended, inner, operand))
-            if adapters is not None:
-                adapters.add_proj(out, attended, self._unfolded(block, hidden))
-                adapters.add_fc2(out, gelu(inner, approximate="tanh"))
+            rows = self._kernels.concat_gelu(attended, inner, operand)
+        else:
+            rows = self._kernels.concat_gelu(None, attended, operand, activate=False)
+        out = self._product(block.down, *rows)
+        if low_rank is not None:
+            self._kernels.add_down_terms(out, attended, inner, low_rank)
+        if block.experts is None:
             return out
-        rows, scale = self._kernels.concat_gelu(None, attended, operand, activate=False)
-        normed = self._unfolded(block, hidden)
-        out = self._product(block.down, rows, scale)
-        if adapters is not None:
-            adapters.add_proj(out, attended, normed)
-        return out + block.experts(normed, self._kernels.mixture_of_experts, adapters)
+        return out + block.experts(self._unfolded(block, hidden), self._kernels.mixture_of_experts, experts)
 
 
 def _part(matrix: Matrix, part: slice) -> Matrix:

@@ -136,16 +136,8 @@ class FusedText:
         cache: KVCache,
         adapters: RowAdapters | None = None,
     ) -> Tensor:
-        """A negative position is padding: nothing is written, and its hidden state is undefined.
-
-        A step with adapters runs as prompts of one token: the operations for decoding have no place for what
-        adapters add before the activation of the MLP.
-        """
-        if adapters is not None:
-            rows = torch.arange(len(positions), device=positions.device)
-            chunks = single_tokens(positions, page_table, cache.page_size)
-            return self._prefill.forward(embeddings, chunks, cache, rows, adapters)
-        return self._decoder.forward(embeddings, positions, page_table, cache, self._workspace)
+        """A negative position is padding: nothing is written, and its hidden state is undefined."""
+        return self._decoder.forward(embeddings, positions, page_table, cache, self._workspace, adapters)
 
 
 class InvariantText:
