@@ -1,6 +1,11 @@
 """What holds for every test: generated examples are the same in every run, and no clock judges them."""
 
+import gc
 import os
+
+# What is imported and collected stays to the end. To look for garbage among it would take a tenth of the time of all
+# tests, and most of the time of those that collect garbage themselves.
+gc.disable()
 
 # Several processes of tests share the processors, and so do the servers that they start as processes: threads that
 # wait for each other inside an operation would cost more than they save. Torch reads it when it is imported.
@@ -22,6 +27,12 @@ settings.load_profile("reproducible")
 
 # Also where the variable says otherwise: the models of the tests are small.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is collected among what tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
