@@ -11,8 +11,8 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup proto check test test-clients test-page test-languages test-ray docs fuzz serve demo attacks quality \
-	train bench supply dist clean
+.PHONY: setup proto check test most-tests test-clients test-page test-languages test-ray docs fuzz serve demo \
+	attacks quality train bench supply dist clean
 
 # Everything into .venv; nothing to do until pyproject.toml changes.
 setup: .venv/installed
@@ -37,11 +37,13 @@ check: setup
 	$(BIN)/pyright --warnings
 	BUF=$(BIN)/buf PYTHON=$(BIN)/python sh proto/check.sh
 
-# What measures time runs alone, after the rest; more at a time with WORKERS=…
+# What measures time runs alone, after the rest; more at a time with WORKERS=… With --jobs 2 the checks run beside tests.
 WORKERS ?= 2
-test: check
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not alone'
+test: check most-tests
 	$(BIN)/python -m pytest -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
+
+most-tests: setup
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not alone'
 
 # Clients that others have written, each in an environment of its own; one of them with ARGS=openai. Before them,
 # manifests whose schemas are packages for Node.js.

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import NoReturn
 
 # gRPC's core writes lines in a format of its own to standard error, and reads this variable only while it is being
 # imported. Errors of calls are in their statuses; lines about clients are shown where an operator asks for them.
@@ -32,7 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Here, because an import takes a moment, in which Ctrl-C may be pressed too.
             from kestrel_grpc.cli.commands import run
 
-            return run(words)
+            status = run(words)
+            if argv is None and is_server:
+                sys.stdout.flush()
+                _leave(status)
+            return status
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -49,8 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _end(number: int, frame: FrameType | None) -> None:
     """Exit until the server handles the signal. An exception instead might be caught by a library."""
+    _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    """Exit without destroying all objects of large libraries, which would take a second."""
     logging.shutdown()  # writes the lines that wait for the log's thread
-    os._exit(0)
+    os._exit(status)
 
 
 if __name__ == "__main__":

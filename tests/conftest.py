@@ -3,10 +3,6 @@
 import gc
 import os
 
-# What is imported and collected stays to the end. To look for garbage among it would take a tenth of the time of all
-# tests, and most of the time of those that collect garbage themselves.
-gc.disable()
-
 # Several processes of tests share the processors, and so do the servers that they start as processes: threads that
 # wait for each other inside an operation would cost more than they save. Torch reads it when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,11 +24,20 @@ settings.load_profile("reproducible")
 # Also where the variable says otherwise: the models of the tests are small.
 torch.set_num_threads(1)
 
+# What is imported and collected stays to the end. To look for garbage among it would take most of the time of tests
+# that collect garbage.
+gc.disable()
+
 
 def pytest_collection_finish() -> None:
     """From here on garbage is collected among what tests make."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries complain of what they find when the process ends and the collector has not seen."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -50,7 +50,8 @@ def _run_core() -> int:
 
 def main() -> int:
     """Run what the arguments say: a core, as the supervisor starts it, or the command."""
-    if sys.argv[1].isdigit():
+    if sys.argv[1] == "core":
+        del sys.argv[1]
         return _run_core()
     from kestrel_grpc.__main__ import main
 

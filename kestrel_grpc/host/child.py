@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import select
@@ -46,7 +45,6 @@ def begin(title: str) -> tuple[Begin, socket.socket]:
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    gc.disable()  # imports and captures leave no garbage; it begins when the process is ready
     connection = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
     try:

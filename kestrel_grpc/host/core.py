@@ -1,6 +1,6 @@
 """The process of an engine core: loads the model, and serves front ends until the supervisor ends it.
 
-`python -m kestrel_grpc.host.core DESCRIPTOR` is run by the supervisor, with the descriptor of a socket.
+`python -m kestrel_grpc.host core DESCRIPTOR` runs it (`__main__.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import sys
 from pathlib import Path
 
 from prometheus_client import generate_latest
@@ -36,7 +35,7 @@ from kestrel_runtime.models.loaded_model import pci_address
 from kestrel_runtime.processes.core import CoreServer
 from kestrel_runtime.processes.endpoint import CoreEndpoint
 
-_log = logging.getLogger("kestrel_grpc.host.core")  # `__name__` is `__main__`
+_log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -108,7 +107,3 @@ async def _serve(engine: LocalEngine, endpoint: CoreEndpoint, said: Begin, conne
     await asyncio.to_thread(engine.close)
     link.close()
     return ended_well
-
-
-if __name__ == "__main__":
-    sys.exit(main())

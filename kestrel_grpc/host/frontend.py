@@ -1,6 +1,6 @@
 """The process of a front end: serves calls, for which it asks the engine cores, until the supervisor ends it.
 
-`python -m kestrel_grpc.host.frontend DESCRIPTOR` is run by the supervisor, with the descriptor of a socket.
+`python -m kestrel_grpc.host frontend DESCRIPTOR` runs it (`__main__.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import sys
 from pathlib import Path
 
 from kestrel_grpc.access.tls import CertificateError
@@ -50,7 +49,7 @@ _METRICS_TIMEOUT_S = 10.0
 _OOM_SCORE = 300
 """When memory runs out the kernel ends a front end before a core, whose start takes longer."""
 
-_log = logging.getLogger("kestrel_grpc.host.frontend")  # `__name__` is `__main__`
+_log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -188,7 +187,3 @@ class _Frontend:
         except BuildMismatch as error:
             self._mismatch = error
             self._stops.set()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -301,7 +301,7 @@ class Supervisor:
 class _Child:
     """One front end or core: its process, and those that follow it."""
 
-    module = ""
+    module = "kestrel_grpc.host"
     title = ""
     min_pause_s = 0.0
 
@@ -417,7 +417,7 @@ class _Child:
         supervisor = self.supervisor
         self._link_end, theirs = socket.socketpair()
         descriptors = (theirs.fileno(), supervisor.lock)
-        command = (sys.executable, "-m", self.module, str(theirs.fileno()))
+        command = (sys.executable, "-m", self.module, self.title, str(theirs.fileno()))
         environment = {**os.environ, **self.environment}
         # Blocked signals stay blocked in the new process until it has handlers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -471,7 +471,6 @@ class _Child:
 
 
 class _Core(_Child):
-    module = "kestrel_grpc.host.core"
     title = "core"
     min_pause_s = 1.0
 
@@ -504,7 +503,6 @@ class _Core(_Child):
 
 
 class _Frontend(_Child):
-    module = "kestrel_grpc.host.frontend"
     title = "frontend"
 
     def __init__(self, supervisor: Supervisor, index: int) -> None:

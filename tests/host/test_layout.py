@@ -48,6 +48,14 @@ def test_all_gpus_of_a_machine_without_one_are_refused(machine: dict[str, int]) 
         layout(devices="all")
 
 
+def test_several_devices_have_one_front_end_unless_more_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert layout(devices="cpu,cpu", frontends="2").num_frontends == 2
+    assert caplog.messages == []
+    assert layout(devices="cpu,cpu").num_frontends == 1
+    assert caplog.messages == ["several devices need a front end of their own: there is one process for calls"]
+
+
 def test_engines_on_processors_divide_them() -> None:
     assert layout(devices="cpu,cpu") == Layout(1, (CorePlace("cpu", {"OMP_NUM_THREADS": "8"}),) * 2)
     given = layout({"OMP_NUM_THREADS": "3"}, devices="cpu,cpu")

@@ -19,6 +19,7 @@ NUM_ACCEPTED = 4 * CAPACITY
 # Asserted limits, with a margin for other load on the machine. docs/reliability.md has what was measured.
 MAX_SLOWDOWN = 4.0
 MAX_REFUSAL_S = 0.05
+MAX_REFUSAL_SHARE = 0.25  # of the time that an answer takes, which is longer on a slow machine, as all is
 # Of so many tries one must do: what disturbs them comes from outside.
 NUM_TRIES = 5
 
@@ -96,7 +97,8 @@ class Comparison:
 
     @property
     def is_good(self) -> bool:
-        return self.flooded_s <= MAX_SLOWDOWN * self.calm_s and self.refusal_p99_s <= MAX_REFUSAL_S
+        max_refusal_s = max(MAX_REFUSAL_S, MAX_REFUSAL_SHARE * self.calm_s)
+        return self.flooded_s <= MAX_SLOWDOWN * self.calm_s and self.refusal_p99_s <= max_refusal_s
 
 
 async def compare(stub: Any) -> Comparison:

@@ -6,6 +6,7 @@ A process of its own, because the tests run kernels in Triton's interpreter, whi
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import math
@@ -100,18 +101,21 @@ def launches(calls: list[Call], cache: str) -> list[list[Launch]]:
     ]
 
 
-def resources(card: str, calls: list[Call], cache: str) -> list[list[Resources]]:
-    """What the kernels take that each call launches on a card of `SHARED_BYTES`, as assembled for it."""
+def resources(card: str, calls: list[Call], cache: str, *, unlike: str | None = None) -> list[list[Resources]]:
+    """What the kernels take that each call launches on a card of `SHARED_BYTES`, as assembled for it.
+
+    Launches that are planned alike for another card, `unlike`, are left out.
+    """
     return [
         [Resources(kernel, *found) for kernel, found in of_call]
-        for of_call in _compiled("resources", card, calls, cache)
+        for of_call in _compiled("resources", card, calls, cache, *([unlike] if unlike else ()))
     ]
 
 
-def _compiled(what: str, card: str, calls: list[Call], cache: str) -> list[list[tuple[str, Any]]]:
+def _compiled(what: str, card: str, calls: list[Call], cache: str, *unlike: str) -> list[list[tuple[str, Any]]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compiled", what, card],
+        [sys.executable, "-m", "tests.kernels.compiled", what, card, *unlike],
         input=json.dumps(calls),
         env=environment | {"TRITON_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
@@ -196,18 +200,36 @@ def assembled(ptx: str, metadata: dict[str, Any], architecture: int) -> list[int
     return [metadata["num_warps"], int(registers), spilled, metadata["shared"]]
 
 
-def _main(what: str, card: str) -> None:
+def _limits(card: str) -> DeviceLimits:
+    major, minor = map(int, card.split("."))
+    return DeviceLimits((major, minor), SHARED_BYTES[card])
+
+
+def _plan(function: Any, given: dict[str, Any], options: dict[str, int]) -> str:
+    """What a launch has in common with those of the same code."""
+    places = [(name, str(getattr(value, "dtype", value))) for name, value in given.items()]
+    return repr((function.fn.__name__, places, options))
+
+
+def _main(what: str, card: str, unlike: str = "") -> None:
+    gc.disable()  # which takes a tenth of the time, and there is memory for all
     jit = importlib.import_module("triton.runtime.jit")
     backend = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
     launched = importlib.import_module("tests.kernels.launched")
-    major, minor = map(int, card.split("."))
-    architecture, last_stage = 10 * major + minor, {"accesses": "llir", "resources": "cubin"}[what]
-    limits = DeviceLimits((major, minor), SHARED_BYTES[card])
+    limits, last_stage = _limits(card), {"accesses": "llir", "resources": "cubin"}[what]
+    architecture = 10 * limits.capability[0] + limits.capability[1]
     found: list[tuple[str, Any]] = []
+    planned: set[str] = set()
 
     def record(function: Any, *arguments: Any, **more: Any) -> None:
         given = dict(zip(function.arg_names, arguments, strict=False)) | more
         options = {name: more[name] for name in ("num_warps", "num_stages", "maxnreg") if more.get(name)}
+        plan = _plan(function, given, options)
+        if assumed is not limits:
+            planned.add(plan)
+            return
+        if plan in planned:
+            return
         code, metadata = compiled(function, given, options, architecture)
         if what == "accesses":
             found.append((function.fn.__name__, [asdict(access) for access in accesses(code)]))
@@ -224,11 +246,14 @@ def _main(what: str, card: str) -> None:
     all_stages = backend.add_stages
     backend.add_stages = add_stages
     jit.JITFunction.run = record
-    DeviceLimits.of = staticmethod(lambda device: limits)  # of the CPU, on which the tensors are
     results = []
     for name, arguments in json.load(sys.stdin):
         found.clear()
-        getattr(launched, name)(*arguments)
+        planned.clear()
+        for assumed in (*([_limits(unlike)] if unlike else ()), limits):
+            # Of the CPU, on which the tensors are.
+            DeviceLimits.of = staticmethod(lambda device, assumed=assumed: assumed)
+            getattr(launched, name)(*arguments)
         results.append(list(found))
     json.dump(results, sys.stdout)
 

@@ -46,6 +46,12 @@ WIDE = [
     ("mixture_of_experts", [3000, 2048, 1024, 64, "bf16"]),
 ]
 
+# Cards, and those that are compiled for in their place: with the same types and instructions for products, and with
+# no more shared memory.
+PLANNED_ALIKE = {"8.0": "8.6", "12.0": "8.9"}
+# What spills the most registers is compiled for every card.
+MOST_REGISTERS = ("prefill_attention",)
+
 # Float8 experts on cards without float8.
 WIDENED = [("mixture_of_experts", [count, 2048, 1024, 64, "fp8"]) for count in (1, 3000)]
 
@@ -113,13 +119,39 @@ def test_terms_of_adapters_are_added_where_every_thread_has_read_before(tmp_path
     assert written == {"out"}
 
 
-@pytest.mark.parametrize("card", [card for card in SHARED_BYTES if card != "9.0"])
+def calls_for(card):
+    """In float8 where the card has it: what kernels hold is then converted, which takes the most registers."""
+    return [*WIDE, *WIDENED] if card in ("8.0", "8.6") else list(map(in_float8, WIDE))
+
+
+def assert_fits(card, call, kernels):
+    for kernel in kernels:
+        assert kernel.shared_bytes <= SHARED_BYTES[card], (call, kernel)
+        assert 32 * kernel.num_warps * kernel.registers <= REGISTERS, (call, kernel)
+        assert kernel.spilled_bytes <= MOST_SPILLED_BYTES, (call, kernel)
+
+
+@pytest.mark.parametrize("card", [card for card in SHARED_BYTES if card not in ("9.0", *PLANNED_ALIKE)])
 def test_every_kernel_fits_every_card_from_ampere_on(card, tmp_path):
-    # In float8 where the card has it: what kernels hold is then converted, which takes the most registers.
-    calls = [*WIDE, *WIDENED] if card in ("8.0", "8.6") else list(map(in_float8, WIDE))
+    calls = calls_for(card)
     for call, kernels in zip(calls, resources(card, calls, str(tmp_path)), strict=True):
         assert kernels, call
-        for kernel in kernels:
-            assert kernel.shared_bytes <= SHARED_BYTES[card], (call, kernel)
-            assert 32 * kernel.num_warps * kernel.registers <= REGISTERS, (call, kernel)
-            assert kernel.spilled_bytes <= MOST_SPILLED_BYTES, (call, kernel)
+        assert_fits(card, call, kernels)
+
+
+@pytest.mark.parametrize("card", PLANNED_ALIKE)
+def test_every_kernel_fits_a_card_with_the_plans_of_another(card, tmp_path):
+    other, calls = PLANNED_ALIKE[card], calls_for(card)
+    assert SHARED_BYTES[card] >= SHARED_BYTES[other]
+    for call, kernels in zip(calls, resources(card, calls, str(tmp_path), unlike=other), strict=True):
+        assert_fits(card, call, kernels)
+    largest = [call for call in calls if call[0] in MOST_REGISTERS]
+    for call, kernels in zip(largest, resources(card, largest, str(tmp_path)), strict=True):
+        assert kernels, call
+        assert_fits(card, call, kernels)
+
+
+def test_what_is_planned_otherwise_than_for_another_card_is_compiled(tmp_path):
+    calls = [("decode_contract", [1, 2048, 64, "bf16"]), ("philox_uniform", [64])]
+    (kernel,), alike = resources("9.0", calls, str(tmp_path), unlike="8.6")
+    assert (kernel.kernel, alike) == ("_contract", [])

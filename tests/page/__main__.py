@@ -31,7 +31,9 @@ def main() -> int:
             return 1
         for command in ("update", "install --yes --no-install-recommends chromium"):
             environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-            subprocess.run(("apt-get", "-qq", *command.split()), check=True, env=environment)
+            # Others may hold the lock.
+            apt = ("apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300")
+            subprocess.run((*apt, *command.split()), check=True, env=environment)
     arguments = sys.argv[1:]
     writes_pictures = "--pictures" in arguments
     arguments = [item for item in arguments if item != "--pictures"]

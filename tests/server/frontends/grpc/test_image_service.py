@@ -287,7 +287,7 @@ async def test_an_upload_whose_client_vanishes_leaves_nothing() -> None:
 
 
 async def test_an_upload_that_does_not_end_is_ended() -> None:
-    async with serving(receive_timeout=0.3) as rig:
+    async with serving(receive_timeout=1.0) as rig:
         call = rig.images.UploadImage()
         for part in list(parts())[:2]:
             await call.write(part)

@@ -167,7 +167,7 @@ async def test_several_questions_on_one_stream_are_answered_in_turn() -> None:
 
 
 async def test_a_stream_without_a_further_question_ends_well() -> None:
-    async with serving(receive_timeout=0.05) as rig:
+    async with serving(receive_timeout=1.0) as rig:
         call: Any = rig.channel.stream_stream(
             f"/{V1}/ServerReflectionInfo",
             request_serializer=ServerReflectionRequest.SerializeToString,

@@ -1,0 +1,27 @@
+"""The start and the end of a process of a front end or of an engine core.
+
+The supervisor runs `python -m kestrel_grpc.host core DESCRIPTOR` (or `frontend`), with the descriptor of a socket.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import NoReturn
+
+
+def run() -> NoReturn:
+    """Run the process that the first argument names; `main` of its module reads the second one."""
+    gc.disable()  # imports and captures leave no garbage; it begins when the process is ready
+    if sys.argv.pop(1) == "core":
+        from kestrel_grpc.host.core import main
+    else:
+        from kestrel_grpc.host.frontend import main
+    from kestrel_grpc.process import end_now
+
+    # To destroy all objects of large libraries would take as long as a quarter of the start.
+    end_now(main())
+
+
+if __name__ == "__main__":
+    run()
