@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager
 from unittest import mock
 
 import kestrel_grpc.__main__
-from kestrel_grpc.host import core, supervisor
+from kestrel_grpc.host import supervisor
+from kestrel_grpc.host.__main__ import run as run_child
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.output_parser import Token
@@ -46,7 +47,8 @@ def leave_out_model() -> AbstractContextManager[object]:
 
 
 if __name__ == "__main__":
-    is_core = sys.argv[1:] and sys.argv[1].isdigit()  # started by the supervisor, with a descriptor
     module = mock.patch.object(supervisor._Core, "module", "bench.harness.instant_steps")  # pyright: ignore[reportPrivateUsage]
     with leave_out_model(), module:
-        sys.exit(core.main() if is_core else kestrel_grpc.__main__.main())
+        if sys.argv[1:2] == ["core"]:  # started by the supervisor
+            run_child()
+        sys.exit(kestrel_grpc.__main__.main())
