@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.frontend import EVENTS, EmptyEngine
-from bench.harness.engines import closed_loop, endless
+from bench.harness.engines import add_engine_options, closed_loop, endless, engine_config
 from bench.harness.load import Questions
 from bench.harness.output import write_json
 from bench.harness.serving import RunningServer, machine_facts, started_server
@@ -118,15 +118,19 @@ Form = Callable[[int], Awaitable[float]]
 """Answers the requests of a round; returns the seconds that it took."""
 
 
-async def _rates(folder: Path, num_requests: int, num_rounds: int, num_in_flight: int | None) -> dict[str, Any]:
+async def _rates(folder: Path, config: EngineConfig, arguments: argparse.Namespace) -> dict[str, Any]:
+    num_requests: int = arguments.requests
+    num_in_flight: int | None = arguments.in_flight
     given = _Input(folder, num_requests)
     seconds: dict[str, list[float]] = {}
-    with endless(EngineConfig(memory_utilization=_FIRST_UTILIZATION)) as config:
+    with endless(replace(config, memory_utilization=_FIRST_UTILIZATION)) as config:
         # The server finds the memory of the engine in use, and takes what is left.
         engine = await asyncio.to_thread(LocalEngine.start, config)
         try:
             await warm_up(engine)
-            with started_server(("--model", config.model, "--http-port", "0")) as server:
+            options = ("--model", config.model, "--device", arguments.device, "--dtype", arguments.dtype)
+            options += tuple(f"--{option}" for option in arguments.set)
+            with started_server((*options, "--http-port", "0")) as server:
                 at_once = {
                     _IN_PROCESS: num_in_flight or 2 * engine.info.max_batch_size,
                     _BY_ADDRESS: num_in_flight or IN_FLIGHT_OF_SERVER,
@@ -139,7 +143,7 @@ async def _rates(folder: Path, num_requests: int, num_rounds: int, num_in_flight
                         _IN_PROCESS: _in_process(engine, given, at_once[_IN_PROCESS]),
                         _BY_ADDRESS: _by_address(load, caller, given, at_once[_BY_ADDRESS]),
                     }
-                    for round_ in range(num_rounds + 1):  # the first is not counted
+                    for round_ in range(arguments.rounds + 1):  # the first is not counted
                         for name, pair in forms.items():
                             for kind, form in zip(_KINDS, pair, strict=True):
                                 took_s = await form(round_)
@@ -305,6 +309,7 @@ def parser() -> argparse.ArgumentParser:
     rate = kinds.add_parser("rate")
     rate.add_argument("--requests", type=int, default=200, help="of each round (default: %(default)s)")
     rate.add_argument("--rounds", type=int, default=5, help="of each kind (default: %(default)s)")
+    add_engine_options(rate)
     rate.add_argument("--in-flight", type=int, help="default: as `kestrel-grpc batch`")
     memory = kinds.add_parser("memory")
     memory.add_argument("--lines", type=int, default=1_000_000, help="default: %(default)s")
@@ -318,7 +323,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Measure, print, write the numbers; 1 if outputs differ."""
-    arguments = parser().parse_args()
+    command = parser()
+    arguments = command.parse_args()
     with tempfile.TemporaryDirectory(prefix="kestrel-batch-") as name:
         folder = Path(name)
         if arguments.kind == "kills":
@@ -328,7 +334,7 @@ def main() -> int:
             measured = (
                 _memory(folder, arguments.lines)
                 if arguments.kind == "memory"
-                else _rates(folder, arguments.requests, arguments.rounds, arguments.in_flight)
+                else _rates(folder, engine_config(command, arguments), arguments)
             )
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
                 found = runner.run(measured)

@@ -14,6 +14,7 @@
 #   start        a first start and another one by stage, and the traffic right after them
 #   stress       cached answers against computed ones, in float32
 #   processes    one process and 1, 2 and 4 front ends: a known picture, and the usual workloads
+#   batch        the rate of `kestrel-grpc batch` over the closed loop's, in process and with --address
 #   frontends    1, 2 and 4 front ends of an engine whose steps cost nothing; needs processors, no GPU
 #   gpus         where there are two: one and both behind one port, and processes that die beside GPUs
 #   cards        on Hopper, what is compiled for Ampere and Ada: every kernel, and FOLDERS
@@ -113,7 +114,7 @@ card_times() {
     echo "as $card vision-$of bench.vision --tiles 9 36 --parts 36 --precision $precision"
 }
 
-needs_weights() { case " peer serve caching processes gpus adapters constraints start " in *" $1 "*) ;; *) false ;; esac }
+needs_weights() { case " peer serve caching batch processes gpus adapters constraints start " in *" $1 "*) ;; *) false ;; esac }
 for stage in $stages; do
     if needs_weights "$stage" && [ ! -e "$folder/model.safetensors" ]; then
         say "random weights of $model"
@@ -194,6 +195,10 @@ for stage in $stages; do
         measure 150 frontends python3 -m bench.caches tiers --instant on --model moondream-nano --rounds 3 --seconds 3 \
             --variants both,frontends-1,frontends-2,frontends-4 --rows cached:64 --processes 12 \
             --json "$out/frontends.json" -- --device cpu --kv-pages 1024
+        ;;
+    batch)
+        measure 300 batch python3 -m bench.batch --json "$out/batch.json" rate --model "$folder" --device "$device" \
+            --requests 512
         ;;
     gpus)
         # Four engines share the first GPU.
