@@ -2,9 +2,9 @@
 
 Full-size random weights in several layers, so that no expert stays in the cache from one call to the next; calls
 are replayed from a graph. The limit is the larger of the bytes of the experts that are chosen over 4.17 TB/s, which
-is what an H200 reads, and of the operations over 785 TFLOP/s in bfloat16 and 1,387 in float8, which is what its
-largest products reach. Routing is random (near even), even (all experts alike) or skewed: one expert has every
-token and half of them have none.
+is what an H200 reads, and of the operations over 785 TFLOP/s in bfloat16 and 1,387 in float8 (which experts of 4
+bits become), which is what its largest products reach. Routing is random (near even), even (all experts alike) or
+skewed: one expert has every token and half of them have none.
 
 Every row has each implementation of the operation, so that the grouped products of the library stand beside the
 kernels. `--check` compares both with the definition in float32 and every run with the next; `--parts` shows what
@@ -31,16 +31,19 @@ import torch
 from torch import Tensor
 
 from bench.harness.output import write_json
-from bench.harness.prefill_inputs import quantised_experts, random_experts
+from bench.harness.prefill_inputs import int4_experts, quantised_experts, random_experts
 from bench.harness.serving import machine_facts
 from bench.harness.timing import attempted, time_us
 from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.reference.experts import mixture_of_experts as definition
+from kestrel_ops.reference.int4 import INT4_GROUP
 from kestrel_ops.shapes import FLOAT8
 from kestrel_ops.triton.dependent_launch import has_dependent_launch
 from kestrel_ops.triton.expert_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, ProductPlan, plan_for
 from kestrel_ops.triton.expert_products import combine, contract, expand, rounded
 from kestrel_ops.triton.expert_routing import route
+from kestrel_ops.triton.int4_plans import int4_plan_for
+from kestrel_ops.triton.int4_products import contract_int4, expand_int4
 from kestrel_runtime.models.moondream.config import MoeConfig
 from kestrel_runtime.models.moondream.weights.published import MOONDREAM_3
 
@@ -61,13 +64,16 @@ def _cuts(precision: str, num_tokens: int) -> Iterator[ExpertsPlan | OneTokenPla
         return
     moe = MOONDREAM_3.text.moe
     assert moe is not None
-    operand = torch.float8_e4m3fn if precision == "float8" else torch.bfloat16
     limits = DeviceLimits.of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    used = plan_for(num_tokens, moe.num_experts, moe.experts_per_token, operand, limits)
+    operand = operand_type(precision, limits)
+    used = planned(precision, num_tokens, moe, limits)
     yield used
-    if precision == "float8":
+    if operand == FLOAT8:
         yield replace(used, rounds_rows=not used.rounds_rows)
     block, most = used.block_tokens, used.block_tokens // 4
+    if precision == "int4":
+        yield from _int4_cuts(used)
+        return
     for plan in _products(operand.itemsize, block):
         shared = (2 * plan.rows + block) * plan.columns * operand.itemsize * plan.num_stages
         if shared <= limits.shared_bytes and plan.rows * block <= most * 64 * plan.num_warps:
@@ -77,6 +83,25 @@ def _cuts(precision: str, num_tokens: int) -> Iterator[ExpertsPlan | OneTokenPla
         if shared <= limits.shared_bytes:
             own = replace(plan, is_read_once=used.contract.is_read_once, prefetched_bytes=prefetched)
             yield replace(used, contract=own)
+
+
+def _int4_cuts(used: ExpertsPlan) -> Iterator[ExpertsPlan]:
+    is_small = used.block_tokens <= 32
+    stages = (3, 4, 6, 8) if is_small else (2, 3, 4)
+    for rows, warps, num_stages in product((64, 128), (4, 8), stages):
+        yield replace(used, expand=replace(used.expand, rows=rows, num_warps=warps, num_stages=num_stages))
+        yield replace(used, contract=replace(used.contract, rows=rows, num_warps=warps, num_stages=num_stages))
+
+
+def operand_type(precision: str, limits: DeviceLimits) -> torch.dtype:
+    """What tensor cores multiply."""
+    return torch.bfloat16 if precision == "model" or not limits.has_float8 else FLOAT8
+
+
+def planned(precision: str, num_tokens: int, moe: MoeConfig, limits: DeviceLimits) -> ExpertsPlan:
+    """The plan for more than one token that is used."""
+    choose = int4_plan_for if precision == "int4" else plan_for
+    return choose(num_tokens, moe.num_experts, moe.experts_per_token, operand_type(precision, limits), limits)
 
 
 def _products(itemsize: int, block: int) -> Iterator[ProductPlan]:
@@ -107,7 +132,8 @@ def stage_times(
 ) -> dict[str, float]:
     """Microseconds of a layer by stage."""
     hidden = tokens[0][0]
-    quantises = stacks[0][0].dtype == FLOAT8 and hidden.dtype != torch.float32
+    is_int4 = stacks[0][0].dtype == torch.uint8
+    quantises = (is_int4 or stacks[0][0].dtype == FLOAT8) and hidden.dtype != torch.float32
     rounds = quantises and plan.rounds_rows
     block, between = plan.block_tokens, FLOAT8 if quantises and not rounds else hidden.dtype
     times: dict[str, float] = {}
@@ -123,7 +149,7 @@ def stage_times(
     inner = stage(
         "expand",
         [
-            later(expand, routing, stack[0], own[0], None, plan.expand, block, between)
+            later(expand_int4 if is_int4 else expand, routing, stack[0], own[0], None, plan.expand, block, between)
             for routing, stack, own in each
         ],
     )
@@ -132,7 +158,10 @@ def stage_times(
     rows = stage(
         "contract",
         [
-            later(contract, routing, own, stack[1], scale[1], None, plan.contract, block, hidden.dtype)
+            later(
+                contract_int4 if is_int4 else contract,
+                *(routing, own, stack[1], scale[1], None, plan.contract, block, hidden.dtype),
+            )
             for own, (routing, stack, scale) in zip(inner, each, strict=True)
         ],
     )
@@ -141,8 +170,9 @@ def stage_times(
 
 
 READ_BYTES_PER_S = 4.17e12
-FLOPS_PER_S = {"model": 785e12, "float8": 1387e12}
-PRECISIONS = ("float8", "model")
+FLOPS_PER_S = {"model": 785e12, "float8": 1387e12, "int4": 1387e12}
+BYTES_OF_WEIGHT = {"model": 2.0, "float8": 1.0, "int4": 0.5 + 2 / INT4_GROUP}
+PRECISIONS = ("float8", "model", "int4")
 ROUTINGS = ("random", "even", "skewed")
 TOKENS = (1, 4, 16, 64, 746, 6000)
 SMALL = (64, MoeConfig(num_experts=8, start_layer=0, experts_per_token=2, expert_inner_dim=32))
@@ -158,7 +188,7 @@ class Sizes:
     def limit_us(self, num_tokens: int, num_chosen: int, precision: str) -> float:
         """What reading so many experts and multiplying takes at the least."""
         weights = 3 * self.dim * self.moe.expert_inner_dim
-        read_s = num_chosen * weights * (1 if precision == "float8" else 2) / READ_BYTES_PER_S
+        read_s = num_chosen * weights * BYTES_OF_WEIGHT[precision] / READ_BYTES_PER_S
         flops = 2 * num_tokens * self.moe.experts_per_token * weights
         return max(read_s, flops / FLOPS_PER_S[precision]) * 1e6
 
@@ -167,7 +197,9 @@ class Sizes:
         found = []
         for _ in range(count):
             experts = random_experts(1, self.moe.num_experts, self.dim, self.moe.expert_inner_dim, device)
-            found.append((quantised_experts(*experts) if precision == "float8" else experts)[2:])
+            if precision == "float8":
+                experts = quantised_experts(*experts)
+            found.append(int4_experts(*experts[2:]) if precision == "int4" else experts[2:])
         return found
 
     def tokens(self, count: int, routing: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -253,13 +285,8 @@ def parts(
     """Microseconds of a call by stage, or by kernel of what has no stages: one token, and the library."""
     num_tokens, choices = len(tokens[0][0]), sizes.moe.experts_per_token
     if implementation == "triton" and num_tokens > 1:
-        operand = torch.float8_e4m3fn if precision == "float8" else torch.bfloat16
-        return stage_times(
-            stacks,
-            tokens,
-            choices,
-            plan_for(num_tokens, sizes.moe.num_experts, choices, operand, DeviceLimits.of(tokens[0][0].device)),
-        )
+        plan = planned(precision, num_tokens, sizes.moe, DeviceLimits.of(tokens[0][0].device))
+        return stage_times(stacks, tokens, choices, plan)
     return kernel_times(run) if torch.cuda.is_available() else {}
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.random_weights import KV_SCALE
+from kestrel_ops.reference.int4 import quantise_int4
 from kestrel_ops.reference.rows import quantise_rows
 from kestrel_ops.triton.prefill_attention import Tiling, attend
 from kestrel_runtime.execution.kv_cache import KVCache
@@ -78,7 +79,7 @@ def random_text_with_experts(config: TextConfig, device: torch.device) -> TextMo
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            model = TextModel(config, fp8_experts=True)
+            model = TextModel(config, expert_format="float8")
     finally:
         torch.set_default_dtype(before)
     model = model.to_empty(device=device)
@@ -160,6 +161,15 @@ def random_experts(
     shapes = (num_tokens, dim), (num_tokens, num_experts), (num_experts, 2 * inner, dim), (num_experts, dim, inner)
     hidden, logits, up, down = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
     return hidden, logits, up.mul_(dim**-0.5), down.mul_(inner**-0.5)
+
+
+def int4_experts(up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
+    """Both stacks of experts in 4 bits, then their scales."""
+    (up, up_scale), (down, down_scale) = (
+        map(torch.stack, zip(*(quantise_int4(expert.float()) for expert in stack), strict=True))
+        for stack in (up, down)
+    )
+    return up, down, up_scale, down_scale
 
 
 def quantised_experts(hidden: Tensor, logits: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:

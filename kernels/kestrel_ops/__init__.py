@@ -17,14 +17,17 @@ from kestrel_ops.dispatch import (
 from kestrel_ops.invariant_mode import InvariantMode, depends_on_place
 from kestrel_ops.low_rank import BlockLowRank, ExpertAdapters, LowRank, RowsBySlot
 from kestrel_ops.reference import (
+    INT4_GROUP,
     RESAMPLE_WEIGHT_BITS,
     add_low_rank,
     decode_attention,
+    dequantise_int4,
     invariant_attention,
     invariant_attention_bytes,
     invariant_linear,
     mixture_of_experts,
     prefill_attention,
+    quantise_int4,
     resample,
     rotary,
     sample,
@@ -35,6 +38,7 @@ from kestrel_ops.shapes import ModelShape, TextShape, VisionShape, has_float8_pr
 
 __all__ = [
     "COMPILED_AHEAD",
+    "INT4_GROUP",
     "RESAMPLE_WEIGHT_BITS",
     "BlockLowRank",
     "DeviceLimits",
@@ -50,6 +54,7 @@ __all__ = [
     "compiled_together",
     "decode_attention",
     "depends_on_place",
+    "dequantise_int4",
     "has_float8_product",
     "invariant_attention",
     "invariant_attention_bytes",
@@ -60,6 +65,7 @@ __all__ = [
     "num_compilations",
     "prefill_attention",
     "prepare_compilations",
+    "quantise_int4",
     "resample",
     "rotary",
     "sample",

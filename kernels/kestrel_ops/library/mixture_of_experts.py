@@ -7,6 +7,7 @@ from torch.nn.functional import gelu, linear, softmax
 from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.library.add_low_rank import add_low_rank, of_own_slot
 from kestrel_ops.low_rank import ExpertAdapters, LowRank
+from kestrel_ops.reference.experts import weight_of_expert
 from kestrel_ops.reference.rows import quantise_rows
 from kestrel_ops.shapes import FLOAT8, ModelShape, has_float8_product
 
@@ -25,7 +26,8 @@ def mixture_of_experts(
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:  # [T, dim]
     """As the reference, but a CUDA graph can capture it. The inputs of float8 experts are rounded to float8, too.
-    If torch has no grouped product for the type, the sizes or the device, every expert computes every token."""
+    If torch has no grouped product for the type, the sizes or the device, every expert computes every token;
+    it has none for experts of 4 bits."""
     top = router_logits.float().topk(experts_per_token, dim=-1)
     weights = softmax(top.values, dim=-1).to(hidden.dtype)
     if not _has_grouped_products(hidden, up, adapters):
@@ -57,9 +59,9 @@ def unsupported(model: ModelShape) -> str | None:
 
 
 def _has_grouped_products(hidden: Tensor, up: Tensor, adapters: ExpertAdapters | None) -> bool:
-    _, both_inner, dim = up.shape
-    if hidden.dtype != torch.bfloat16:
+    if hidden.dtype != torch.bfloat16 or up.dtype == torch.uint8:
         return False
+    _, both_inner, dim = up.shape
     if adapters is not None and any(
         (low_rank.a.shape[0] * low_rank.a.shape[2]) % _BFLOAT16_MULTIPLE for low_rank in adapters[:2]
     ):
@@ -106,19 +108,15 @@ def _dense(
     """Every expert computes every token; results count where the expert was chosen."""
     total = torch.zeros_like(hidden)
     for expert in range(up[0].shape[0]):
-        product = linear(hidden, _expert(*up, expert, hidden.dtype))
+        product = linear(hidden, weight_of_expert(*up, expert, hidden))
         if adapters is not None:
             add_low_rank(product, hidden, adapters.up.of_expert(expert), adapters.slots)
         activated, gate = product.chunk(2, dim=-1)
         inner = gelu(activated) * (gate + 1)
-        output = linear(inner, _expert(*down, expert, hidden.dtype))
+        output = linear(inner, weight_of_expert(*down, expert, inner))
         if adapters is not None:
             add_low_rank(output, inner, adapters.down.of_expert(expert), adapters.slots)
         share = (weights * (chosen == expert)).sum(dim=-1, keepdim=True)
         # Results of experts that were not chosen are replaced by 0: infinity times 0 would be NaN.
         total += torch.where(share > 0, output * share, 0)
     return total
-
-
-def _expert(stack: Tensor, scale: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
-    return stack[expert] if scale is None else (stack[expert].float() * scale[expert, :, None]).to(dtype)

@@ -10,6 +10,7 @@ from kestrel_ops.reference.attention import (
 from kestrel_ops.reference.cache import rotary, rotary_write_kv, write_kv
 from kestrel_ops.reference.experts import mixture_of_experts
 from kestrel_ops.reference.images import RESAMPLE_WEIGHT_BITS, resample
+from kestrel_ops.reference.int4 import INT4_GROUP, dequantise_int4, quantise_int4
 from kestrel_ops.reference.invariant import invariant_attention, invariant_attention_bytes, invariant_linear
 from kestrel_ops.reference.linear import (
     decode_contract,
@@ -37,6 +38,7 @@ WAITING_FOR_DEVICE = frozenset(
 """The definitions that read sizes from the device on the host, so that no CUDA graph can capture them."""
 
 __all__ = [
+    "INT4_GROUP",
     "RESAMPLE_WEIGHT_BITS",
     "WAITING_FOR_DEVICE",
     "add_down_terms",
@@ -48,6 +50,7 @@ __all__ = [
     "decode_attention",
     "decode_contract",
     "decode_expand",
+    "dequantise_int4",
     "invariant_attention",
     "invariant_attention_bytes",
     "invariant_linear",
@@ -55,6 +58,7 @@ __all__ = [
     "mixture_of_experts",
     "philox_uniform",
     "prefill_attention",
+    "quantise_int4",
     "quantise_rows",
     "resample",
     "rotary",

@@ -1,10 +1,11 @@
-"""A mixture of gated experts, with full-precision or scaled 8-bit weights."""
+"""A mixture of gated experts, with full-precision weights, or scaled ones of 8 or 4 bits."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, softmax
 
 from kestrel_ops.low_rank import ExpertAdapters
+from kestrel_ops.reference.int4 import dequantise_int4
 from kestrel_ops.reference.low_rank import add_low_rank
 
 
@@ -21,7 +22,9 @@ def mixture_of_experts(
     """Sum over the best experts of each token: weight * down(gelu(first half) * (second half + 1)).
 
     The weights are a softmax over the chosen logits alone, in float32; the GELU is the exact (erf) form. With
-    `adapters`, both products of an expert have those of each token's slot added.
+    `adapters`, both products of an expert have those of each token's slot added. Both stacks of experts may have 4
+    bits, as `quantise_int4` gives them: `up` is uint8 [E, pairs, 2 * inner, 64] with scales bfloat16 [E, pairs,
+    2 * inner, 2], `down` likewise with `dim` rows.
     """
     top = router_logits.float().topk(experts_per_token, dim=-1)
     weights = softmax(top.values, dim=-1).to(hidden.dtype)
@@ -29,19 +32,22 @@ def mixture_of_experts(
     for expert in top.indices.unique().tolist():
         rows, places = torch.nonzero(top.indices == expert, as_tuple=True)
         own = hidden[rows]
-        product = linear(own, _expert(up, up_scale, expert, hidden.dtype))
+        product = linear(own, weight_of_expert(up, up_scale, expert, own))
         if adapters is not None:
             add_low_rank(product, own, adapters.up.of_expert(expert), adapters.slots[rows])
         activated, gate = product.chunk(2, dim=-1)
         inner = gelu(activated) * (gate + 1)
-        output = linear(inner, _expert(down, down_scale, expert, hidden.dtype))
+        output = linear(inner, weight_of_expert(down, down_scale, expert, inner))
         if adapters is not None:
             add_low_rank(output, inner, adapters.down.of_expert(expert), adapters.slots[rows])
         total = total.index_add(0, rows, output * weights[rows, places, None])
     return total
 
 
-def _expert(stack: Tensor, scale: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor:
+def weight_of_expert(stack: Tensor, scale: Tensor | None, expert: int, rows: Tensor) -> Tensor:
+    """The weight of an expert that multiplies rows [T, columns], in their type."""
     if scale is None:
         return stack[expert]
-    return (stack[expert].float() * scale[expert, :, None]).to(dtype)
+    if stack.dtype == torch.uint8:
+        return dequantise_int4(stack[expert], scale[expert], rows.shape[-1]).to(rows.dtype)
+    return (stack[expert].float() * scale[expert, :, None]).to(rows.dtype)

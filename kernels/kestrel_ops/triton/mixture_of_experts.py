@@ -13,6 +13,8 @@ from kestrel_ops.triton.expert_adapters import addition_to_rows
 from kestrel_ops.triton.expert_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, plan_for
 from kestrel_ops.triton.expert_products import combine, contract, expand, rounded
 from kestrel_ops.triton.expert_routing import route
+from kestrel_ops.triton.int4_plans import int4_plan_for
+from kestrel_ops.triton.int4_products import contract_int4, expand_int4
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
 from kestrel_ops.triton.single_token_experts import fits_one_token, mix_one
 
@@ -40,19 +42,20 @@ def mixture_of_experts(
     assert up.is_contiguous()
     assert down.is_contiguous()
     limits = DeviceLimits.of(hidden.device)
-    quantises = up.dtype == FLOAT8 and hidden.dtype != torch.float32 and limits.has_float8
+    is_int4 = up.dtype == torch.uint8
+    quantises = (is_int4 or up.dtype == FLOAT8) and hidden.dtype != torch.float32 and limits.has_float8
     if up.dtype == FLOAT8 and not limits.has_float8:
         up, down = up.view(torch.uint8), down.view(torch.uint8)
     operand = FLOAT8 if quantises else hidden.dtype
     is_dependent = has_dependent_launch(hidden)
-    if plan is None and num_tokens == 1 and adapters is None and fits_one_token(up, experts_per_token):
-        plan = ONE_TOKEN
+    if plan is None and num_tokens == 1 and adapters is None and not is_int4:
+        plan = ONE_TOKEN if fits_one_token(up, experts_per_token) else None
     if isinstance(plan, OneTokenPlan):
         return mix_one(
             *(hidden, router_logits, up, down, experts_per_token, up_scale, down_scale, plan),
             is_dependent=is_dependent,
         )
-    plan = plan or plan_for(num_tokens, len(up), experts_per_token, operand, limits)
+    plan = plan or (int4_plan_for if is_int4 else plan_for)(num_tokens, len(up), experts_per_token, operand, limits)
     block = plan.block_tokens
     routing = route(hidden, router_logits, experts_per_token, block, quantises=quantises, is_dependent=is_dependent)
     added = None
@@ -63,7 +66,7 @@ def mixture_of_experts(
             is_dependent=is_dependent,
         )
     rounds = quantises and plan.rounds_rows
-    inner = expand(
+    inner = (expand_int4 if is_int4 else expand)(
         *(routing, up, up_scale, added, plan.expand, block, hidden.dtype if rounds else operand),
         is_dependent=is_dependent,
     )
@@ -75,7 +78,7 @@ def mixture_of_experts(
             is_by_place=True,
             is_dependent=is_dependent,
         )
-    rows = contract(
+    rows = (contract_int4 if is_int4 else contract)(
         *(routing, inner, down, down_scale, added, plan.contract, block, hidden.dtype), is_dependent=is_dependent
     )
     return combine(routing, rows, is_dependent=is_dependent)

@@ -69,9 +69,9 @@ class EngineConfig:
     )
     expert_dtype: str = option(
         "auto",
-        one_of("auto", "float8"),
-        "number format of the weights of experts (Moondream 3): float8, rounded while they are loaded, or auto: "
-        "that of the checkpoint",
+        one_of("auto", "float8", "int4"),
+        "number format of the weights of experts (Moondream 3): float8 or int4 (experimental), rounded while they "
+        "are loaded, or auto: that of the checkpoint",
     )
     deterministic: bool = option(
         False,

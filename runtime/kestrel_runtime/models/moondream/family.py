@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.loading.checkpoint import Checkpoint
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from kestrel_runtime.models.moondream.model import Moondream
     from kestrel_runtime.models.moondream.prepared import PreparedMoondream
+    from kestrel_runtime.models.moondream.text.rounded_experts import RoundedFormat
     from kestrel_runtime.models.verification import Verification
 
 _log = logging.getLogger(__name__)
@@ -31,23 +32,24 @@ class MoondreamFamily:
     def load(
         self, checkpoint: Checkpoint, config: EngineConfig, device: torch.device, dtype: torch.dtype
     ) -> LoadedWeights:
-        """Load a checkpoint; float8 experts keep their type. Scales do not count as parameters."""
+        """Load a checkpoint. Experts keep their type unless `config` names another. Scales are no parameters."""
         from kestrel_runtime.models.moondream.model import Moondream
         from kestrel_runtime.models.moondream.weights.checkpoint import load_moondream_state
 
         model_config, state = load_moondream_state(checkpoint)
-        rounds_experts = config.expert_dtype == "float8"
-        model = Moondream.from_state(model_config, state, device, dtype, rounds_experts=rounds_experts)
+        num_parameters = sum(tensor.numel() for name, tensor in state.items() if not name.endswith(".scale"))
+        experts = None if config.expert_dtype == "auto" else cast("RoundedFormat", config.expert_dtype)
+        model = Moondream.from_state(model_config, state, device, dtype, experts=experts)
         if model.expert_errors:
             _log.info(
-                "rounded the experts to float8; relative error of their weights by layer: %s",
+                "rounded the experts to %s; relative error of their weights by layer: %s",
+                experts,
                 ", ".join(
                     f"{layer}: {100 * first:.2f}% and {100 * second:.2f}%"
                     for layer, (first, second) in sorted(model.expert_errors.items())
                 ),
             )
-        weights = (tensor for name, tensor in model.named_parameters() if not name.endswith(".scale"))
-        return LoadedWeights(model, sum(tensor.numel() for tensor in weights))
+        return LoadedWeights(model, num_parameters)
 
     def skills(self, config: MoondreamConfig) -> Mapping[str, Skill]:
         """The skills for which the model has prompt templates."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -29,9 +30,9 @@ from kestrel_runtime.models.moondream.fused.weights import NUM_WIDE_BLOCKS
 from kestrel_runtime.models.moondream.memory import blank_prefill, cache_dtype
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
+from kestrel_runtime.models.moondream.text.decoder import ExpertFormat
 from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
 from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
-from kestrel_runtime.models.moondream.weights.checkpoint import FP8, expected_tensors
 from kestrel_runtime.models.moondream.weights.published import PUBLISHED
 from kestrel_runtime.scheduling.limits import StepBounds
 
@@ -52,7 +53,7 @@ class KernelNeeds:
     """Of the model."""
     cache_dtype: torch.dtype
     page_size: int
-    has_float8_experts: bool
+    expert_format: ExpertFormat
     adapter_slots: int = 0
     """0 for a server without adapters."""
     max_adapter_rank: int = 0
@@ -69,7 +70,7 @@ def compile_kernels(needs: KernelNeeds, limits: DeviceLimits, *, kept_in: Path |
     started = time.monotonic()
     # On `meta` torch takes twice as long for its part.
     device = torch.device("meta" if kept_in else "cuda")
-    model = outline(needs.config, needs.dtype, device, has_float8_experts=needs.has_float8_experts)
+    model = outline(needs.config, needs.dtype, device, needs.expert_format)
     execution = replace(needs.execution, kernels=needs.execution.kernels.of_shapes())
     with compiled_together(available_processors(), limits, kept_in=kept_in) as compiled:
         _run(model, execution, needs)
@@ -103,9 +104,11 @@ def compile_ahead(
     Raises `CheckpointError` if the card cannot serve the model with these settings.
     """
     config, has_float8_experts = PUBLISHED[name]
+    stored: ExpertFormat = "float8" if has_float8_experts else "model"
+    expert_format = stored if settings.expert_dtype == "auto" else cast("ExpertFormat", settings.expert_dtype)
     limits, dtype = DeviceLimits.of_card(capability), torch.bfloat16
     with meta_stands_for(limits):
-        model = outline(config, dtype, torch.device("meta"), has_float8_experts=has_float8_experts)
+        model = outline(config, dtype, torch.device("meta"), expert_format)
         execution = ExecutionConfig.of(settings, "cuda", model)
     needs = KernelNeeds(
         config,
@@ -114,7 +117,7 @@ def compile_ahead(
         dtype,
         cache_dtype(model, settings),
         settings.page_size,
-        has_float8_experts,
+        expert_format,
         settings.num_adapter_slots if settings.has_adapters else 0,
         settings.max_adapter_rank,
     )
@@ -123,7 +126,7 @@ def compile_ahead(
 
 
 def outline(
-    config: MoondreamConfig, dtype: torch.dtype, device: torch.device, *, has_float8_experts: bool
+    config: MoondreamConfig, dtype: torch.dtype, device: torch.device, expert_format: ExpertFormat
 ) -> Moondream:
     """A model with one block of each kind, whose weights have sizes and types, and no values."""
     text, moe = config.text, config.text.moe
@@ -133,14 +136,12 @@ def outline(
         moe = replace(moe, start_layer=sum(layer < moe.start_layer for layer in layers))
     text = replace(text, n_layers=len(layers), moe=moe)
     small = replace(config, text=text, vision=replace(config.vision, enc_n_layers=1))
-    shapes = expected_tensors(small, fp8_experts=has_float8_experts)
-    state: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        is_float8 = name.removesuffix("weight") + "scale" in shapes
-        own = FP8 if is_float8 else torch.float32 if name.endswith(".scale") else dtype
-        state[name] = torch.empty(shape, dtype=own, device=device)
     with torch.device("meta"):
-        model = Moondream(small, fp8_experts=has_float8_experts)
+        model = Moondream(small, expert_format=expert_format)
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        keeps_type = tensor.dtype.itemsize == 1 or name.endswith(".scale")
+        state[name] = torch.empty(tensor.shape, dtype=tensor.dtype if keeps_type else dtype, device=device)
     model.load_state_dict(state, assign=True)
     return model.eval().requires_grad_(False)
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from kestrel_runtime.execution.transfer import to_device, uploaded
 from kestrel_runtime.loading.progress import told
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.models.moondream.fused.weights import float8_rows
 from kestrel_runtime.models.moondream.region import RegionModel
-from kestrel_runtime.models.moondream.text.decoder import TextModel
+from kestrel_runtime.models.moondream.text.decoder import ExpertFormat, TextModel
+from kestrel_runtime.models.moondream.text.rounded_experts import RoundedFormat, rounded_stack
 from kestrel_runtime.models.moondream.vision.encoder import VisionModel
 from kestrel_runtime.scheduling.output_parser import Token
 
@@ -24,10 +24,10 @@ _EXPERT_AXES = 3  # a layer without experts has matrices of this name
 class Moondream(nn.Module):
     """The whole model. Build it on the meta device and assign a checkpoint's tensors with `from_state`."""
 
-    def __init__(self, config: MoondreamConfig, *, fp8_experts: bool = False) -> None:
+    def __init__(self, config: MoondreamConfig, *, expert_format: ExpertFormat = "model") -> None:
         super().__init__()
         self.config = config
-        self.text = TextModel(config.text, fp8_experts=fp8_experts)
+        self.text = TextModel(config.text, expert_format=expert_format)
         self.vision = VisionModel(config.vision)
         self.region = RegionModel(config.region)
         self.expert_errors: dict[int, list[float]] = {}
@@ -41,17 +41,19 @@ class Moondream(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         *,
-        rounds_experts: bool = False,
+        experts: RoundedFormat | None = None,
     ) -> Moondream:
         """Load a checked state. Float8 experts and their scales keep their types, all other weights become `dtype`.
 
-        With `rounds_experts` the weights of experts become float8, too. Entries of `state` are removed one by one,
-        so that source and copy are never in memory completely.
+        With `experts` the weights of experts become that; those in float8 stay as they are rather than become
+        float8 again. Entries of `state` are removed one by one, so that source and copy are never in memory
+        completely.
         """
         has_float8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in state.values())
-        rounds_experts = rounds_experts and config.text.moe is not None and not has_float8
+        stored: ExpertFormat = "float8" if has_float8 else "model"
+        rounds_to = None if config.text.moe is None or experts == stored else experts
         with torch.device("meta"):
-            model = cls(config, fp8_experts=has_float8 or rounds_experts)
+            model = cls(config, expert_format=rounds_to or stored)
         placed: dict[str, Tensor] = {}
 
         def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
@@ -59,16 +61,20 @@ class Moondream(nn.Module):
             return tensor.dtype if keeps_type else dtype
 
         num_bytes = sum(tensor.nbytes for tensor in state.values())
-        if device.type == "cuda" and not rounds_experts:
+        if device.type == "cuda" and rounds_to is None:
             tensors = uploaded(state, device, dtype_of)
             num_bytes = sum(tensor.numel() * dtype_of(name, tensor).itemsize for name, tensor in state.items())
         else:
-            tensors = ((name, state.pop(name)) for name in list(state))
+            # Scales of experts that are rounded are taken with them.
+            names = sorted(state, key=lambda name: name.endswith(".scale"))
+            tensors = ((name, state.pop(name)) for name in names if name in state)
         for name, tensor in told(tensors, num_bytes):
-            if rounds_experts and (found := _EXPERT_WEIGHTS.fullmatch(name)) and tensor.ndim == _EXPERT_AXES:
-                scales = name.removesuffix("weight") + "scale"
-                placed[name], placed[scales], error = float8_experts(tensor.to(device))
-                model.expert_errors.setdefault(int(found[1]), []).append(error)
+            found = _EXPERT_WEIGHTS.fullmatch(name) if tensor.ndim == _EXPERT_AXES else None
+            if rounds_to is not None and found is not None:
+                scale_name = name.removesuffix("weight") + "scale"
+                rounded = rounded_stack(tensor, state.pop(scale_name, None), rounds_to, device)
+                placed[name], placed[scale_name] = rounded.weight, rounded.scale
+                model.expert_errors.setdefault(int(found[1]), []).append(rounded.error)
                 continue
             placed[name] = tensor.to(device=device, dtype=dtype_of(name, tensor))
         model.load_state_dict(placed, assign=True)
@@ -79,9 +85,10 @@ class Moondream(nn.Module):
         return self.text.wte.dtype
 
     @property
-    def has_float8_experts(self) -> bool:
-        """Whether experts are stored in float8."""
-        return any(tensor.dtype == torch.float8_e4m3fn for tensor in self.parameters())
+    def expert_format(self) -> ExpertFormat:
+        """How the experts are stored; "model" where there are none."""
+        types = {tensor.dtype for tensor in self.text.parameters()}
+        return "int4" if torch.uint8 in types else "float8" if torch.float8_e4m3fn in types else "model"
 
     @property
     def device(self) -> torch.device:
@@ -110,21 +117,3 @@ class Moondream(nn.Module):
         if value_kinds & 2:
             embeddings = torch.where((num_values == 2)[:, None], self.region.encode_sizes(values), embeddings)
         return embeddings
-
-
-@torch.no_grad()
-def float8_experts(weight: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Weights [experts, out, in] as float8_e4m3fn, the scale of each row, float32 [experts, out], and the error.
-
-    The error is the root of the mean square of what rounding changes, divided by that of the weights: about 0.026
-    for normally distributed weights. One expert at a time, so that little is in float32.
-    """
-    rounded = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    scales = torch.empty(weight.shape[:2], dtype=torch.float32, device=weight.device)
-    changed = total = torch.zeros((), dtype=torch.float64, device=weight.device)
-    for number, expert in enumerate(weight):
-        wide = expert.float()
-        rounded[number], scales[number] = short, scale = float8_rows(wide)
-        changed = changed + (short.float() * scale[:, None] - wide).double().square().sum()
-        total = total + wide.double().square().sum()
-    return rounded, scales, (changed / total).sqrt().item() if total else 0.0

@@ -47,7 +47,7 @@ class PreparedMoondream:
                 model.dtype,
                 cache_dtype(model, config),
                 config.page_size,
-                has_float8_experts=model.has_float8_experts,
+                expert_format=model.expert_format,
                 adapter_slots=config.num_adapter_slots if config.has_adapters else 0,
                 max_adapter_rank=config.max_adapter_rank,
             )

@@ -19,24 +19,22 @@ EXPERTS = MoeConfig(num_experts=4, start_layer=3, experts_per_token=2, expert_in
 
 
 @pytest.mark.parametrize(("moe", "kinds"), [(None, "ddd"), (EXPERTS, "ddee")])
-@pytest.mark.parametrize("has_float8_experts", [False, True])
-def test_an_outline_has_a_block_of_each_kind_and_no_weights(moe, kinds, has_float8_experts):
+@pytest.mark.parametrize("expert_format", ["model", "float8", "int4"])
+def test_an_outline_has_a_block_of_each_kind_and_no_weights(moe, kinds, expert_format):
     config = tiny_config()
     whole = replace(config, text=replace(config.text, n_layers=6, moe=moe))
-    small = outline(whole, torch.bfloat16, META, has_float8_experts=has_float8_experts)
+    small = outline(whole, torch.bfloat16, META, expert_format)
     has_experts = [hasattr(block.mlp, "router") for block in small.text.blocks]
     assert has_experts == [kind == "e" for kind in kinds]
     assert len(small.vision.blocks) == small.config.vision.enc_n_layers == 1
     assert all(tensor.is_meta for tensor in small.parameters())
-    assert small.has_float8_experts == (has_float8_experts and moe is not None)
+    assert small.expert_format == ("model" if moe is None else expert_format)
     assert small.text.wte.dtype == torch.bfloat16
 
 
 def test_one_block_is_one_block():
     config = tiny_config()
-    small = outline(
-        replace(config, text=replace(config.text, n_layers=1)), torch.float32, META, has_float8_experts=False
-    )
+    small = outline(replace(config, text=replace(config.text, n_layers=1)), torch.float32, META, "model")
     assert len(small.text.blocks) == 1
 
 

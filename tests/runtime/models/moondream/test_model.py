@@ -3,7 +3,8 @@ import torch
 from safetensors.torch import load_file
 
 from kestrel_runtime.imaging.decoding import decode_image
-from kestrel_runtime.models.moondream.model import Moondream, float8_experts
+from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.text.rounded_experts import rounded_stack
 from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 from kestrel_runtime.scheduling.output_parser import Token
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, expected, image_paths
@@ -86,7 +87,7 @@ def test_everything_takes_the_type_asked_for_but_float8_experts_and_their_scales
 def test_experts_are_rounded_where_that_is_asked_for_and_their_errors_are_told_by_layer():
     config = tiny_config(3)
     exact = random_model(config)
-    model = Moondream.from_state(config, dict(exact.state_dict()), CPU, torch.float32, rounds_experts=True)
+    model = Moondream.from_state(config, dict(exact.state_dict()), CPU, torch.float32, experts="float8")
     stacks = {name for name, tensor in exact.state_dict().items() if name.endswith("weight") and tensor.ndim == 3}
     assert stacks
     for name, tensor in model.state_dict().items():
@@ -105,7 +106,7 @@ def test_experts_are_rounded_where_that_is_asked_for_and_their_errors_are_told_b
 def test_float8_experts_of_a_checkpoint_are_not_rounded_again():
     config = tiny_config(3)
     state = random_model(config, fp8_experts=True).state_dict()
-    model = Moondream.from_state(config, dict(state), CPU, torch.float32, rounds_experts=True)
+    model = Moondream.from_state(config, dict(state), CPU, torch.float32, experts="float8")
     assert all(torch.equal(tensor.float(), state[name].float()) for name, tensor in model.state_dict().items())
     assert model.expert_errors == {}
 
@@ -113,7 +114,7 @@ def test_float8_experts_of_a_checkpoint_are_not_rounded_again():
 def test_a_model_without_experts_has_none_to_round():
     config = tiny_config(2)
     model = Moondream.from_state(
-        config, dict(random_model(config).state_dict()), CPU, torch.float32, rounds_experts=True
+        config, dict(random_model(config).state_dict()), CPU, torch.float32, experts="float8"
     )
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
 
@@ -185,7 +186,7 @@ def test_each_row_is_as_close_as_float8_with_a_scale_of_its_own_allows(dtype):
     weight = torch.randn(3, 7, 33, generator=torch.Generator().manual_seed(1)).to(dtype)
     weight[1, 2] *= 1e4
     weight[2, 6] *= 1e-6
-    rounded, scales, _ = float8_experts(weight)
+    rounded, scales, _ = rounded_stack(weight, None, "float8", CPU)
     assert (rounded.dtype, rounded.shape) == (torch.float8_e4m3fn, weight.shape)
     assert (scales.dtype, scales.shape) == (torch.float32, weight.shape[:2])
     largest = weight.float().abs().amax(dim=2, keepdim=True)
@@ -196,7 +197,7 @@ def test_each_row_is_as_close_as_float8_with_a_scale_of_its_own_allows(dtype):
 
 def test_the_error_is_that_of_all_weights_together():
     weight = torch.randn(2, 5, 301, generator=torch.Generator().manual_seed(2))
-    rounded, scales, error = float8_experts(weight)
+    rounded, scales, error = rounded_stack(weight, None, "float8", CPU)
     changed = rounded.float() * scales[..., None] - weight
     assert error == pytest.approx((changed.norm() / weight.norm()).item(), rel=1e-5)
     assert 0.02 < error < 0.03
@@ -205,6 +206,6 @@ def test_the_error_is_that_of_all_weights_together():
 def test_what_float8_represents_is_not_changed_and_zeros_stay_zeros():
     weight = torch.zeros(1, 3, 5)
     weight[0, 0] = torch.tensor([448.0, -224.0, 1.75, 0.0, 2**-6])
-    rounded, scales, error = float8_experts(weight)
+    rounded, scales, error = rounded_stack(weight, None, "float8", CPU)
     assert torch.equal(rounded.float() * scales[..., None], weight)
     assert error == 0.0

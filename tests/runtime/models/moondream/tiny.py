@@ -57,7 +57,7 @@ def tiny_config(
 
 def random_model(config: MoondreamConfig, seed: int = 0, *, fp8_experts: bool = False) -> Moondream:
     """A model with random weights, small enough that its outputs stay near 1."""
-    return randomised(Moondream(config, fp8_experts=fp8_experts), seed)
+    return randomised(Moondream(config, expert_format="float8" if fp8_experts else "model"), seed)
 
 
 def randomised(module: Module, seed: int = 0) -> Module:

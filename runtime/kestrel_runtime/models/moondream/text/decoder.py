@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import repeat
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from kestrel_ops import mixture_of_experts, rotary, tau_scales
+from kestrel_ops import INT4_GROUP, mixture_of_experts, rotary, tau_scales
 from kestrel_runtime.models.moondream.adapters.slabs import BlockAdapters, RowAdapters
 from kestrel_runtime.models.moondream.config import MoeConfig, TextConfig
+
+ExpertFormat = Literal["model", "float8", "int4"]
+"""How experts are stored: in the model's type, or in 8 or 4 bits with scales."""
 
 
 class Attend(Protocol):
@@ -28,11 +31,11 @@ class Attend(Protocol):
 class TextModel(nn.Module):
     """Embedding, blocks and head. Parameters carry the names of the hub checkpoints."""
 
-    def __init__(self, config: TextConfig, *, fp8_experts: bool = False) -> None:
+    def __init__(self, config: TextConfig, *, expert_format: ExpertFormat = "model") -> None:
         super().__init__()
         self.config = config
         self.wte = nn.Parameter(torch.empty(config.vocab_size, config.dim))
-        self.blocks = nn.ModuleList(_Block(config, layer, fp8_experts) for layer in range(config.n_layers))
+        self.blocks = nn.ModuleList(_Block(config, layer, expert_format) for layer in range(config.n_layers))
         self.post_ln = nn.LayerNorm(config.dim)
         self.lm_head = nn.Linear(config.dim, config.vocab_size)
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -65,12 +68,12 @@ class TextModel(nn.Module):
 class _Block(nn.Module):
     """x + attention(LN x) + mlp(LN x), one LayerNorm for both."""
 
-    def __init__(self, config: TextConfig, layer: int, fp8_experts: bool) -> None:
+    def __init__(self, config: TextConfig, layer: int, expert_format: ExpertFormat) -> None:
         super().__init__()
         self.ln = nn.LayerNorm(config.dim)
         self.attn = _Attention(config)
         if config.moe is not None and config.is_moe_layer(layer):
-            self.mlp = MixtureOfExperts(config.dim, config.moe, fp8=fp8_experts)
+            self.mlp = MixtureOfExperts(config.dim, config.moe, expert_format)
         else:
             self.mlp = Mlp(config.dim, config.ff_dim, config.dim)
 
@@ -170,14 +173,14 @@ class Mlp(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Each token goes to its best experts; see `kestrel_ops.mixture_of_experts` for the arithmetic."""
 
-    def __init__(self, dim: int, config: MoeConfig, *, fp8: bool) -> None:
+    def __init__(self, dim: int, config: MoeConfig, expert_format: ExpertFormat = "model") -> None:
         super().__init__()
         self.experts_per_token = config.experts_per_token
         self.router = nn.Linear(dim, config.num_experts)
         self.logits = nn.Identity()
         """What the router gives passes through it on every path, so that hooks can see and change the choices."""
-        self.fc1 = _Experts(config.num_experts, 2 * config.expert_inner_dim, dim, fp8=fp8)
-        self.fc2 = _Experts(config.num_experts, dim, config.expert_inner_dim, fp8=fp8)
+        self.fc1 = _Experts(config.num_experts, 2 * config.expert_inner_dim, dim, expert_format)
+        self.fc2 = _Experts(config.num_experts, dim, config.expert_inner_dim, expert_format)
 
     def forward(
         self,
@@ -209,17 +212,24 @@ class MixtureOfExperts(nn.Module):
 
 
 class _Experts(nn.Module):
-    """A stack of weight matrices [experts, out, in]; float8 ones have a scale per expert and row."""
+    """A stack of weight matrices [experts, out, in]; those of 8 or 4 bits have scales, see `RoundedStack`."""
 
-    def __init__(self, num_experts: int, out_dim: int, in_dim: int, *, fp8: bool) -> None:
+    def __init__(self, num_experts: int, out_dim: int, in_dim: int, expert_format: ExpertFormat) -> None:
         super().__init__()
-        dtype = torch.float8_e4m3fn if fp8 else None
-        self.weight = nn.Parameter(torch.empty(num_experts, out_dim, in_dim, dtype=dtype), requires_grad=not fp8)
-        self.scale = (
-            nn.Parameter(torch.empty(num_experts, out_dim, dtype=torch.float32), requires_grad=False)
-            if fp8
-            else None
-        )
+        self.scale: nn.Parameter | None = None
+        if expert_format == "int4":
+            num_pairs = -(-in_dim // (2 * INT4_GROUP))
+            self.weight = _stored(torch.uint8, num_experts, num_pairs, out_dim, INT4_GROUP)
+            self.scale = _stored(torch.bfloat16, num_experts, num_pairs, out_dim, 2)
+        elif expert_format == "float8":
+            self.weight = _stored(torch.float8_e4m3fn, num_experts, out_dim, in_dim)
+            self.scale = _stored(torch.float32, num_experts, out_dim)
+        else:
+            self.weight = nn.Parameter(torch.empty(num_experts, out_dim, in_dim))
+
+
+def _stored(dtype: torch.dtype, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 def rotary_tables(

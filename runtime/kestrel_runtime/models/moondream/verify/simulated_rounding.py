@@ -14,6 +14,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from kestrel_runtime.models.verification import Prepare, plain_float32
 
 FLOAT8 = torch.float8_e4m3fn
 _NAMES = {FLOAT8: "float8"}
+_ROUNDED: dict[str, torch.dtype | Literal["int4"]] = {"float8": FLOAT8, "int4": "int4"}
 _ROUNDINGS_BETWEEN_PRODUCTS = 4
 """The most roundings of activations to the model's type between products: the result of a product with its bias,
 the scaled or rotated value, the result of attention, activation or norm, and the input of the next product."""
@@ -54,8 +56,8 @@ class Formats:
     """Of the operands of the decoder blocks' products, if their sizes allow it, except experts."""
     experts: torch.dtype
     """Of the input activations of experts' products."""
-    expert_weights: torch.dtype
-    """To which loading has rounded the experts' weights; those of a float8 checkpoint are exact."""
+    expert_weights: torch.dtype | Literal["int4"]
+    """To which loading has rounded the experts' weights; what it has not changed, as in float8, is exact."""
     vision: torch.dtype
     """Of the operands of the encoder's and the projector's products, if their sizes allow it."""
     cache: torch.dtype
@@ -68,28 +70,36 @@ class Formats:
         def operands(setting: str) -> torch.dtype:
             return FLOAT8 if setting.endswith("float8") else model.dtype
 
-        # On fused paths on a GPU the inputs of float8 experts are rounded to float8, too.
-        has_float8_experts = any(parameter.dtype == FLOAT8 for parameter in model.text.parameters())
-        rounds_for_experts = has_float8_experts and config.text_path != "plain" and model.device.type == "cuda"
+        # On fused paths on a GPU the inputs of experts of 8 and 4 bits are rounded to float8.
+        rounds_for_experts = (
+            model.expert_format != "model" and config.text_path != "plain" and model.device.type == "cuda"
+        )
+        errors = (error for both in model.expert_errors.values() for error in both)
         return cls(
             model=model.dtype,
             text=operands(config.text_path),
             experts=FLOAT8 if rounds_for_experts and model.dtype != torch.float32 else model.dtype,
-            expert_weights=FLOAT8 if model.expert_errors else model.dtype,
+            expert_weights=_ROUNDED[model.expert_format] if any(errors) else model.dtype,
             vision=operands(config.vision_path),
             cache=operands(config.kv_dtype),
         )
 
     @property
-    def shortest(self) -> torch.dtype:
-        """The type with the largest rounding errors."""
-        types = (self.model, self.text, self.experts, self.expert_weights, self.vision, self.cache)
-        return max(types, key=lambda dtype: torch.finfo(dtype).eps)
+    def shortest(self) -> torch.dtype | Literal["int4"]:
+        """The format with the largest rounding errors."""
+        formats = (self.model, self.text, self.experts, self.expert_weights, self.vision, self.cache)
+        return max(formats, key=rounding_deviation)
 
     @property
     def name(self) -> str:
         """The name of the shortest type, as in flags."""
         return _NAMES.get(self.shortest, str(self.shortest).removeprefix("torch."))
+
+    @property
+    def experts_deviation(self) -> float:
+        """The deviation of what an expert gives because of formats shorter than the model's, of both products."""
+        own = (each for each in (self.experts, self.expert_weights) if each != self.model)
+        return math.sqrt(_PRODUCTS_OF_EXPERT * sum(rounding_deviation(each) ** 2 for each in own))
 
 
 class RoundingNoise:
@@ -111,8 +121,7 @@ class RoundingNoise:
             if isinstance(module, nn.Linear):
                 self._round_linear(name, module, is_float8=name in short)
             elif isinstance(module, MixtureOfExperts):
-                short_operands = sum(operand == FLOAT8 for operand in (formats.experts, formats.expert_weights))
-                self._disturb_output(module, _ROUNDINGS_IN_EXPERTS, short_operands * _PRODUCTS_OF_EXPERT)
+                self._disturb_output(module, _ROUNDINGS_IN_EXPERTS, formats.experts_deviation)
             elif name.rpartition(".")[0].endswith(".blocks"):
                 self._disturb_output(module, _ADDITIONS_IN_BLOCK)
         for parameter in (copied.text.wte, copied.vision.pos_emb):
@@ -161,12 +170,9 @@ class RoundingNoise:
         own = rounding_deviation(operands) ** 2 if is_shorter else 0.0
         return math.sqrt(own + _ROUNDINGS_BETWEEN_PRODUCTS * rounding_deviation(self._formats.model) ** 2)
 
-    def _disturb_output(self, module: nn.Module, num_roundings: int, num_short: int = 0) -> None:
-        """Noise for the sum of roundings to the model's type and to float8."""
-        formats = self._formats
-        deviation = math.sqrt(
-            num_roundings * rounding_deviation(formats.model) ** 2 + num_short * rounding_deviation(FLOAT8) ** 2
-        )
+    def _disturb_output(self, module: nn.Module, num_roundings: int, more: float = 0.0) -> None:
+        """Noise for the sum of roundings to the model's type and of further ones with this deviation."""
+        deviation = math.sqrt(num_roundings * rounding_deviation(self._formats.model) ** 2 + more**2)
 
         def disturb(_: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
             return self._noisy(output, deviation)

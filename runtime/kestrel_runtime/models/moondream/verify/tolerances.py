@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,19 +23,24 @@ FLOAT32_LOGIT = 1e-3
 NUM_SIMULATIONS = 24
 FALSE_ALARM = 1e-4
 """The probability that a correct path exceeds the bound on a tensor's RMS error, if simulations are exact."""
+INT4_DEVIATION = 0.092
+"""The relative error of normally distributed weights in 4 bits (`kestrel_ops.quantise_int4`), as a root mean square."""
 SLACK = 1.5
 """Factor for inexact simulations: a path may have a few more roundings of a kind than are simulated."""
 DEVIATIONS = 4.0
 """Factor of the bound on single elements; see `ExpectedError.compare`."""
 
 
-def rounding_deviation(dtype: torch.dtype) -> float:
+def rounding_deviation(number_format: torch.dtype | Literal["int4"]) -> float:
     """The standard deviation of the relative error of one rounding to nearest, over a random significand.
 
     The error is uniform within the unit roundoff u times the power of two below the value, and the square of a
-    significand that is uniform in its logarithm is 1.5 / ln 2 on average: u * sqrt(ln 2 / 4.5) = 0.39 u.
+    significand that is uniform in its logarithm is 1.5 / ln 2 on average: u * sqrt(ln 2 / 4.5) = 0.39 u. That of
+    4 bits depends on the other weights of a group, and is known for normally distributed ones.
     """
-    return torch.finfo(dtype).eps / 2 * math.sqrt(math.log(2) / 4.5)
+    if number_format == "int4":
+        return INT4_DEVIATION
+    return torch.finfo(number_format).eps / 2 * math.sqrt(math.log(2) / 4.5)
 
 
 def f_quantile(exceeded_by: float, dof: float, reference_dof: float) -> float:

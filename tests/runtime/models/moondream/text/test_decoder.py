@@ -219,7 +219,7 @@ CONFIG = MoeConfig(num_experts=5, start_layer=0, experts_per_token=2, expert_inn
 
 
 def mixture(config=CONFIG, *, fp8=False):
-    return randomised(MixtureOfExperts(8, config, fp8=fp8))
+    return randomised(MixtureOfExperts(8, config, "float8" if fp8 else "model"))
 
 
 def test_parameters_carry_the_names_and_shapes_of_the_checkpoints():

@@ -316,7 +316,7 @@ def test_full_size_models_have_the_published_numbers_of_tensors_and_parameters(s
 def test_the_model_has_the_tensors_that_a_checkpoint_must_have(size, fp8_experts):
     config = published_config(size.name)
     with torch.device("meta"):
-        model = Moondream(config, fp8_experts=fp8_experts)
+        model = Moondream(config, expert_format="float8" if fp8_experts else "model")
     state = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert state == expected_tensors(config, fp8_experts=fp8_experts)
 
