@@ -414,8 +414,9 @@ def main() -> int:
     parser.add_argument(
         "--experts",
         action="store_true",
-        help="whole steps of a Moondream 3 with float8 experts, and nothing else",
+        help="whole steps of a Moondream 3 with experts of 8 or 4 bits, and nothing else",
     )
+    parser.add_argument("--expert-dtype", choices=["float8", "int4"], default="float8", help="with --experts")
     parser.add_argument("--tiny", action="store_true", help="a few thousand weights, to see that it runs")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -435,10 +436,11 @@ def main() -> int:
     result["kernels"] = {field.name: getattr(kernels, field.name).__module__ for field in fields(kernels)}
     if arguments.experts:
         config = TINY_WITH_EXPERTS if arguments.tiny else MOONDREAM_3.text
-        text = random_text_with_experts(config, device)
+        text = random_text_with_experts(config, device, arguments.expert_dtype)
         own_ranges = ranges[: 1 + (not arguments.tiny)]
+        result["expert_dtype"] = arguments.expert_dtype
         result["steps"] = time_steps(kernels, Model.of(text, "model"), limits, own_ranges, batches)
-        target = folder_of_results() / "decode_step_experts.json"
+        target = folder_of_results() / f"decode_step_experts_{arguments.expert_dtype}.json"
         write_json(target, result)
         return 0
     text = random_text(config, device)

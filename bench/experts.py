@@ -87,9 +87,21 @@ def _cuts(precision: str, num_tokens: int) -> Iterator[ExpertsPlan | OneTokenPla
 
 def _int4_cuts(used: ExpertsPlan) -> Iterator[ExpertsPlan]:
     is_small = used.block_tokens <= 32
-    stages = (3, 4, 6, 8) if is_small else (2, 3, 4)
-    for rows, warps, num_stages in product((64, 128), (4, 8), stages):
-        yield replace(used, expand=replace(used.expand, rows=rows, num_warps=warps, num_stages=num_stages))
+    if is_small:
+        for (rows, warps), num_stages in product(((64, 4), (64, 8), (128, 4), (128, 8)), (3, 4, 5, 6, 8)):
+            yield replace(used, expand=replace(used.expand, rows=rows, num_warps=warps, num_stages=num_stages))
+        for (rows, warps), num_stages, prefetched in product(
+            ((64, 4), (128, 4), (128, 8)), (4, 6, 8), (0, 256, 512)
+        ):
+            own = replace(
+                used.contract, rows=rows, num_warps=warps, num_stages=num_stages, prefetched_bytes=prefetched
+            )
+            yield replace(used, contract=own)
+        return
+    for block, (rows, warps), num_stages in product((64, 128), ((64, 4), (64, 8)), (2, 3, 4)):
+        own = replace(used.expand, rows=rows, num_warps=warps, num_stages=num_stages)
+        yield replace(used, block_tokens=block, expand=own)
+    for (rows, warps), num_stages in product(((64, 4), (128, 4), (128, 8)), (2, 3, 4)):
         yield replace(used, contract=replace(used.contract, rows=rows, num_warps=warps, num_stages=num_stages))
 
 

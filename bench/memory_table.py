@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kestrel_ops import INT4_GROUP
 from kestrel_runtime.api.config import MIB, EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.memory.plan import MemoryReading, plan_memory
@@ -27,9 +28,10 @@ _CONTEXT_BYTES = 689 * MIB
 _IMAGE_REQUEST_TOKENS = 746 + 6
 _MOONDREAM_2_IN_FLOAT8 = 2496 * MIB  # with buffers, as it runs
 _BLOCKS = ("text.blocks.", "vision.blocks.")
+_INT4_BYTES = 0.5 + 2 / INT4_GROUP
 
 
-def weight_bytes(config: MoondreamConfig, *, experts: int, blocks: int) -> int:
+def weight_bytes(config: MoondreamConfig, *, experts: float, blocks: int) -> int:
     """Bytes of all weights: so many for one of experts and of the other matrices of blocks, else two."""
     total = 0
     for name, shape in expected_tensors(config, fp8_experts=False).items():
@@ -37,7 +39,7 @@ def weight_bytes(config: MoondreamConfig, *, experts: int, blocks: int) -> int:
         for size in shape:
             count *= size
         is_matrix = len(shape) > 1 and name.startswith(_BLOCKS) and ".router" not in name
-        total += count * (experts if len(shape) == 3 else blocks if is_matrix else 2)
+        total += round(count * (experts if len(shape) == 3 else blocks if is_matrix else 2))
     return total
 
 
@@ -77,11 +79,15 @@ def main() -> None:
     for name, config, has_experts in (("Moondream 2", MOONDREAM_2, False), ("Moondream 3", MOONDREAM_3, True)):
         stored = weight_bytes(config, experts=2, blocks=2)
         rows = [("bfloat16", EngineConfig(), stored, stored)]
-        if has_experts:
-            experts = weight_bytes(config, experts=1, blocks=2)
-            rows.append(("float8 experts", EngineConfig(), experts, experts))
-            stored = experts
-        rows.append(("all float8", float8, stored, weight_bytes(config, experts=1, blocks=1) + buffers))
+        formats = {"float8": 1.0, "int4": _INT4_BYTES} if has_experts else {}
+        for name_of_format, size in formats.items():
+            stored = weight_bytes(config, experts=size, blocks=2)
+            rows.append((f"{name_of_format} experts", EngineConfig(), stored, stored))
+            running = weight_bytes(config, experts=size, blocks=1) + buffers
+            what = "all float8" if name_of_format == "float8" else f"{name_of_format} experts, else float8"
+            rows.append((what, float8, stored, running))
+        if not has_experts:
+            rows.append(("all float8", float8, stored, weight_bytes(config, experts=1, blocks=1) + buffers))
         for precision, settings, loaded, running in rows:
             cells = [cell(config, settings, loaded, running, gib) for gib in GIBS]
             print(f"| {name}, {precision}: {running / 2**30:.1f} GiB of weights | {' | '.join(cells)} |")

@@ -139,7 +139,8 @@ class Model:
             return 0
         share = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
         experts = [block.experts for block in self.blocks if block.experts is not None]
-        return round(share * sum(each.fc1.weight.nbytes + each.fc2.weight.nbytes for each in experts))
+        stacks = [tensor for each in experts for part in (each.fc1, each.fc2) for tensor in part.parameters()]
+        return round(share * sum(tensor.nbytes for tensor in stacks))
 
 
 def without_dependent_launch(kernels: Kernels) -> Kernels:

@@ -16,10 +16,12 @@ from kestrel_ops.triton.prefill_attention import Tiling, attend
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import PackedChunks
 from kestrel_runtime.models.moondream.config import TextConfig
-from kestrel_runtime.models.moondream.text.decoder import TextModel, rotary_tables
+from kestrel_runtime.models.moondream.text.decoder import ExpertFormat, TextModel, rotary_tables
 
 FLOAT8 = torch.float8_e4m3fn
 PAGE_SIZE = 16
+
+_INT4_DEVIATION = 14.0  # of levels that are drawn alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +75,15 @@ def random_text(config: TextConfig, device: torch.device) -> TextModel:
     return model.eval().requires_grad_(False)
 
 
-def random_text_with_experts(config: TextConfig, device: torch.device) -> TextModel:
-    """The same with float8 experts, whose scales make their weights as large as all others."""
+def random_text_with_experts(
+    config: TextConfig, device: torch.device, expert_format: ExpertFormat = "float8"
+) -> TextModel:
+    """The same with experts of 8 or 4 bits, whose scales make their weights as large as all others."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            model = TextModel(config, expert_format="float8")
+            model = TextModel(config, expert_format=expert_format)
     finally:
         torch.set_default_dtype(before)
     model = model.to_empty(device=device)
@@ -88,8 +92,10 @@ def random_text_with_experts(config: TextConfig, device: torch.device) -> TextMo
         if parameter.dtype == FLOAT8:
             for expert in parameter.data:
                 expert.copy_(torch.randn(expert.shape, device=device).mul_(40))
+        elif parameter.dtype == torch.uint8:
+            parameter.data.random_(256)
         elif name.endswith(".scale"):
-            parameter.data.fill_(0.02 / 40)
+            parameter.data.fill_(0.02 / (40 if expert_format == "float8" else _INT4_DEVIATION))
         else:
             is_gain = name.endswith("ln.weight")
             parameter.data.normal_(1.0 if is_gain else 0.0, 0.2 if is_gain else 0.02)

@@ -30,16 +30,18 @@ def test_it_measures_steps_and_operations_and_checks_them(tmp_path, monkeypatch,
         assert 0 < errors["logits"] < 0.05
 
 
-def test_steps_with_experts_are_timed_beside_what_they_read(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("expert_dtype", ["float8", "int4"])
+def test_steps_with_experts_are_timed_beside_what_they_read(expert_dtype, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(
         sys,
         "argv",
-        ["decode_step", "--device", "cpu", "--tiny", "--experts", "--batches", "1", "3", "--choose", CHOICE],
+        ["decode_step", "--device", "cpu", "--tiny", "--experts", "--expert-dtype", expert_dtype]
+        + ["--batches", "1", "3", "--choose", CHOICE],
     )
     assert decode_step.main() == 0
     assert "failed" not in capsys.readouterr().out
-    result = json.loads((tmp_path / "decode_step_experts.json").read_text())
+    result = json.loads((tmp_path / f"decode_step_experts_{expert_dtype}.json").read_text())
     assert result["kernels"]["mixture_of_experts"] == "kestrel_ops.library.mixture_of_experts"
     few, more = result["steps"][:2]
     assert 0 < few["limit_us"] < more["limit_us"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from kestrel_ops import BlockLowRank, LowRank, reference
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+_DTYPES |= {"int4": torch.uint8}  # of two weights
 
 
 def _operation(implementation: str, name: str) -> Any:
@@ -174,10 +175,14 @@ def mixture_of_experts(
     count: int, dim: int, inner: int, num_experts: int, weight: str = "bf16", of: str = "triton"
 ) -> None:
     """Tokens in bfloat16, two experts for each token."""
-    up, down = _empty(num_experts, 2 * inner, dim, dtype=weight), _empty(num_experts, dim, inner, dtype=weight)
-    scales = (_empty(num_experts, 2 * inner), _empty(num_experts, dim)) if weight == "fp8" else ()
+    up, down = (num_experts, 2 * inner, dim), (num_experts, dim, inner)
+    scales: tuple[Tensor, ...] = (_empty(*up[:2]), _empty(*down[:2])) if weight == "fp8" else ()
+    if weight == "int4":
+        up, down = ((each, -(-width // 128), num_rows, 64) for each, num_rows, width in (up, down))
+        scales = _empty(*up[:3], 2, dtype="bf16"), _empty(*down[:3], 2, dtype="bf16")
     hidden, logits = _empty(count, dim, dtype="bf16"), _empty(count, num_experts, dtype="bf16")
-    _operation(of, "mixture_of_experts")(hidden, logits, up, down, 2, *scales)
+    stacks = _empty(*up, dtype=weight), _empty(*down, dtype=weight)
+    _operation(of, "mixture_of_experts")(hidden, logits, *stacks, 2, *scales)
 
 
 def layer_norm_linear(count: int, dim: int, num_rows: int, of: str = "triton") -> None:

@@ -52,6 +52,8 @@ PLANNED_ALIKE = {"8.0": "8.6", "12.0": "8.9"}
 # What spills the most registers is compiled for every card.
 MOST_REGISTERS = ("prefill_attention",)
 
+# Experts of 4 bits, which are widened where the card has no float8.
+INT4 = [("mixture_of_experts", [count, 2048, 1024, 64, "int4"]) for count in (1, 64, 3000)]
 # Float8 experts on cards without float8.
 WIDENED = [("mixture_of_experts", [count, 2048, 1024, 64, "fp8"]) for count in (1, 3000)]
 
@@ -121,7 +123,7 @@ def test_terms_of_adapters_are_added_where_every_thread_has_read_before(tmp_path
 
 def calls_for(card):
     """In float8 where the card has it: what kernels hold is then converted, which takes the most registers."""
-    return [*WIDE, *WIDENED] if card in ("8.0", "8.6") else list(map(in_float8, WIDE))
+    return [*WIDE, *WIDENED, *INT4] if card in ("8.0", "8.6") else [*map(in_float8, WIDE), *INT4]
 
 
 def assert_fits(card, call, kernels):

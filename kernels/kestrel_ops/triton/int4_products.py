@@ -22,6 +22,7 @@ from kestrel_ops.triton.expert_adapters import Addition, added, operands
 from kestrel_ops.triton.expert_plans import ProductPlan
 from kestrel_ops.triton.expert_products import Inner, gated
 from kestrel_ops.triton.expert_routing import Routing
+from kestrel_ops.triton.prefetch import prefetch
 from kestrel_ops.triton.small_batch import operand, widened
 
 _GROUP = tl.constexpr(INT4_GROUP)
@@ -69,7 +70,7 @@ def expand_int4(
         block_rows=plan.rows,
         is_even=width % plan.rows == 0 and dim == 2 * num_pairs * INT4_GROUP,
         is_read_once=plan.is_read_once,
-        takes_four=_has_code(weight),
+        takes_four=has_code(weight),
         is_dependent=is_dependent,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
@@ -94,6 +95,7 @@ def contract_int4(
     width = inner.rows.shape[1]
     out = torch.empty(len(routing.pairs), dim, dtype=dtype, device=weight.device)
     num_items = routing.items.shape[1]
+    is_even = dim % plan.rows == 0 and width == 2 * num_pairs * INT4_GROUP
     launch(
         _contract,
         (num_items * triton.cdiv(dim, plan.rows),),
@@ -110,9 +112,10 @@ def contract_int4(
         scale_columns=inner.scale_columns,
         block_tokens=block_tokens,
         block_rows=plan.rows,
-        is_even=dim % plan.rows == 0 and width == 2 * num_pairs * INT4_GROUP,
+        is_even=is_even,
         is_read_once=plan.is_read_once,
-        takes_four=_has_code(weight),
+        takes_four=has_code(weight),
+        prefetched_pairs=_prefetched_pairs(plan, num_pairs) if is_dependent and is_even else 0,
         is_dependent=is_dependent,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
@@ -120,7 +123,12 @@ def contract_int4(
     return out
 
 
-def _has_code(weight: Tensor) -> bool:
+def _prefetched_pairs(plan: ProductPlan, num_pairs: int) -> int:
+    """Pairs that programs have loaded beforehand, a power of two or none."""
+    return 1 << most.bit_length() - 1 if (most := min(plan.prefetched_bytes // INT4_GROUP, num_pairs)) else 0
+
+
+def has_code(weight: Tensor) -> bool:
     """Whether bytes are taken four at a time by instructions of a CUDA device, which Triton's interpreter lacks."""
     return DeviceLimits.of(weight.device).capability is not None
 
@@ -239,32 +247,31 @@ def _expand(
         rows = block * block_rows + tl.arange(0, block_rows)
         columns = tl.arange(0, _GROUP)
         in_range = rows < inner
-        own = weight + expert * (num_pairs * 2 * inner * _GROUP) + (rows[:, None] * _GROUP + columns[None, :])
-        scales = weight_scale + expert * (num_pairs * 2 * inner) + rows
+        # Rows of both halves of the weight in one tile, since each product is waited for.
+        stacked = tl.arange(0, 2 * block_rows)
+        half, row = stacked // block_rows, block * block_rows + stacked % block_rows
+        is_inside = row < inner
+        row += half * inner
+        own = weight + expert * (num_pairs * 2 * inner * _GROUP) + (row[:, None] * _GROUP + columns[None, :])
+        scales = weight_scale + expert * (num_pairs * 2 * inner) + row
         right = tokens_in + tokens[None, :] * dim + columns[:, None]
-        activated = tl.zeros((block_rows, block_tokens), tl.float32)
-        gate = tl.zeros((block_rows, block_tokens), tl.float32)
+        both = tl.zeros((2 * block_rows, block_tokens), tl.float32)
         # Triton loads ahead what products read. Scales are loaded an iteration ahead here.
-        left_scale = _load(scales, in_range, is_even, is_read_once)
-        more_scale = _load(scales + inner, in_range, is_even, is_read_once)
+        scale = _load(scales, is_inside, is_even, is_read_once)
         for pair in range(num_pairs):
-            following = scales + tl.minimum(pair + 1, num_pairs - 1) * (2 * inner)
-            next_left_scale = _load(following, in_range, is_even, is_read_once)
-            next_more_scale = _load(following + inner, in_range, is_even, is_read_once)
-            begin = pair * (2 * inner)
-            left = _load(own + begin * _GROUP, in_range[:, None], is_even, is_read_once)
-            more = _load(own + (begin + inner) * _GROUP, in_range[:, None], is_even, is_read_once)
+            following = tl.minimum(pair + 1, num_pairs - 1)
+            next_scale = _load(scales + following * (2 * inner), is_inside, is_even, is_read_once)
+            left = _load(own + pair * (2 * inner * _GROUP), is_inside[:, None], is_even, is_read_once)
             column = pair * (2 * _GROUP)
             values = _load_rows(right + column, is_present, column + columns, dim, is_even)
             column += _GROUP
             others = _load_rows(right + column, is_present, column + columns, dim, is_even)
-            activated += multiplied(first_bits(left, takes_four), values) * first_scale(left_scale)[:, None]
-            gate += multiplied(first_bits(more, takes_four), values) * first_scale(more_scale)[:, None]
-            activated += multiplied(second_bits(left, takes_four), others) * second_scale(left_scale)[:, None]
-            gate += multiplied(second_bits(more, takes_four), others) * second_scale(more_scale)[:, None]
-            left_scale, more_scale = next_left_scale, next_more_scale
-        activated *= 1 / _UNIT
-        gate *= 1 / _UNIT
+            both += multiplied(first_bits(left, takes_four), values) * first_scale(scale)[:, None]
+            both += multiplied(second_bits(left, takes_four), others) * second_scale(scale)[:, None]
+            scale = next_scale
+        both *= 1 / _UNIT
+        both = tl.permute(tl.reshape(both, (2, block_rows, block_tokens)), (1, 2, 0))
+        activated, gate = tl.split(both)
         if token_scales is not None:
             scale = tl.load(token_scales + tokens, mask=is_present, other=0.0)[None, :]
             activated *= scale
@@ -296,12 +303,14 @@ def multiplied(bits, values) -> tl.tensor:
 
 
 @triton.jit
-def _scales_of_rows(addresses, is_present, pair, num_scales: tl.constexpr):
+def _scales_of_rows(addresses, is_present, pair, num_scales: tl.constexpr, scale_columns: tl.constexpr):
     """The scales of the values that both groups of a pair multiply; 1 where rows have one scale each, or none."""
     if num_scales > 1:
-        first = tl.load(addresses + 2 * pair, mask=is_present, other=0.0)
+        groups: tl.constexpr = scale_columns // _GROUP
+        first = tl.load(addresses + 2 * pair // groups, mask=is_present, other=0.0)
         # Where the last pair has one group of columns, all values of the second are 0.
-        second = tl.load(addresses + tl.minimum(2 * pair + 1, num_scales - 1), mask=is_present, other=0.0)
+        last = tl.minimum((2 * pair + 1) // groups, num_scales - 1)
+        second = tl.load(addresses + last, mask=is_present, other=0.0)
     else:
         first, second = 1.0, 1.0
     return first, second
@@ -332,15 +341,22 @@ def _contract(
     is_even: tl.constexpr,
     is_read_once: tl.constexpr,
     takes_four: tl.constexpr,
+    prefetched_pairs: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     num_blocks: tl.constexpr = (dim + block_rows - 1) // block_rows
     num_scales: tl.constexpr = (inner + scale_columns - 1) // scale_columns
-    tl.static_assert(num_scales == 1 or scale_columns == _GROUP)
+    tl.static_assert(num_scales == 1 or scale_columns % _GROUP == 0)
     item, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
     # The kernel before has waited for the lists. They are not read from the cache of the multiprocessor, since this
     # may run before that kernel has ended.
     count = tl.load(items + 2 * num_items + item, cache_modifier=".cg")
+    if prefetched_pairs and count > 0:
+        known = tl.load(items + item, cache_modifier=".cg").to(tl.int64) * num_pairs + tl.arange(
+            0, prefetched_pairs
+        )
+        prefetch(weight + (known * dim + block * block_rows) * _GROUP, block_rows * _GROUP)
+        prefetch(weight_scale + (known * dim + block * block_rows), block_rows * 4)
     if is_dependent:
         wait_for_previous()
         let_next_start()
@@ -360,11 +376,11 @@ def _contract(
         product = tl.zeros((block_rows, block_tokens), tl.float32)
         of_rows = inner_scales + places * num_scales if num_scales > 1 else None
         scale = _load(scales, in_range, is_even, is_read_once)
-        first_of_rows, second_of_rows = _scales_of_rows(of_rows, is_present, 0, num_scales)
+        first_of_rows, second_of_rows = _scales_of_rows(of_rows, is_present, 0, num_scales, scale_columns)
         for pair in range(num_pairs):
             following = tl.minimum(pair + 1, num_pairs - 1)
             next_scale = _load(scales + following * dim, in_range, is_even, is_read_once)
-            next_first, next_second = _scales_of_rows(of_rows, is_present, following, num_scales)
+            next_first, next_second = _scales_of_rows(of_rows, is_present, following, num_scales, scale_columns)
             left = _load(own + pair * (dim * _GROUP), in_range[:, None], is_even, is_read_once)
             column = pair * (2 * _GROUP)
             values = _load_rows(right + column, is_present, column + columns, inner, is_even)

@@ -15,6 +15,7 @@ from kestrel_ops.triton.expert_products import combine, contract, expand, rounde
 from kestrel_ops.triton.expert_routing import route
 from kestrel_ops.triton.int4_plans import int4_plan_for
 from kestrel_ops.triton.int4_products import contract_int4, expand_int4
+from kestrel_ops.triton.int4_single_token import fits_one_token_int4, mix_one_int4
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
 from kestrel_ops.triton.single_token_experts import fits_one_token, mix_one
 
@@ -48,10 +49,13 @@ def mixture_of_experts(
         up, down = up.view(torch.uint8), down.view(torch.uint8)
     operand = FLOAT8 if quantises else hidden.dtype
     is_dependent = has_dependent_launch(hidden)
-    if plan is None and num_tokens == 1 and adapters is None and not is_int4:
-        plan = ONE_TOKEN if fits_one_token(up, experts_per_token) else None
+    if plan is None and num_tokens == 1 and adapters is None:
+        fits = (
+            fits_one_token_int4(up, down, experts_per_token) if is_int4 else fits_one_token(up, experts_per_token)
+        )
+        plan = ONE_TOKEN if fits else None
     if isinstance(plan, OneTokenPlan):
-        return mix_one(
+        return (mix_one_int4 if is_int4 else mix_one)(
             *(hidden, router_logits, up, down, experts_per_token, up_scale, down_scale, plan),
             is_dependent=is_dependent,
         )

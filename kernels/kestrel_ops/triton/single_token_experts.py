@@ -17,15 +17,15 @@ from kestrel_ops.triton.expert_products import gated
 from kestrel_ops.triton.expert_routing import ordered_keys
 from kestrel_ops.triton.small_batch import operand, widened
 
-_MOST_EXPERTS = 128  # their numbers take the last bits of the logits
+MOST_EXPERTS = 128  # their numbers take the last bits of the logits
 _LARGEST_TILE = 65_536  # bytes of the shortest tile, one row of each chosen expert
 
 
 def fits_one_token(up: Tensor, choices: int) -> bool:
     """Whether a program can hold what these kernels load at once."""
     num_experts, both, dim = up.shape
-    columns = max(2 * triton.next_power_of_2(dim), _padded(choices) * triton.next_power_of_2(both // 2))
-    return num_experts <= _MOST_EXPERTS and columns * up.itemsize <= _LARGEST_TILE
+    columns = max(2 * triton.next_power_of_2(dim), padded_choices(choices) * triton.next_power_of_2(both // 2))
+    return num_experts <= MOST_EXPERTS and columns * up.itemsize <= _LARGEST_TILE
 
 
 def mix_one(
@@ -45,9 +45,9 @@ def mix_one(
     width = both // 2
     inner = torch.empty(choices, width, dtype=hidden.dtype, device=hidden.device)
     out = torch.empty_like(hidden)
-    experts_block = max(triton.next_power_of_2(num_experts), _padded(choices))
+    experts_block = max(triton.next_power_of_2(num_experts), padded_choices(choices))
     columns = triton.next_power_of_2(dim)
-    rows = _rows(plan.expand_bytes, 2 * columns * up.itemsize, width)
+    rows = rows_of_tile(plan.expand_bytes, 2 * columns * up.itemsize, width)
     num_blocks = triton.cdiv(width, rows)
     launch(
         _expand,
@@ -58,7 +58,7 @@ def mix_one(
         num_experts=num_experts,
         num_blocks=num_blocks,
         experts_block=experts_block,
-        choices_block=_padded(choices),
+        choices_block=padded_choices(choices),
         block_rows=rows,
         block_columns=columns,
         is_even=dim == columns and width % rows == 0,
@@ -67,7 +67,7 @@ def mix_one(
         num_stages=1,
     )
     columns = triton.next_power_of_2(width)
-    rows = _rows(plan.contract_bytes, _padded(choices) * columns * down.itemsize, dim)
+    rows = rows_of_tile(plan.contract_bytes, padded_choices(choices) * columns * down.itemsize, dim)
     launch(
         _contract,
         (triton.cdiv(dim, rows),),
@@ -77,10 +77,10 @@ def mix_one(
         num_experts=num_experts,
         choices=choices,
         experts_block=experts_block,
-        choices_block=_padded(choices),
+        choices_block=padded_choices(choices),
         block_rows=rows,
         block_columns=columns,
-        is_even=width == columns and dim % rows == 0 and choices == _padded(choices),
+        is_even=width == columns and dim % rows == 0 and choices == padded_choices(choices),
         is_dependent=is_dependent,
         num_warps=plan.num_warps,
         num_stages=1,
@@ -88,17 +88,20 @@ def mix_one(
     return out
 
 
-def _padded(choices: int) -> int:
+def padded_choices(choices: int) -> int:
+    """The choices that a program holds."""
     return max(2, triton.next_power_of_2(choices))  # `topk` of Triton 3.6 cannot take one alone
 
 
-def _rows(tile_bytes: int, row_bytes: int, num_rows: int) -> int:
+def rows_of_tile(tile_bytes: int, row_bytes: int, num_rows: int) -> int:
     """Rows of a tile: a power of two, at least one."""
     return max(1, min(tile_bytes // row_bytes, triton.next_power_of_2(num_rows)))
 
 
 @triton.jit
-def _chosen(logits, experts_block: tl.constexpr, num_experts: tl.constexpr, choices_block: tl.constexpr):
+def chosen(
+    logits, experts_block: tl.constexpr, num_experts: tl.constexpr, choices_block: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """The numbers of the experts with the largest logits, the best first, and these logits; of two equals the lower
     one comes first, and what is no expert comes last."""
     experts = tl.arange(0, experts_block)
@@ -138,7 +141,7 @@ def _expand(
     if is_dependent:
         wait_for_previous()
         let_next_start()
-    experts, _ = _chosen(logits, experts_block, num_experts, choices_block)
+    experts, _ = chosen(logits, experts_block, num_experts, choices_block)
     expert = tl.sum(tl.where(tl.arange(0, choices_block) == rank, experts, 0), axis=0).to(tl.int64)
     own = weight + expert * (2 * inner * dim) + (rows[:, None] * dim + columns[None, :])
     in_range = rows < inner
@@ -182,7 +185,7 @@ def _contract(
     columns = tl.arange(0, block_columns)
     places = tl.arange(0, choices_block)
     # The kernel before has waited for the logits, so that they are complete.
-    experts, values = _chosen(logits, experts_block, num_experts, choices_block)
+    experts, values = chosen(logits, experts_block, num_experts, choices_block)
     is_choice = places < choices
     share = tl.where(is_choice, tl.exp(values - tl.max(tl.where(is_choice, values, float("-inf")), axis=0)), 0.0)
     share = share / tl.sum(share, axis=0)

@@ -1,7 +1,10 @@
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from kestrel_ops import dequantise_int4
 from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.text.rounded_experts import rounded_stack
@@ -101,6 +104,25 @@ def test_experts_are_rounded_where_that_is_asked_for_and_their_errors_are_told_b
             assert torch.equal(tensor, exact.state_dict()[name]), name
     assert len(model.expert_errors) * 2 == len(stacks)
     assert all(0.01 < error < 0.04 for errors in model.expert_errors.values() for error in errors)
+
+
+@pytest.mark.parametrize("fp8_experts", [False, True])
+def test_experts_become_those_of_4_bits_from_either_type_and_their_errors_are_told_by_layer(fp8_experts):
+    config = tiny_config(3)
+    given = random_model(config, fp8_experts=fp8_experts).state_dict()
+    model = Moondream.from_state(config, dict(given), CPU, torch.float32, experts="int4")
+    assert model.expert_format == "int4"
+    blocks: Any = model.text.blocks
+    for layer in range(config.text.moe.start_layer, config.text.n_layers):
+        for part, error in zip((blocks[layer].mlp.fc1, blocks[layer].mlp.fc2), model.expert_errors[layer], strict=True):
+            name = f"text.blocks.{layer}.mlp.fc{1 + (part is blocks[layer].mlp.fc2)}."
+            wanted = given[name + "weight"].float()
+            if fp8_experts:
+                wanted = wanted * given[name + "scale"][..., None]
+            pairs = zip(part.weight, part.scale, strict=True)
+            stored = torch.stack([dequantise_int4(*expert, wanted.shape[2]) for expert in pairs])
+            assert error == pytest.approx(((stored - wanted).norm() / wanted.norm()).item(), rel=1e-4)
+            assert 0.03 < error < 0.11
 
 
 def test_float8_experts_of_a_checkpoint_are_not_rounded_again():

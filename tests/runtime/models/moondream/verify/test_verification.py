@@ -1,14 +1,19 @@
 """The acceptance of a checkpoint: the small reference fixtures pass, and a wrong number or answer is found."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from kestrel_ops import dequantise_int4, quantise_int4
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
+from kestrel_runtime.verify.recording import QUESTIONS, record_expected
 from kestrel_runtime.verify.reference_fixture import ReferenceFixture
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, copy_with_one_image
 
@@ -78,18 +83,40 @@ def test_float8_is_held_to_its_own_tolerance_in_numbers_alone(copy: Path, paths:
     assert not any("query(" in line for line in lines)
 
 
-def test_rounded_experts_are_held_to_the_tolerance_of_float8(copy: Path) -> None:
-    weights = load_file(copy / "model.safetensors")
-    for name in [name for name in weights if name.endswith("_scale")]:  # the experts as float32, exactly
+def widen_experts(folder: Path, change: Callable[[Tensor], Tensor] = lambda expert: expert) -> None:
+    """Write the experts of a checkpoint as float32, each changed."""
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_scale")]:
         own = name.replace("moe_quant.up_scale", "mlp.experts.weight").replace(
             "moe_quant.down_scale", "mlp.output_experts.weight"
         )
-        weights[own] = weights[own].float() * weights.pop(name)[..., None]
-    save_file(weights, copy / "model.safetensors")
-    passed, _, lines = verify(copy, expert_dtype="float8")
+        wide = weights[own].float() * weights.pop(name)[..., None]
+        weights[own] = torch.stack([change(expert) for expert in wide])
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("expert_dtype", ["float8", "int4"])
+def test_rounded_experts_are_held_to_the_tolerance_of_their_format(copy: Path, expert_dtype: str) -> None:
+    widen_experts(copy)
+    passed, _, lines = verify(copy, expert_dtype=expert_dtype)
     assert [line for line in lines if line.startswith("FAILED")] == []
     assert passed == len(lines)
     assert not any("query(" in line for line in lines)
+
+
+def test_experts_of_4_bits_answer_and_compute_exactly_as_the_weights_that_they_stand_for(copy: Path) -> None:
+    widen_experts(copy, lambda expert: dequantise_int4(*quantise_int4(expert), expert.shape[1]))
+    questions = json.loads((copy / "expected.json").read_text()) | {"text_only": []}
+    for image in questions["images"]:
+        asked = (call["args"]["question"] for call in image["calls"] if call["skill"] == "query")
+        image["query_prompt"] = next(asked)
+    (copy / QUESTIONS).write_text(json.dumps(questions))
+    num_asked, num_certain = record_expected(copy, EngineConfig(model=str(copy), device="cpu"))
+    passed, _, lines = verify(copy, expert_dtype="int4")
+    assert [line for line in lines if line.startswith("FAILED")] == []
+    assert passed == len(lines)
+    assert sum("query(" in line or "point(" in line for line in lines) == num_certain
+    assert 0 < num_certain <= num_asked
 
 
 def test_a_folder_without_answers_is_refused(tmp_path: Path) -> None:
