@@ -42,7 +42,7 @@ from kestrel_ops.triton.dependent_launch import has_dependent_launch
 from kestrel_ops.triton.expert_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, ProductPlan, plan_for
 from kestrel_ops.triton.expert_products import combine, contract, expand, rounded
 from kestrel_ops.triton.expert_routing import route
-from kestrel_ops.triton.int4_plans import int4_plan_for
+from kestrel_ops.triton.int4_plans import ONE_TOKEN_INT4, int4_plan_for
 from kestrel_ops.triton.int4_products import contract_int4, expand_int4
 from kestrel_runtime.models.moondream.config import MoeConfig
 from kestrel_runtime.models.moondream.weights.published import MOONDREAM_3
@@ -57,7 +57,7 @@ def cuts(precision: str, num_tokens: int) -> list[ExpertsPlan | OneTokenPlan]:
 
 def _cuts(precision: str, num_tokens: int) -> Iterator[ExpertsPlan | OneTokenPlan]:
     if num_tokens == 1:
-        yield ONE_TOKEN
+        yield ONE_TOKEN_INT4 if precision == "int4" else ONE_TOKEN
         sizes = (8_192, 16_384, 32_768, 65_536)
         for first, second, warps in product(sizes, sizes, (4, 8)):
             yield OneTokenPlan(first, second, warps)
@@ -86,22 +86,15 @@ def _cuts(precision: str, num_tokens: int) -> Iterator[ExpertsPlan | OneTokenPla
 
 
 def _int4_cuts(used: ExpertsPlan) -> Iterator[ExpertsPlan]:
-    is_small = used.block_tokens <= 32
-    if is_small:
-        for (rows, warps), num_stages in product(((64, 4), (64, 8), (128, 4), (128, 8)), (3, 4, 5, 6, 8)):
+    if used.block_tokens <= 32:
+        for (rows, warps), num_stages in product(((64, 4), (64, 8), (128, 8)), (2, 3, 4, 5, 6)):
             yield replace(used, expand=replace(used.expand, rows=rows, num_warps=warps, num_stages=num_stages))
-        for (rows, warps), num_stages, prefetched in product(
-            ((64, 4), (128, 4), (128, 8)), (4, 6, 8), (0, 256, 512)
-        ):
-            own = replace(
-                used.contract, rows=rows, num_warps=warps, num_stages=num_stages, prefetched_bytes=prefetched
-            )
-            yield replace(used, contract=own)
+        for (rows, warps), num_stages in product(((64, 4), (128, 4), (128, 8)), (2, 3, 4, 5, 6)):
+            yield replace(used, contract=replace(used.contract, rows=rows, num_warps=warps, num_stages=num_stages))
         return
-    for block, (rows, warps), num_stages in product((64, 128), ((64, 4), (64, 8)), (2, 3, 4)):
-        own = replace(used.expand, rows=rows, num_warps=warps, num_stages=num_stages)
-        yield replace(used, block_tokens=block, expand=own)
-    for (rows, warps), num_stages in product(((64, 4), (128, 4), (128, 8)), (2, 3, 4)):
+    for num_stages in (2, 3, 4):
+        yield replace(used, expand=replace(used.expand, num_stages=num_stages))
+    for (rows, warps), num_stages in product(((64, 4), (128, 8)), (2, 3, 4)):
         yield replace(used, contract=replace(used.contract, rows=rows, num_warps=warps, num_stages=num_stages))
 
 

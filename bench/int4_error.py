@@ -36,7 +36,9 @@ def nearest(weight: Tensor, levels: tuple[float, ...], group: int, factors: tupl
     signed = torch.tensor(sorted({*levels, *(-level for level in levels)}))
     between = (signed[1:] + signed[:-1]) / 2
     scale = groups.abs().amax(dim=1, keepdim=True) / levels[-1]
-    return _best(groups, ((scale * factor).bfloat16().float() for factor in factors), signed, between).view_as(weight)
+    return _best(groups, ((scale * factor).bfloat16().float() for factor in factors), signed, between).view_as(
+        weight
+    )
 
 
 def from_minus_eight(weight: Tensor, group: int) -> Tensor:

@@ -6,25 +6,36 @@ import torch
 
 from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.reference.int4 import INT4_GROUP
-from kestrel_ops.triton.expert_plans import ExpertsPlan, ProductPlan
+from kestrel_ops.shapes import FLOAT8
+from kestrel_ops.triton.expert_plans import ExpertsPlan, OneTokenPlan, ProductPlan
 
 _PAIR = 2 * INT4_GROUP
+
+ONE_TOKEN_INT4 = OneTokenPlan(expand_bytes=16_384, contract_bytes=32_768, num_warps=4)
 
 
 def int4_plan_for(
     num_tokens: int, num_experts: int, choices: int, operand: torch.dtype, limits: DeviceLimits
 ) -> ExpertsPlan:
-    """The plan for so many tokens, the type that tensor cores multiply and the device."""
+    """The plan for so many tokens, the type that tensor cores multiply and the device.
+
+    Those in float8 are the fastest on one H200 (`bench.experts --tune`). Operands of 16 bits take more registers and
+    shared memory.
+    """
     per_expert = num_tokens * choices / num_experts
     if operand == torch.float32:
         return ExpertsPlan(16, ProductPlan(64, _PAIR, 4, 2), ProductPlan(64, _PAIR, 4, 2))
+    if operand != FLOAT8:
+        block, warps = (16, 4) if per_expert <= 16 else (32, 8) if per_expert <= 48 else (64, 8)
+        return ExpertsPlan(block, ProductPlan(64, _PAIR, warps, 3), ProductPlan(64, _PAIR, warps, 3))
     if per_expert <= 16:
-        return ExpertsPlan(16, ProductPlan(64, _PAIR, 4, 5), ProductPlan(64, _PAIR, 4, 6))
+        return ExpertsPlan(16, ProductPlan(64, _PAIR, 4, 4), ProductPlan(128, _PAIR, 4, 4))
     if per_expert <= 48:
-        return ExpertsPlan(32, ProductPlan(64, _PAIR, 4, 4), ProductPlan(64, _PAIR, 4, 5))
+        return ExpertsPlan(32, ProductPlan(64, _PAIR, 4, 4), ProductPlan(128, _PAIR, 4, 4))
+    is_small = limits.shared_bytes < 128 * 1024
     return ExpertsPlan(
         128,
         ProductPlan(64, _PAIR, 8, 3, is_read_once=False),
-        ProductPlan(128, _PAIR, 8, 3, is_read_once=False),
+        ProductPlan(64, _PAIR, 4, 2 if is_small else 3, is_read_once=False),
         rounds_rows=True,
     )

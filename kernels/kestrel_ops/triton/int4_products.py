@@ -22,7 +22,6 @@ from kestrel_ops.triton.expert_adapters import Addition, added, operands
 from kestrel_ops.triton.expert_plans import ProductPlan
 from kestrel_ops.triton.expert_products import Inner, gated
 from kestrel_ops.triton.expert_routing import Routing
-from kestrel_ops.triton.prefetch import prefetch
 from kestrel_ops.triton.small_batch import operand, widened
 
 _GROUP = tl.constexpr(INT4_GROUP)
@@ -115,17 +114,11 @@ def contract_int4(
         is_even=is_even,
         is_read_once=plan.is_read_once,
         takes_four=has_code(weight),
-        prefetched_pairs=_prefetched_pairs(plan, num_pairs) if is_dependent and is_even else 0,
         is_dependent=is_dependent,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )
     return out
-
-
-def _prefetched_pairs(plan: ProductPlan, num_pairs: int) -> int:
-    """Pairs that programs have loaded beforehand, a power of two or none."""
-    return 1 << most.bit_length() - 1 if (most := min(plan.prefetched_bytes // INT4_GROUP, num_pairs)) else 0
 
 
 def has_code(weight: Tensor) -> bool:
@@ -185,6 +178,16 @@ def first_scale(both) -> tl.tensor:
 def second_scale(both) -> tl.tensor:
     """The second."""
     return (both & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def held(values, takes_four: tl.constexpr) -> tl.tensor:
+    """The same values of 32 bits. Triton loads nothing ahead in a loop that passes on what it got by itself."""
+    if takes_four:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=True, pack=1
+        )
+    return values
 
 
 @triton.jit
@@ -256,19 +259,25 @@ def _expand(
         scales = weight_scale + expert * (num_pairs * 2 * inner) + row
         right = tokens_in + tokens[None, :] * dim + columns[:, None]
         both = tl.zeros((2 * block_rows, block_tokens), tl.float32)
-        # Triton loads ahead what products read. Scales are loaded an iteration ahead here.
+        # Triton loads ahead what products read. Scales are loaded four iterations ahead here: while memory is busy, a
+        # load takes longer than one.
+        step: tl.constexpr = 2 * inner
+        last: tl.constexpr = num_pairs - 1
         scale = _load(scales, is_inside, is_even, is_read_once)
+        scale_1 = _load(scales + (1 if last > 1 else last) * step, is_inside, is_even, is_read_once)
+        scale_2 = _load(scales + (2 if last > 2 else last) * step, is_inside, is_even, is_read_once)
+        scale_3 = _load(scales + (3 if last > 3 else last) * step, is_inside, is_even, is_read_once)
         for pair in range(num_pairs):
-            following = tl.minimum(pair + 1, num_pairs - 1)
-            next_scale = _load(scales + following * (2 * inner), is_inside, is_even, is_read_once)
-            left = _load(own + pair * (2 * inner * _GROUP), is_inside[:, None], is_even, is_read_once)
+            scale_4 = _load(scales + tl.minimum(pair + 4, last) * step, is_inside, is_even, is_read_once)
+            left = _load(own + pair * (step * _GROUP), is_inside[:, None], is_even, is_read_once)
             column = pair * (2 * _GROUP)
             values = _load_rows(right + column, is_present, column + columns, dim, is_even)
             column += _GROUP
             others = _load_rows(right + column, is_present, column + columns, dim, is_even)
             both += multiplied(first_bits(left, takes_four), values) * first_scale(scale)[:, None]
             both += multiplied(second_bits(left, takes_four), others) * second_scale(scale)[:, None]
-            scale = next_scale
+            scale, scale_1 = held(scale_1, takes_four), held(scale_2, takes_four)
+            scale_2, scale_3 = held(scale_3, takes_four), scale_4
         both *= 1 / _UNIT
         both = tl.permute(tl.reshape(both, (2, block_rows, block_tokens)), (1, 2, 0))
         activated, gate = tl.split(both)
@@ -341,7 +350,6 @@ def _contract(
     is_even: tl.constexpr,
     is_read_once: tl.constexpr,
     takes_four: tl.constexpr,
-    prefetched_pairs: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     num_blocks: tl.constexpr = (dim + block_rows - 1) // block_rows
@@ -351,12 +359,6 @@ def _contract(
     # The kernel before has waited for the lists. They are not read from the cache of the multiprocessor, since this
     # may run before that kernel has ended.
     count = tl.load(items + 2 * num_items + item, cache_modifier=".cg")
-    if prefetched_pairs and count > 0:
-        known = tl.load(items + item, cache_modifier=".cg").to(tl.int64) * num_pairs + tl.arange(
-            0, prefetched_pairs
-        )
-        prefetch(weight + (known * dim + block * block_rows) * _GROUP, block_rows * _GROUP)
-        prefetch(weight_scale + (known * dim + block * block_rows), block_rows * 4)
     if is_dependent:
         wait_for_previous()
         let_next_start()
@@ -375,12 +377,17 @@ def _contract(
         right = inner_in + places[None, :] * inner + columns[:, None]
         product = tl.zeros((block_rows, block_tokens), tl.float32)
         of_rows = inner_scales + places * num_scales if num_scales > 1 else None
+        last: tl.constexpr = num_pairs - 1
         scale = _load(scales, in_range, is_even, is_read_once)
+        scale_1 = _load(scales + (1 if last > 1 else last) * dim, in_range, is_even, is_read_once)
+        scale_2 = _load(scales + (2 if last > 2 else last) * dim, in_range, is_even, is_read_once)
+        scale_3 = _load(scales + (3 if last > 3 else last) * dim, in_range, is_even, is_read_once)
         first_of_rows, second_of_rows = _scales_of_rows(of_rows, is_present, 0, num_scales, scale_columns)
+        first_1, second_1 = _scales_of_rows(of_rows, is_present, 1 if last > 1 else last, num_scales, scale_columns)
         for pair in range(num_pairs):
-            following = tl.minimum(pair + 1, num_pairs - 1)
-            next_scale = _load(scales + following * dim, in_range, is_even, is_read_once)
-            next_first, next_second = _scales_of_rows(of_rows, is_present, following, num_scales, scale_columns)
+            scale_4 = _load(scales + tl.minimum(pair + 4, last) * dim, in_range, is_even, is_read_once)
+            following = tl.minimum(pair + 2, last)
+            first_2, second_2 = _scales_of_rows(of_rows, is_present, following, num_scales, scale_columns)
             left = _load(own + pair * (dim * _GROUP), in_range[:, None], is_even, is_read_once)
             column = pair * (2 * _GROUP)
             values = _load_rows(right + column, is_present, column + columns, inner, is_even)
@@ -392,7 +399,11 @@ def _contract(
                 other *= second_of_rows[None, :]
             product += part
             product += other
-            scale, first_of_rows, second_of_rows = next_scale, next_first, next_second
+            scale, scale_1 = held(scale_1, takes_four), held(scale_2, takes_four)
+            scale_2, scale_3 = held(scale_3, takes_four), scale_4
+            if num_scales > 1:
+                first_of_rows, second_of_rows = held(first_1, takes_four), held(second_1, takes_four)
+                first_1, second_1 = first_2, second_2
         product *= 1 / _UNIT
         if inner_scales is not None and num_scales == 1:
             product *= tl.load(inner_scales + places, mask=is_present, other=0.0)[None, :]

@@ -13,7 +13,7 @@ from kestrel_ops.triton.expert_adapters import addition_to_rows
 from kestrel_ops.triton.expert_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, plan_for
 from kestrel_ops.triton.expert_products import combine, contract, expand, rounded
 from kestrel_ops.triton.expert_routing import route
-from kestrel_ops.triton.int4_plans import int4_plan_for
+from kestrel_ops.triton.int4_plans import ONE_TOKEN_INT4, int4_plan_for
 from kestrel_ops.triton.int4_products import contract_int4, expand_int4
 from kestrel_ops.triton.int4_single_token import fits_one_token_int4, mix_one_int4
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
@@ -53,7 +53,7 @@ def mixture_of_experts(
         fits = (
             fits_one_token_int4(up, down, experts_per_token) if is_int4 else fits_one_token(up, experts_per_token)
         )
-        plan = ONE_TOKEN if fits else None
+        plan = (ONE_TOKEN_INT4 if is_int4 else ONE_TOKEN) if fits else None
     if isinstance(plan, OneTokenPlan):
         return (mix_one_int4 if is_int4 else mix_one)(
             *(hidden, router_logits, up, down, experts_per_token, up_scale, down_scale, plan),

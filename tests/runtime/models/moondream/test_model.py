@@ -114,7 +114,9 @@ def test_experts_become_those_of_4_bits_from_either_type_and_their_errors_are_to
     assert model.expert_format == "int4"
     blocks: Any = model.text.blocks
     for layer in range(config.text.moe.start_layer, config.text.n_layers):
-        for part, error in zip((blocks[layer].mlp.fc1, blocks[layer].mlp.fc2), model.expert_errors[layer], strict=True):
+        for part, error in zip(
+            (blocks[layer].mlp.fc1, blocks[layer].mlp.fc2), model.expert_errors[layer], strict=True
+        ):
             name = f"text.blocks.{layer}.mlp.fc{1 + (part is blocks[layer].mlp.fc2)}."
             wanted = given[name + "weight"].float()
             if fp8_experts:
