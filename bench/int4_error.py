@@ -1,7 +1,7 @@
 """How far are weights of 4 bits from those that they stand for, in our format and in others?
 
-Relative errors (root mean square) of random weights: normally distributed ones, and ones by Student's distribution of 5
-degrees of freedom, which has more large ones. Levels times a scale for each group; scales are rounded to bfloat16
+Relative errors (root mean square) of random weights: normally distributed ones, and ones by Student's distribution of
+5 degrees of freedom, which has more large ones. Levels times a scale for each group; scales are rounded to bfloat16
 unless they are powers of two.
 """
 
@@ -30,8 +30,8 @@ def ours(weight: Tensor) -> Tensor:
 
 
 def nearest(weight: Tensor, levels: tuple[float, ...], group: int, factors: tuple[float, ...]) -> Tensor:
-    """By levels of either sign, with the best of some factors of the scale that makes the largest weight the largest
-    level."""
+    """By levels of either sign. Of some factors of the scale at which the largest weight is the largest level, the
+    best is taken."""
     groups = weight.view(-1, group)
     signed = torch.tensor(sorted({*levels, *(-level for level in levels)}))
     between = (signed[1:] + signed[:-1]) / 2

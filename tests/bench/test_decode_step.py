@@ -3,6 +3,7 @@
 import json
 import sys
 
+import pytest
 import torch
 
 from bench import decode_step
@@ -36,8 +37,10 @@ def test_steps_with_experts_are_timed_beside_what_they_read(expert_dtype, tmp_pa
     monkeypatch.setattr(
         sys,
         "argv",
-        ["decode_step", "--device", "cpu", "--tiny", "--experts", "--expert-dtype", expert_dtype]
-        + ["--batches", "1", "3", "--choose", CHOICE],
+        [
+            *("decode_step", "--device", "cpu", "--tiny", "--experts", "--expert-dtype", expert_dtype),
+            *("--batches", "1", "3", "--choose", CHOICE),
+        ],
     )
     assert decode_step.main() == 0
     assert "failed" not in capsys.readouterr().out

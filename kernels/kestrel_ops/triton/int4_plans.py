@@ -19,8 +19,8 @@ def int4_plan_for(
 ) -> ExpertsPlan:
     """The plan for so many tokens, the type that tensor cores multiply and the device.
 
-    Those in float8 are the fastest on one H200 (`bench.experts --tune`). Operands of 16 bits take more registers and
-    shared memory.
+    Those in float8 are the fastest that were tried on one H200 (`bench.experts --tune`). Operands of 16 bits take
+    more registers and shared memory.
     """
     per_expert = num_tokens * choices / num_experts
     if operand == torch.float32:
@@ -29,9 +29,9 @@ def int4_plan_for(
         block, warps = (16, 4) if per_expert <= 16 else (32, 8) if per_expert <= 48 else (64, 8)
         return ExpertsPlan(block, ProductPlan(64, _PAIR, warps, 3), ProductPlan(64, _PAIR, warps, 3))
     if per_expert <= 16:
-        return ExpertsPlan(16, ProductPlan(64, _PAIR, 4, 4), ProductPlan(128, _PAIR, 4, 4))
+        return ExpertsPlan(16, ProductPlan(64, _PAIR, 4, 5), ProductPlan(128, _PAIR, 4, 4))
     if per_expert <= 48:
-        return ExpertsPlan(32, ProductPlan(64, _PAIR, 4, 4), ProductPlan(128, _PAIR, 4, 4))
+        return ExpertsPlan(32, ProductPlan(64, _PAIR, 4, 4), ProductPlan(64, _PAIR, 4, 5))
     is_small = limits.shared_bytes < 128 * 1024
     return ExpertsPlan(
         128,

@@ -181,16 +181,6 @@ def second_scale(both) -> tl.tensor:
 
 
 @triton.jit
-def held(values, takes_four: tl.constexpr) -> tl.tensor:
-    """The same values of 32 bits. Triton loads nothing ahead in a loop that passes on what it got by itself."""
-    if takes_four:
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=True, pack=1
-        )
-    return values
-
-
-@triton.jit
 def _load(addresses, inside, is_even: tl.constexpr, is_read_once: tl.constexpr):
     policy: tl.constexpr = "evict_first" if is_read_once else ""
     if is_even:
@@ -259,25 +249,19 @@ def _expand(
         scales = weight_scale + expert * (num_pairs * 2 * inner) + row
         right = tokens_in + tokens[None, :] * dim + columns[:, None]
         both = tl.zeros((2 * block_rows, block_tokens), tl.float32)
-        # Triton loads ahead what products read. Scales are loaded four iterations ahead here: while memory is busy, a
-        # load takes longer than one.
-        step: tl.constexpr = 2 * inner
-        last: tl.constexpr = num_pairs - 1
+        # Triton loads ahead what products read. Scales are loaded an iteration ahead here.
         scale = _load(scales, is_inside, is_even, is_read_once)
-        scale_1 = _load(scales + (1 if last > 1 else last) * step, is_inside, is_even, is_read_once)
-        scale_2 = _load(scales + (2 if last > 2 else last) * step, is_inside, is_even, is_read_once)
-        scale_3 = _load(scales + (3 if last > 3 else last) * step, is_inside, is_even, is_read_once)
         for pair in range(num_pairs):
-            scale_4 = _load(scales + tl.minimum(pair + 4, last) * step, is_inside, is_even, is_read_once)
-            left = _load(own + pair * (step * _GROUP), is_inside[:, None], is_even, is_read_once)
+            following = tl.minimum(pair + 1, num_pairs - 1)
+            next_scale = _load(scales + following * (2 * inner), is_inside, is_even, is_read_once)
+            left = _load(own + pair * (2 * inner * _GROUP), is_inside[:, None], is_even, is_read_once)
             column = pair * (2 * _GROUP)
             values = _load_rows(right + column, is_present, column + columns, dim, is_even)
             column += _GROUP
             others = _load_rows(right + column, is_present, column + columns, dim, is_even)
             both += multiplied(first_bits(left, takes_four), values) * first_scale(scale)[:, None]
             both += multiplied(second_bits(left, takes_four), others) * second_scale(scale)[:, None]
-            scale, scale_1 = held(scale_1, takes_four), held(scale_2, takes_four)
-            scale_2, scale_3 = held(scale_3, takes_four), scale_4
+            scale = next_scale
         both *= 1 / _UNIT
         both = tl.permute(tl.reshape(both, (2, block_rows, block_tokens)), (1, 2, 0))
         activated, gate = tl.split(both)
@@ -377,17 +361,12 @@ def _contract(
         right = inner_in + places[None, :] * inner + columns[:, None]
         product = tl.zeros((block_rows, block_tokens), tl.float32)
         of_rows = inner_scales + places * num_scales if num_scales > 1 else None
-        last: tl.constexpr = num_pairs - 1
         scale = _load(scales, in_range, is_even, is_read_once)
-        scale_1 = _load(scales + (1 if last > 1 else last) * dim, in_range, is_even, is_read_once)
-        scale_2 = _load(scales + (2 if last > 2 else last) * dim, in_range, is_even, is_read_once)
-        scale_3 = _load(scales + (3 if last > 3 else last) * dim, in_range, is_even, is_read_once)
         first_of_rows, second_of_rows = _scales_of_rows(of_rows, is_present, 0, num_scales, scale_columns)
-        first_1, second_1 = _scales_of_rows(of_rows, is_present, 1 if last > 1 else last, num_scales, scale_columns)
         for pair in range(num_pairs):
-            scale_4 = _load(scales + tl.minimum(pair + 4, last) * dim, in_range, is_even, is_read_once)
-            following = tl.minimum(pair + 2, last)
-            first_2, second_2 = _scales_of_rows(of_rows, is_present, following, num_scales, scale_columns)
+            following = tl.minimum(pair + 1, num_pairs - 1)
+            next_scale = _load(scales + following * dim, in_range, is_even, is_read_once)
+            next_first, next_second = _scales_of_rows(of_rows, is_present, following, num_scales, scale_columns)
             left = _load(own + pair * (dim * _GROUP), in_range[:, None], is_even, is_read_once)
             column = pair * (2 * _GROUP)
             values = _load_rows(right + column, is_present, column + columns, inner, is_even)
@@ -399,11 +378,7 @@ def _contract(
                 other *= second_of_rows[None, :]
             product += part
             product += other
-            scale, scale_1 = held(scale_1, takes_four), held(scale_2, takes_four)
-            scale_2, scale_3 = held(scale_3, takes_four), scale_4
-            if num_scales > 1:
-                first_of_rows, second_of_rows = held(first_1, takes_four), held(second_1, takes_four)
-                first_1, second_1 = first_2, second_2
+            scale, first_of_rows, second_of_rows = next_scale, next_first, next_second
         product *= 1 / _UNIT
         if inner_scales is not None and num_scales == 1:
             product *= tl.load(inner_scales + places, mask=is_present, other=0.0)[None, :]

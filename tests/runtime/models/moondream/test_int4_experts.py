@@ -34,6 +34,7 @@ def stand_ins() -> tuple[LoadedModel, LoadedModel]:
             width = stood_for.weight.shape[2]
             experts = zip(stack.weight, stack.scale, strict=True)
             stood_for.weight.data = torch.stack([dequantise_int4(*expert, width) for expert in experts])
+            stood_for.scale = None  # that of float8
     return short, wide
 
 

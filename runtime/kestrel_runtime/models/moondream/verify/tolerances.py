@@ -24,7 +24,7 @@ NUM_SIMULATIONS = 24
 FALSE_ALARM = 1e-4
 """The probability that a correct path exceeds the bound on a tensor's RMS error, if simulations are exact."""
 INT4_DEVIATION = 0.092
-"""The relative error of normally distributed weights in 4 bits (`kestrel_ops.quantise_int4`), as a root mean square."""
+"""The relative error of normally distributed weights in 4 bits (`kestrel_ops.quantise_int4`)."""
 SLACK = 1.5
 """Factor for inexact simulations: a path may have a few more roundings of a kind than are simulated."""
 DEVIATIONS = 4.0

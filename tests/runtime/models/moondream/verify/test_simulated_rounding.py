@@ -92,7 +92,9 @@ def test_experts_that_multiply_in_float8_are_off_by_both_their_products():
     model = random_model(tiny_config(3))
     exact: Any = model.text.blocks[-1].mlp
     hidden = torch.randn(50, model.config.text.dim)
-    for formats, expected in ((SHORT, 2**0.5 * rounding_deviation(FLOAT8)), (BFLOAT16, 0.005)):
+    int4 = replace(BFLOAT16, expert_weights="int4")
+    wanted = (SHORT, 2**0.5 * rounding_deviation(FLOAT8)), (BFLOAT16, 0.005), (int4, 2**0.5 * 0.092)
+    for formats, expected in wanted:
         noisy: Any = RoundingNoise(formats, 1, CPU).perturbed(model).text.blocks[-1].mlp
         noisy.router = exact.router  # whose errors choose other experts
         assert deviation(noisy(hidden), exact(hidden)) == pytest.approx(expected, rel=0.2)

@@ -95,10 +95,12 @@ def widen_experts(folder: Path, change: Callable[[Tensor], Tensor] = lambda expe
     save_file(weights, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("expert_dtype", ["float8", "int4"])
-def test_rounded_experts_are_held_to_the_tolerance_of_their_format(copy: Path, expert_dtype: str) -> None:
-    widen_experts(copy)
-    passed, _, lines = verify(copy, expert_dtype=expert_dtype)
+def test_rounded_experts_are_held_to_the_tolerance_of_float8(copy: Path) -> None:
+    noise = torch.Generator().manual_seed(
+        1
+    )  # less than a hundredth of what float8 rounds; without it nothing changes
+    widen_experts(copy, lambda expert: expert * (1 + 1e-4 * torch.randn(expert.shape, generator=noise)))
+    passed, _, lines = verify(copy, expert_dtype="float8")
     assert [line for line in lines if line.startswith("FAILED")] == []
     assert passed == len(lines)
     assert not any("query(" in line for line in lines)
