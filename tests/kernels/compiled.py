@@ -217,7 +217,8 @@ def _main(what: str, card: str, unlike: str = "") -> None:
     backend = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
     launched = importlib.import_module("tests.kernels.launched")
     limits, last_stage = _limits(card), {"accesses": "llir", "resources": "cubin"}[what]
-    architecture = 10 * limits.capability[0] + limits.capability[1]
+    major, minor = map(int, card.split("."))
+    architecture = 10 * major + minor
     found: list[tuple[str, Any]] = []
     planned: set[str] = set()
 
