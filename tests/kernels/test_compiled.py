@@ -17,8 +17,8 @@ SUMS = [
     *(("decode_contract", [batch, width, 48, "fp8"]) for batch in (1, 5) for width in (152, 4096)),
     *(("decode_expand", [5, width, 40, 24, "bf16", 3]) for width in (48, 77)),
 ]
-# A plan, normalised rows, coefficients and both products of a step with adapters, and the products of prompts.
-ADAPTERS = [("step_with_adapters", [5, 48, 40, 24, 3, 8, "bf16"]), ("add_up_terms", [5, 48, 40, 24, 3, 8])]
+# A plan, coefficients, and what they add to.
+ADAPTERS = [("add_up_terms", [5, 48, 40, 24, 3, 8])]
 # One token, few and many, of which the last are listed by two kernels.
 EXPERTS = [("mixture_of_experts", [count, 48, 24, 6]) for count in (1, 5, 70)]
 
@@ -34,7 +34,6 @@ WIDE = [
     ("decode_expand", [1, 2048, 6144, 8192, "bf16", 0]),
     ("decode_contract", [1, 10_240, 2048, "bf16"]),
     ("step_with_adapters", [128, 2048, 6144, 8192, 8, 32, "bf16"]),
-    ("add_down_terms", [3000, 2048, 8192, 8, 32]),
     ("rotary_decode_attention", [32, 32, 64, "bf16", "bf16", 1, 8]),
     ("rotary_decode_attention", [32, 32, 64, "bf16", "bf16", 64, 1]),
     ("resample", [557, 800, 378, 0]),
