@@ -82,8 +82,8 @@ class Experts:
     def run(self, operation, dtype=None):
         adapters = self.adapters
         if dtype is not None and adapters is not None:
-            wide = (LowRank(*(part.to(dtype) for part in matrices)) for matrices in adapters[:2])
-            adapters = ExpertAdapters(*wide, adapters.slots)
+            up, down = (LowRank(own.a.to(dtype), own.b.to(dtype)) for own in (adapters.up, adapters.down))
+            adapters = ExpertAdapters(up, down, adapters.slots)
         hidden = self.hidden if dtype is None else self.hidden.to(dtype)
         stacks = self.up, self.down, 2, self.up_scale, self.down_scale
         return operation(hidden, self.logits, *stacks, adapters)

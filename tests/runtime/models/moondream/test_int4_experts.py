@@ -30,10 +30,12 @@ def stand_ins() -> tuple[LoadedModel, LoadedModel]:
     assert layers
     for mine, other in layers:
         for stack, stood_for in ((mine.fc1, other.fc1), (mine.fc2, other.fc2)):
+            assert stack.scale is not None
             assert (stack.weight.dtype, stack.scale.dtype) == (torch.uint8, torch.bfloat16)
             width = stood_for.weight.shape[2]
             experts = zip(stack.weight, stack.scale, strict=True)
-            stood_for.weight.data = torch.stack([dequantise_int4(*expert, width) for expert in experts])
+            wide_experts = [dequantise_int4(packed, scales, width) for packed, scales in experts]
+            stood_for.weight.data = torch.stack(wide_experts)
             stood_for.scale = None  # that of float8
     return short, wide
 

@@ -113,6 +113,7 @@ def test_experts_become_those_of_4_bits_from_either_type_and_their_errors_are_to
     model = Moondream.from_state(config, dict(given), CPU, torch.float32, experts="int4")
     assert model.expert_format == "int4"
     blocks: Any = model.text.blocks
+    assert config.text.moe is not None
     for layer in range(config.text.moe.start_layer, config.text.n_layers):
         for part, error in zip(
             (blocks[layer].mlp.fc1, blocks[layer].mlp.fc2), model.expert_errors[layer], strict=True

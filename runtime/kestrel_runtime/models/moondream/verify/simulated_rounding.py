@@ -35,8 +35,9 @@ from kestrel_runtime.models.moondream.verify.tolerances import NUM_SIMULATIONS, 
 from kestrel_runtime.models.verification import Prepare, plain_float32
 
 FLOAT8 = torch.float8_e4m3fn
-_NAMES = {FLOAT8: "float8"}
-_ROUNDED: dict[str, torch.dtype | Literal["int4"]] = {"float8": FLOAT8, "int4": "int4"}
+ExpertWeights = torch.dtype | Literal["int4"]
+_NAMES: dict[ExpertWeights, str] = {FLOAT8: "float8"}
+_ROUNDED: dict[str, ExpertWeights] = {"float8": FLOAT8, "int4": "int4"}
 _ROUNDINGS_BETWEEN_PRODUCTS = 4
 """The most roundings of activations to the model's type between products: the result of a product with its bias,
 the scaled or rotated value, the result of attention, activation or norm, and the input of the next product."""
@@ -56,7 +57,7 @@ class Formats:
     """Of the operands of the decoder blocks' products, if their sizes allow it, except experts."""
     experts: torch.dtype
     """Of the input activations of experts' products."""
-    expert_weights: torch.dtype | Literal["int4"]
+    expert_weights: ExpertWeights
     """To which loading has rounded the experts' weights; what it has not changed, as in float8, is exact."""
     vision: torch.dtype
     """Of the operands of the encoder's and the projector's products, if their sizes allow it."""
@@ -85,9 +86,16 @@ class Formats:
         )
 
     @property
-    def shortest(self) -> torch.dtype | Literal["int4"]:
+    def shortest(self) -> ExpertWeights:
         """The format with the largest rounding errors."""
-        formats = (self.model, self.text, self.experts, self.expert_weights, self.vision, self.cache)
+        formats: tuple[ExpertWeights, ...] = (
+            self.model,
+            self.text,
+            self.experts,
+            self.expert_weights,
+            self.vision,
+            self.cache,
+        )
         return max(formats, key=rounding_deviation)
 
     @property
@@ -98,8 +106,9 @@ class Formats:
     @property
     def experts_deviation(self) -> float:
         """The deviation of what an expert gives because of formats shorter than the model's, of both products."""
-        own = (each for each in (self.experts, self.expert_weights) if each != self.model)
-        return math.sqrt(_PRODUCTS_OF_EXPERT * sum(rounding_deviation(each) ** 2 for each in own))
+        formats: tuple[ExpertWeights, ...] = (self.experts, self.expert_weights)
+        squares = (rounding_deviation(each) ** 2 for each in formats if each != self.model)
+        return math.sqrt(_PRODUCTS_OF_EXPERT * sum(squares))
 
 
 class RoundingNoise:
