@@ -168,6 +168,8 @@ for stage in $stages; do
             measure 150 "decode-step-experts${choice:+-chosen}" python3 -m bench.decode_step \
                 --device "$device" --experts --batches 1 64 $choice
         done
+        measure 150 decode-step-experts-int4 python3 -m bench.decode_step \
+            --device "$device" --experts --expert-dtype int4 --batches 1 64
         ;;
     accept)
         measure 300 accept python3 -m kestrel_grpc accept --device "$device" --html "$out/acceptance.html"
