@@ -41,6 +41,23 @@ def test_rows_are_added_and_normalised(add_layer_norm, count, dim, dtype, out_dt
     assert relative_error(dequantised(out, scale), wanted) < ROUNDING[out_dtype] or dim == 1
 
 
+@every_implementation
+@pytest.mark.parametrize("out_dtype", [torch.float32, FLOAT8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("count", "dim"), [(1, 16), (5, 72), (3, 1152), (9, 1)])
+def test_normalised_rows_come_with_a_weight_and_a_bias_as_well(add_layer_norm, count, dim, dtype, out_dtype):
+    hidden, delta = some_rows(count, dim), some_rows(count, dim, seed=1)
+    weight, bias = (torch.randn(dim, device=DEVICE).to(dtype) for _ in range(2))
+    affine_out = torch.empty(count, dim, dtype=dtype, device=DEVICE)
+    folded, scale = add_layer_norm(hidden.clone(), delta, EPSILON, out_dtype)
+    out, own_scale = add_layer_norm(hidden, delta, EPSILON, out_dtype, None, None, weight, bias, affine_out)
+    # The compiler may round the last bit of another kernel otherwise.
+    tolerance = 2e-6 if out_dtype == torch.float32 else 1e-2
+    assert dim == 1 or relative_error(dequantised(out, own_scale), dequantised(folded, scale)) < tolerance
+    wanted = layer_norm(hidden.double(), (dim,), weight.double(), bias.double(), EPSILON)
+    assert relative_error(affine_out, wanted) < max(ROUNDING[dtype], 2e-6)
+
+
 @pytest.mark.parametrize("add_layer_norm", implementations("add_layer_norm", ("triton",)), ids=implementation_name)
 def test_no_rows_are_no_work(add_layer_norm):
     out, scale = add_layer_norm(some_rows(0, 40), some_rows(0, 40), EPSILON, FLOAT8)

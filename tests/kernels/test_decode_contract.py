@@ -70,6 +70,19 @@ def test_any_size_will_do(decode_contract, batch, dtype, weight_dtype, tolerance
 
 
 @every_implementation
+@pytest.mark.parametrize("batch", [1, 3, 33])
+@pytest.mark.parametrize("delta_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+def test_the_stream_and_a_delta_are_added_up_elsewhere(decode_contract, batch, delta_dtype):
+    layer = Layer(batch, 48, 152, torch.float32, torch.float32)
+    delta = None if delta_dtype is None else torch.randn(batch, 48, device=DEVICE).to(delta_dtype)
+    total = torch.full_like(layer.hidden, torch.nan)
+    hidden, pending = layer.run(decode_contract, delta=delta, total=total)
+    assert pending is None
+    assert torch.equal(hidden, layer.hidden)
+    assert relative_error(total, layer.wanted() + (0 if delta is None else delta.double())) < 1e-5
+
+
+@every_implementation
 @pytest.mark.parametrize("batch", [1, 2, 33])
 def test_what_is_deferred_is_what_would_have_been_added(decode_contract, batch):
     layer = Layer(batch, 48, 3000, torch.float16, FLOAT8)

@@ -35,7 +35,7 @@ class Layer:
         self.row = torch.full((batch, 16 + num_activated), torch.nan, device=DEVICE, dtype=out_dtype)
         self.activated = self.row[:, 16:]
 
-    def run(self, decode_expand, pending=None):
+    def run(self, decode_expand, pending=None, delta=None):
         decode_expand(
             self.hidden,
             self.weight,
@@ -47,6 +47,7 @@ class Layer:
             self.plain,
             self.activated,
             pending,
+            delta=delta,
         )
 
     def wanted(self):
@@ -66,6 +67,20 @@ def test_tokens_are_normalised_multiplied_and_activated(decode_expand, batch, we
     assert relative_error(layer.plain, plain) < tolerance
     assert relative_error(layer.activated, activated) < tolerance
     assert layer.row[:, :16].isnan().all()
+
+
+@every_implementation
+@pytest.mark.parametrize("batch", [1, 3, 33])
+@pytest.mark.parametrize("delta_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_delta_counts_and_leaves_the_stream_as_it_is(decode_expand, batch, delta_dtype):
+    layer = Layer(batch)
+    delta, before = torch.randn(batch, 48, device=DEVICE).to(delta_dtype), layer.hidden.clone()
+    layer.run(decode_expand, delta=delta)
+    assert torch.equal(layer.hidden, before)
+    layer.hidden += delta
+    plain, activated = layer.wanted()
+    assert relative_error(layer.plain, plain) < 1e-5
+    assert relative_error(layer.activated, activated) < 1e-5
 
 
 @every_implementation

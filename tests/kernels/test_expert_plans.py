@@ -45,6 +45,30 @@ def test_every_plan_gives_what_the_definition_gives(plan, num_tokens):
     torch.testing.assert_close(found, mixture_of_experts(*layer, experts_per_token=CHOICES), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("turns", [2, 4])
+@pytest.mark.parametrize("is_float8", [False, True])
+def test_columns_may_come_in_turns(turns, is_float8):
+    inner, rows, columns = 256, 64 if is_float8 else 16, 32
+    hidden, logits, _, _ = a_layer(21)
+    up = torch.randn(EXPERTS, 2 * inner, DIM, device=DEVICE) / 8
+    down = torch.randn(EXPERTS, DIM, inner, device=DEVICE) / 16
+    scales = ()
+    if is_float8:
+        hidden = hidden.bfloat16()
+        up, down, *scales = quantised(up, down)
+    product = plans.ProductPlan(rows, columns, 4, 2)
+    layer = hidden, logits, up, down, CHOICES, *scales
+    plain, in_turns = (
+        triton_experts.mixture_of_experts(
+            *layer, plan=plans.ExpertsPlan(16, product, dataclasses.replace(product, turns=count))
+        )
+        for count in (1, turns)
+    )
+    assert torch.equal(in_turns, plain)
+    wanted = mixture_of_experts(hidden.float(), logits, up, down, CHOICES, *scales, adapters=None)
+    assert relative_error(plain, wanted) < (0.06 if is_float8 else 1e-5)
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_scales_belong_to_the_columns_of_any_plan(plan):
     if DEVICE != "cpu" and plan.expand.rows < 32:

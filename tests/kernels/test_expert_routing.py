@@ -13,9 +13,11 @@ from tests.kernels.implementations import DEVICE, FLOAT8
 routing = pytest.importorskip("kestrel_ops.triton.expert_routing", reason="needs Triton")
 
 
-def routed(logits, choices, block_tokens, *, quantises=False, hidden=None):
+def routed(logits, choices, block_tokens, positions=None, *, quantises=False, hidden=None):
     hidden = torch.randn(len(logits), 6, device=DEVICE) if hidden is None else hidden
-    return routing.route(hidden, logits.to(DEVICE), choices, block_tokens, quantises=quantises, is_dependent=False)
+    return routing.route(
+        *(hidden, logits.to(DEVICE), choices, block_tokens, positions), quantises=quantises, is_dependent=False
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -56,6 +58,26 @@ def test_tokens_are_rounded_to_float8_by_their_largest_value(num_tokens):
     restored = found.rows.float() * found.row_scales[:, None]
     assert ((restored - hidden).abs() <= hidden.abs().amax(dim=1, keepdim=True) / 28).all()
     assert torch.equal(restored[0], hidden[0])
+
+
+@pytest.mark.parametrize("num_tokens", [5, 64, 140])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_padding_is_in_no_list(num_tokens, dtype):
+    logits = torch.randn(num_tokens, 4)
+    positions = torch.arange(num_tokens, dtype=dtype, device=DEVICE)
+    positions[1::3] = -1
+    found = routed(logits, 2, 16, positions)
+    present = [token for token in range(num_tokens) if token % 3 != 1]
+    counts = found.items[2].tolist()
+    assert sum(counts) == 2 * len(present)
+    best = logits.topk(2, dim=1).indices
+    listed = {
+        (found.items[0, item].item(), pair // 2)
+        for item, count in enumerate(counts)
+        for pair in found.pairs[found.items[1, item] :][:count].tolist()
+    }
+    assert listed == {(expert, token) for token in present for expert in best[token].tolist()}
+    assert (found.weights[1::3] == 0).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

@@ -42,6 +42,18 @@ def test_rows_are_normalised_and_multiplied(layer_norm_linear, num_tokens, dim, 
 
 
 @every_implementation
+@pytest.mark.parametrize("num_tokens", [1, 5, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_delta_is_added_before(layer_norm_linear, num_tokens, dtype):
+    hidden, *others = operands(num_tokens, 48, 9, dtype)
+    delta, before = torch.randn(num_tokens, 48, device=DEVICE).to(dtype), hidden.clone()
+    found = layer_norm_linear(hidden, *others, delta)
+    assert torch.equal(hidden, before)
+    for own, wanted in zip(found, layer_norm_linear(before + delta, *others), strict=True):
+        assert torch.equal(own, wanted)
+
+
+@every_implementation
 def test_no_row_gives_none(layer_norm_linear):
     hidden, *others = operands(1, 17, 3, torch.float32)
     normed, product = layer_norm_linear(hidden[:0], *others)

@@ -45,9 +45,9 @@ class Experts:
         self.down = torch.randn(num_experts, dim, inner, device=DEVICE) / math.sqrt(inner)
         self.scales: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
 
-    def run(self, experts_per_token=2):
+    def run(self, experts_per_token=2, positions=None):
         return self.mixture_of_experts(
-            self.hidden, self.logits, self.up, self.down, experts_per_token, *self.scales
+            *(self.hidden, self.logits, self.up, self.down, experts_per_token, *self.scales), positions=positions
         )
 
     def wanted(self, experts_per_token=2):
@@ -208,3 +208,19 @@ def test_a_token_that_is_not_a_number_spoils_no_other(mixture_of_experts, is_flo
     experts.hidden[3], experts.logits[3] = float("nan"), float("nan")
     others = [0, 1, 2, 4, 5, 6]
     torch.testing.assert_close(experts.run()[others], before[others], rtol=1e-4, atol=1e-4)
+
+
+@every_implementation
+@pytest.mark.parametrize("num_tokens", [7, 70])
+def test_padding_chooses_no_expert_and_gives_zeros(mixture_of_experts, num_tokens):
+    experts = Experts(mixture_of_experts, num_tokens=num_tokens)
+    positions = torch.arange(num_tokens, device=DEVICE)
+    positions[[1, num_tokens - 1]] = -1
+    is_there = positions >= 0
+    experts.logits[is_there, 4] = -100.0
+    experts.logits[~is_there, 4] = 100.0
+    wanted = experts.run(3)
+    experts.up[4] = torch.nan  # which only padding would choose
+    found = experts.run(3, positions)
+    torch.testing.assert_close(found[is_there], wanted[is_there], rtol=1e-4, atol=1e-4)
+    assert (found[~is_there] == 0).all()

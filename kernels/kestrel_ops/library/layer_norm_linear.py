@@ -13,8 +13,11 @@ def layer_norm_linear(
     epsilon: float,
     weight: Tensor,
     bias: Tensor,
+    delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # both of the type of the weight
     """As the reference, but rows are rounded before they are normalised, and so are the sums."""
+    if delta is not None:
+        hidden = hidden + delta
     normed = layer_norm(hidden.to(weight.dtype), hidden.shape[1:], norm_weight, norm_bias, epsilon)
     return normed, linear(normed, weight, bias)
 

@@ -24,10 +24,29 @@ def mixture_of_experts(
     up_scale: Tensor | None = None,  # [E, 2 * inner] float32, where `up` is float8
     down_scale: Tensor | None = None,  # [E, dim] float32, where `down` is float8
     adapters: ExpertAdapters | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:  # [T, dim]
     """As the reference, but a CUDA graph can capture it. The inputs of float8 experts are rounded to float8, too.
     If torch has no grouped product for the type, the sizes or the device, every expert computes every token;
     it has none for experts of 4 bits."""
+    mixed = _mixed(hidden, router_logits, (up, up_scale), (down, down_scale), experts_per_token, adapters)
+    return mixed if positions is None else mixed.masked_fill(positions[:, None] < 0, 0)
+
+
+def unsupported(model: ModelShape) -> str | None:
+    """Why this cannot serve a model: it can serve any, see `mixture_of_experts`."""
+    return None
+
+
+def _mixed(
+    hidden: Tensor,
+    router_logits: Tensor,
+    ups: tuple[Tensor, Tensor | None],
+    downs: tuple[Tensor, Tensor | None],
+    experts_per_token: int,
+    adapters: ExpertAdapters | None,
+) -> Tensor:
+    (up, up_scale), (down, down_scale) = ups, downs
     top = router_logits.float().topk(experts_per_token, dim=-1)
     weights = softmax(top.values, dim=-1).to(hidden.dtype)
     if not _has_grouped_products(hidden, up, adapters):
@@ -51,11 +70,6 @@ def mixture_of_experts(
     places = torch.empty_like(output).index_copy_(0, order, output)
     shares = places.unflatten(0, (-1, experts_per_token)).float() * weights[..., None].float()
     return shares.sum(dim=1).to(hidden.dtype)
-
-
-def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model: it can serve any, see `mixture_of_experts`."""
-    return None
 
 
 def _has_grouped_products(hidden: Tensor, up: Tensor, adapters: ExpertAdapters | None) -> bool:

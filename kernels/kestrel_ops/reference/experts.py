@@ -18,19 +18,21 @@ def mixture_of_experts(
     up_scale: Tensor | None = None,  # [E, 2 * inner] float32, where `up` is float8
     down_scale: Tensor | None = None,  # [E, dim] float32, where `down` is float8
     adapters: ExpertAdapters | None = None,
+    positions: Tensor | None = None,  # [T] int32 or int64: tokens at negative ones are padding
 ) -> Tensor:  # [T, dim]
     """Sum over the best experts of each token: weight * down(gelu(first half) * (second half + 1)).
 
     The weights are a softmax over the chosen logits alone, in float32; the GELU is the exact (erf) form. With
     `adapters`, both products of an expert have those of each token's slot added. Both stacks of experts may have 4
     bits, as `quantise_int4` gives them: `up` is uint8 [E, pairs, 2 * inner, 64] with scales bfloat16 [E, pairs,
-    2 * inner, 2], `down` likewise with `dim` rows.
+    2 * inner, 2], `down` likewise with `dim` rows. Padding chooses no expert and gives zeros.
     """
     top = router_logits.float().topk(experts_per_token, dim=-1)
     weights = softmax(top.values, dim=-1).to(hidden.dtype)
+    chosen = top.indices if positions is None else top.indices.masked_fill(positions[:, None] < 0, -1)
     total = torch.zeros_like(hidden)
-    for expert in top.indices.unique().tolist():
-        rows, places = torch.nonzero(top.indices == expert, as_tuple=True)
+    for expert in chosen[chosen >= 0].unique().tolist():
+        rows, places = torch.nonzero(chosen == expert, as_tuple=True)
         own = hidden[rows]
         product = linear(own, weight_of_expert(up, up_scale, expert, own))
         if adapters is not None:

@@ -69,8 +69,11 @@ def layer_norm_linear(
     epsilon: float,
     weight: Tensor,  # [N, dim]
     bias: Tensor,  # [N]
+    delta: Tensor | None = None,  # [T, dim] of any floating type: added to `hidden` before all else
 ) -> tuple[Tensor, Tensor]:  # [T, dim] of the type of the weight, [T, N] float32 or, elsewhere, of that type
     """The normalised rows, and weight @ row + bias of these, summed in float32."""
+    if delta is not None:
+        hidden = hidden + delta
     normed = layer_norm(hidden, hidden.shape[1:], norm_weight.float(), norm_bias.float(), epsilon).to(weight.dtype)
     return normed, torch.addmm(bias.float(), normed.float(), weight.float().T)
 
@@ -87,15 +90,19 @@ def decode_expand(
     activated_out: Tensor,  # [B, N - num_plain] of any floating type, rows may be strided, written; may be empty
     pending: Tensor | None = None,  # [S, B, K] float32: what `decode_contract` has deferred
     low_rank: BlockLowRank | None = None,
+    delta: Tensor | None = None,  # [B, K] of any floating type
 ) -> None:
     """out = ((hidden - mean) / sqrt(variance + epsilon)) @ weight.T + bias, row by row, and the terms of adapters.
 
-    Before that, hidden += pending[0], then pending[1] and so on. The first `num_plain` columns are stored
+    Before that, hidden += pending[0], then pending[1] and so on; or, which leaves `hidden` as it is, hidden + delta
+    stands in its place. The first `num_plain` columns are stored
     unchanged, the others through the tanh form of GELU. Values beyond the range of float16 become its largest
     number. An implementation may use `row_sums` to subtract the mean afterwards.
     """
     for share in () if pending is None else pending:
         hidden += share
+    if delta is not None:
+        hidden = hidden + delta
     wide = weight.float() if weight_scale is None else weight.float() * weight_scale[:, None]
     normed = layer_norm(hidden, hidden.shape[1:], eps=epsilon)
     product = linear(normed, wide, bias)
@@ -115,9 +122,11 @@ def decode_contract(
     weight: Tensor,  # [N, K], the model's type or float8_e4m3fn
     weight_scale: Tensor | None,  # [N] float32 where the weight is float8: weight * scale is meant
     bias: Tensor,  # [N] float32
-    hidden: Tensor,  # [B, N] float32, changed in place
+    hidden: Tensor,  # [B, N] float32, changed in place without a `total`
     may_defer: bool = False,
     low_rank: BlockLowRank | None = None,
+    delta: Tensor | None = None,  # [B, N] of any floating type: added as well
+    total: Tensor | None = None,  # [B, N] float32, written in the place of `hidden`
 ) -> Tensor | None:  # [S, B, N] float32
     """hidden += activations @ weight.T + bias, and the terms of adapters. The order of each sum is the same in
     every run. The first columns of the activations are the attention's result.
@@ -126,9 +135,11 @@ def decode_contract(
     for `decode_expand`. None: nothing is deferred. The reference defers nothing.
     """
     wide = weight.float() if weight_scale is None else weight.float() * weight_scale[:, None]
-    delta = linear(activations.float(), wide, bias)
+    product = linear(activations.float(), wide, bias)
     if low_rank is not None:
         attended, inner = activations.tensor_split((low_rank.down[0].a.shape[-1],), dim=1)
-        add_down_terms(delta, attended, inner, low_rank, activate=False)
-    hidden += delta
+        add_down_terms(product, attended, inner, low_rank, activate=False)
+    if delta is not None:
+        product = product + delta
+    torch.add(hidden, product, out=hidden if total is None else total)
     return None

@@ -33,13 +33,16 @@ def add_layer_norm(
     out_dtype: torch.dtype,
     out_scale: float | None = None,
     low_rank: BlockLowRank | None = None,
+    weight: Tensor | None = None,  # [dim]
+    bias: Tensor | None = None,  # [dim], where there is a weight
+    affine_out: Tensor | None = None,  # [T, dim], any floating type, where there is a weight: written
 ) -> tuple[Tensor, Tensor | None]:  # [T, dim] out_dtype, and [T, 1] float32 where that is float8
     """hidden += delta, then normed = (hidden - mean) / sqrt(variance + epsilon) of each row.
 
     The sum is rounded to the type of `hidden`, and the stored values are normalised in float32. There is no weight
     and no bias: they are folded into the next product. With `out_dtype` float8_e4m3fn the rows are quantised,
     normed = out * scale. A given `out_scale` applies to all rows. Then larger values are clipped, and no scales are
-    returned. `low_rank.normed` gets the rows with weight and bias.
+    returned. `low_rank.normed` gets the rows with weight and bias. So does `affine_out`, for what has not folded them in.
     """
     if delta is not None:
         hidden.copy_(hidden.float() + delta.float())
@@ -48,6 +51,8 @@ def add_layer_norm(
     normed = (wide - mean) * torch.rsqrt(variance + epsilon)
     if low_rank is not None:
         write_normed(normed, low_rank)
+    if weight is not None and bias is not None and affine_out is not None:
+        affine_out.copy_(normed * weight.float() + bias.float())
     if out_scale is not None:
         return rounded_to_float8(normed / out_scale), None
     if out_dtype == torch.float8_e4m3fn:

@@ -28,6 +28,9 @@ def add_layer_norm(
     out_dtype: torch.dtype,
     out_scale: float | None = None,
     low_rank: BlockLowRank | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    affine_out: Tensor | None = None,  # [T, dim], contiguous
     blocks: RowBlocks | None = None,  # None: those that the width asks for
 ) -> tuple[Tensor, Tensor | None]:  # [T, dim] out_dtype, and [T, 1] float32 where that is float8
     """As the reference. Each row is read once and kept in registers."""
@@ -35,6 +38,7 @@ def add_layer_norm(
     blocks = blocks or _blocks_for(width)
     assert hidden.is_contiguous()
     assert delta is None or delta.is_contiguous()
+    assert affine_out is None or affine_out.is_contiguous()
     out = torch.empty(num_rows, width, dtype=out_dtype, device=hidden.device)
     scale = None
     if out_dtype == torch.float8_e4m3fn and out_scale is None:
@@ -45,7 +49,7 @@ def add_layer_norm(
         delta,
         out,
         scale,
-        *(normed_operands(low_rank)),
+        *((weight, bias, affine_out) if low_rank is None else normed_operands(low_rank)),
         num_rows,
         epsilon,
         None if out_scale is None else 1 / out_scale,

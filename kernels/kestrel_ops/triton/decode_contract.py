@@ -39,6 +39,8 @@ def decode_contract(
     hidden: Tensor,  # [B, N] float32, contiguous
     may_defer: bool = False,
     low_rank: BlockLowRank | None = None,
+    delta: Tensor | None = None,  # [B, N], contiguous
+    total: Tensor | None = None,  # [B, N] float32, contiguous, not `hidden`
     plan: SmallBatchPlan | SingleTokenPlan | None = None,  # None: that which the batch asks for
 ) -> Tensor | None:  # [S, B, N] float32
     """As the reference. The deferred terms are the partial sums over parts of the columns."""
@@ -50,7 +52,7 @@ def decode_contract(
     plan = plan or plan_for(batch, weight.dtype, has_terms=low_rank is not None)
     if isinstance(plan, SingleTokenPlan):
         assert low_rank is None
-        contract_one(activations, weight, weight_scale, bias, hidden, plan)
+        contract_one(activations, weight, weight_scale, bias, hidden, delta, total, plan)
         return None
     block_b = batch_block(batch)
     turns = triton.cdiv(triton.cdiv(width, plan.block_k), plan.num_splits)
@@ -94,8 +96,10 @@ def decode_contract(
         num_stages=plan.num_stages,
     )
     if may_defer:
+        assert delta is None
+        assert total is None
         return pending
-    add_pending(hidden, pending)
+    add_pending(hidden, pending, delta, total)
     return None
 
 

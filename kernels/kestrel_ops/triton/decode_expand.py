@@ -43,6 +43,7 @@ def decode_expand(
     activated_out: Tensor,  # [B, N - num_plain], rows may be strided
     pending: Tensor | None = None,  # [S, B, K] float32, contiguous
     low_rank: BlockLowRank | None = None,
+    delta: Tensor | None = None,  # [B, K], contiguous
     plan: SmallBatchPlan | SingleTokenPlan | None = None,  # None: that which the batch asks for
 ) -> None:
     """As the reference."""
@@ -59,6 +60,7 @@ def decode_expand(
             add_pending(hidden, pending)
         expand_one(
             hidden,
+            delta,
             weight,
             weight_scale,
             row_sums,
@@ -74,7 +76,7 @@ def decode_expand(
     operand_dtype = operand_type(weight.dtype)
     is_dependent = plan.dependent_launch and has_dependent_launch(weight)
     tokens = add_and_normalise(
-        hidden, pending, epsilon, operand_dtype, is_dependent=is_dependent, low_rank=low_rank
+        hidden, pending, epsilon, operand_dtype, delta, is_dependent=is_dependent, low_rank=low_rank
     )
     terms, kinds = Terms.none()
     if low_rank is not None:

@@ -25,6 +25,8 @@ class ProductPlan:
     prefetched_bytes: int = 0
     """In the second product: bytes of each row of the weight that a program has the cache load while it waits for
     the first product to end; a multiple of 16."""
+    turns: int = 1
+    """In the second product: blocks of columns per iteration, where these divide the columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def _measured(num_tokens: int, num_experts: int, choices: int, operand: torch.dt
             return ExpertsPlan(
                 16,
                 ProductPlan(64, 256, 4, 3),
-                ProductPlan(64, 64, 4, 5, prefetched_bytes=256),
+                ProductPlan(64, 64, 4, 3, turns=2),
             )
         if per_expert <= 48:
             return ExpertsPlan(

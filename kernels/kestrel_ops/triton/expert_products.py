@@ -16,9 +16,10 @@ from torch import Tensor
 from kestrel_ops.reference.rows import LARGEST_FLOAT8
 from kestrel_ops.shapes import FLOAT8
 from kestrel_ops.triton.dependent_launch import launch, let_next_start, wait_for_previous
+from kestrel_ops.triton.exact_gelu import exact_gelu
 from kestrel_ops.triton.expert_adapters import Addition, added, operands
 from kestrel_ops.triton.expert_plans import ProductPlan
-from kestrel_ops.triton.expert_routing import Routing, quantise
+from kestrel_ops.triton.expert_routing import Routing, quantised
 from kestrel_ops.triton.prefetch import prefetch
 from kestrel_ops.triton.small_batch import operand, widened
 
@@ -100,6 +101,7 @@ def contract(
     num_experts, dim, width = weight.shape
     out = torch.empty(len(routing.pairs), dim, dtype=dtype, device=weight.device)
     columns = plan.columns if inner.scale_columns >= width else min(plan.columns, inner.scale_columns)
+    turns = plan.turns if width % (plan.turns * columns) == 0 else 1
     is_even = dim % plan.rows == 0 and width % columns == 0
     num_items = routing.items.shape[1]
     launch(
@@ -117,6 +119,7 @@ def contract(
         block_tokens=block_tokens,
         block_rows=plan.rows,
         block_columns=columns,
+        turns=turns,
         is_even=is_even,
         is_read_once=plan.is_read_once,
         prefetched_bytes=_prefetched(plan, width * weight.itemsize) if is_dependent and is_even else 0,
@@ -133,20 +136,8 @@ def rounded(
     is_dependent: bool,
 ) -> Inner:
     """The same in float8, with one scale for each row."""
-    num_pairs, width = inner.rows.shape
-    rows = torch.empty(num_pairs, width, dtype=FLOAT8, device=inner.rows.device)
-    scales = torch.empty(num_pairs, 1, dtype=torch.float32, device=inner.rows.device)
-    launch(
-        _round,
-        (num_pairs,),
-        *(inner.rows, rows, scales),
-        width=width,
-        columns=triton.next_power_of_2(width),
-        is_dependent=is_dependent,
-        num_warps=2,
-        num_stages=1,
-    )
-    return Inner(rows, scales, width)
+    rows, scales = quantised(inner.rows, is_dependent=is_dependent)
+    return Inner(rows, scales[:, None], inner.rows.shape[1])
 
 
 def combine(
@@ -182,7 +173,7 @@ def _prefetched(plan: ProductPlan, row_bytes: int) -> int:
 @triton.jit
 def gated(activated, gate) -> tl.tensor:
     """gelu(activated) * (gate + 1), with the exact GELU."""
-    return activated * 0.5 * (1.0 + tl.erf(activated * 0.7071067811865476)) * (gate + 1.0)
+    return exact_gelu(activated) * (gate + 1.0)
 
 
 @triton.jit
@@ -316,6 +307,7 @@ def _contract(
     block_tokens: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
+    turns: tl.constexpr,
     is_even: tl.constexpr,
     is_read_once: tl.constexpr,
     prefetched_bytes: tl.constexpr,
@@ -345,15 +337,17 @@ def _contract(
         own = weight + expert * (dim * inner) + (rows[:, None] * inner + columns[None, :])
         right = inner_in + places[None, :] * inner + columns[:, None]
         product = tl.zeros((block_rows, block_tokens), tl.float32)
-        for begin in range(0, inner, block_columns):
-            left = _load_weight(own + begin, rows, begin + columns, dim, inner, is_even, is_read_once)
-            values = _load_rows(right + begin, is_present, begin + columns, inner, is_even)
-            if num_scales > 1:
-                own_scale = inner_scales + places * num_scales + begin // scale_columns
-                scale = tl.load(own_scale, mask=is_present, other=0.0)
-                product += tl.dot(left, values) * scale[None, :]
-            else:
-                product = tl.dot(widened(left, values.dtype), values, product, input_precision="ieee")
+        for begin in range(0, inner, turns * block_columns):
+            for turn in tl.static_range(turns):
+                at = begin + turn * block_columns
+                left = _load_weight(own + at, rows, at + columns, dim, inner, is_even, is_read_once)
+                values = _load_rows(right + at, is_present, at + columns, inner, is_even)
+                if num_scales > 1:
+                    own_scale = inner_scales + places * num_scales + at // scale_columns
+                    scale = tl.load(own_scale, mask=is_present, other=0.0)
+                    product += tl.dot(left, values) * scale[None, :]
+                else:
+                    product = tl.dot(widened(left, values.dtype), values, product, input_precision="ieee")
         if inner_scales is not None and num_scales == 1:
             product *= tl.load(inner_scales + places, mask=is_present, other=0.0)[None, :]
         in_range = rows < dim
@@ -367,14 +361,6 @@ def _contract(
             operand(product, out.dtype.element_ty),
             mask=in_range[:, None] & is_present[None, :],
         )
-
-
-@triton.jit
-def _round(rows_in, rows_out, scales, width: tl.constexpr, columns: tl.constexpr, is_dependent: tl.constexpr):
-    if is_dependent:
-        wait_for_previous()
-        let_next_start()
-    quantise(rows_in, rows_out, scales, tl.program_id(0), width, columns)
 
 
 @triton.jit
@@ -395,6 +381,8 @@ def _combine(
         let_next_start()
     total = tl.zeros((columns,), tl.float32)
     for rank in tl.static_range(choices):
+        weight = tl.load(weights + token * choices + rank)
         row = tl.load(rows_in + (token * choices + rank) * dim + places, mask=inside, other=0.0)
-        total += row.to(tl.float32) * tl.load(weights + token * choices + rank)
+        # Rows of padding, with a weight of 0, are undefined.
+        total += tl.where(weight > 0.0, row.to(tl.float32) * weight, 0.0)
     tl.store(out + token * dim + places, operand(total, out.dtype.element_ty), mask=inside)

@@ -19,7 +19,10 @@ from kestrel_ops.shapes import FLOAT8
 from kestrel_ops.triton.dependent_launch import launch, let_next_start, wait_for_previous
 
 _TOKENS_OF_A_PROGRAM = 64
+_COUNTS_AT_ONCE = 64  # programs whose counts are added up together
 _LEAST_ITEMS_BLOCK = 512  # more than are used, for few numbers of tokens, so that fewer kernels are compiled
+_MOST_QUANTISED_HERE = 1024  # tokens; for more, a kernel of fewer warps is worth its launch
+_QUANTISED_TILE = 8192  # values of a program
 _SMALLEST_MAGNITUDE = tl.constexpr(1e-12)  # the scale of a row of zeros must not be 0
 _LARGEST = tl.constexpr(LARGEST_FLOAT8)
 _LOWEST_LOGIT = tl.constexpr(-3.4028234663852886e38)
@@ -46,23 +49,34 @@ def route(
     logits: Tensor,  # [T, E], contiguous
     choices: int,
     block_tokens: int,  # the most pairs of an item
+    positions: Tensor | None = None,  # [T]: tokens at negative ones are padding
     *,
     quantises: bool,
     is_dependent: bool,
 ) -> Routing:
-    """Choose the experts of each token, list tokens by expert, and quantise the tokens if wanted."""
+    """Choose the experts of each token, list tokens by expert, and quantise the tokens if wanted.
+
+    Padding is in no list and has weights of 0. Places in `pairs` behind all lists are then undefined.
+    """
     num_tokens, dim = hidden.shape
     num_experts = logits.shape[1]
     num_blocks = triton.cdiv(num_tokens, _TOKENS_OF_A_PROGRAM)
     device = hidden.device
+    rows, row_scales = hidden, None
+    quantises_here = quantises and num_tokens <= _MOST_QUANTISED_HERE
+    if quantises_here:
+        rows = torch.empty(num_tokens, dim, dtype=FLOAT8, device=device)
+        row_scales = torch.empty(num_tokens, dtype=torch.float32, device=device)
+    elif quantises:
+        rows, row_scales = quantised(hidden, is_dependent=is_dependent)
     routing = Routing(
         pairs=torch.empty(num_tokens * choices, dtype=torch.int32, device=device),
         items=torch.empty(
             3, most_items(num_tokens, num_experts, choices, block_tokens), dtype=torch.int32, device=device
         ),
         weights=torch.empty(num_tokens, choices, dtype=torch.float32, device=device),
-        rows=torch.empty(num_tokens, dim, dtype=FLOAT8, device=device) if quantises else hidden,
-        row_scales=torch.empty(num_tokens, dtype=torch.float32, device=device) if quantises else None,
+        rows=rows,
+        row_scales=row_scales,
     )
     counts = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=device) if num_blocks > 1 else None
     sizes = {
@@ -73,17 +87,15 @@ def route(
         "experts_block": triton.next_power_of_2(num_experts),
         "items_block": max(_LEAST_ITEMS_BLOCK, triton.next_power_of_2(routing.items.shape[1])),
         "is_dependent": is_dependent,
-        "num_warps": 16 if num_tokens > 16 else 4,
+        "num_warps": _warps_for(num_tokens),
         "num_stages": 1,
     }
     launch(
         _choose,
-        (num_blocks + (num_tokens if quantises else 0),),
-        logits,
-        hidden,
+        (num_blocks + (num_tokens if quantises_here else 0),),
+        *(logits, hidden, positions),
         *(routing.pairs, routing.items, routing.weights),
-        routing.rows if quantises else None,
-        routing.row_scales,
+        *((routing.rows, routing.row_scales) if quantises_here else (None, None)),
         counts,
         *(num_tokens, num_blocks, routing.items.shape[1]),
         dim=dim,
@@ -94,11 +106,37 @@ def route(
         launch(
             _list,
             (num_blocks,),
-            *(logits, routing.pairs, routing.items, counts),
+            *(logits, positions, routing.pairs, routing.items, counts),
             *(num_tokens, num_blocks, routing.items.shape[1]),
+            counts_block=_COUNTS_AT_ONCE,
             **sizes,
         )
     return routing
+
+
+def _warps_for(num_tokens: int) -> int:
+    return 16 if num_tokens > 16 else 4
+
+
+def quantised(rows: Tensor, *, is_dependent: bool) -> tuple[Tensor, Tensor]:
+    """Rows [T, width] in float8, and the scale of each, float32 [T]."""
+    count, width = rows.shape
+    out = torch.empty(count, width, dtype=FLOAT8, device=rows.device)
+    scales = torch.empty(count, dtype=torch.float32, device=rows.device)
+    columns = triton.next_power_of_2(width)
+    block = max(1, min(4, _QUANTISED_TILE // columns))
+    launch(
+        _quantise,
+        (triton.cdiv(count, block),),
+        *(rows, out, scales, count),
+        width=width,
+        columns=columns,
+        block=block,
+        is_dependent=is_dependent,
+        num_warps=4,
+        num_stages=1,
+    )
+    return out, scales
 
 
 def most_items(num_tokens: int, num_experts: int, choices: int, block_tokens: int) -> int:
@@ -117,6 +155,15 @@ def ordered_keys(values, experts, last: tl.constexpr, is_wide: tl.constexpr) -> 
     if is_wide:
         keys = keys.to(tl.int64) << 32
     return (keys & -(last + 1)) | (last - experts)
+
+
+@triton.jit
+def _are_present(positions, tokens, num_tokens):
+    """Which tokens there are that are no padding."""
+    are_there = tokens < num_tokens
+    if positions is not None:
+        are_there = are_there & (tl.load(positions + tokens, mask=are_there, other=-1) >= 0)
+    return are_there
 
 
 @triton.jit
@@ -166,7 +213,7 @@ def _store_lists(
         every = tl.arange(0, items_block)
         unused = (every >= tl.sum(num_blocks, axis=0)) & (every < num_items)
         tl.store(items + 2 * num_items + every, tl.zeros_like(every), mask=unused)
-        for block in range((num_tokens + block_tokens - 1) // block_tokens):
+        for block in range(tl.max(num_blocks, axis=0)):
             exists = block < num_blocks
             item = ends - num_blocks + block
             tl.store(items + item, experts, mask=exists)
@@ -188,10 +235,34 @@ def quantise(hidden, quantised, row_scales, token, dim: tl.constexpr, columns: t
     tl.store(row_scales + token, scale)
 
 
+@triton.jit(do_not_specialize=["count"])
+def _quantise(
+    rows_in,
+    rows_out,
+    scales,
+    count,
+    width: tl.constexpr,
+    columns: tl.constexpr,
+    block: tl.constexpr,
+    is_dependent: tl.constexpr,
+):
+    if is_dependent:
+        wait_for_previous()
+        let_next_start()
+    rows, places = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, columns)
+    addresses = rows.to(tl.int64)[:, None] * width + places[None, :]
+    inside = (rows < count)[:, None] & (places < width)[None, :]
+    values = tl.load(rows_in + addresses, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), axis=1), _SMALLEST_MAGNITUDE) / _LARGEST
+    tl.store(rows_out + addresses, (values / scale[:, None]).to(rows_out.dtype.element_ty), mask=inside)
+    tl.store(scales + rows, scale, mask=rows < count)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "num_items"])
 def _choose(
     logits,
     hidden,
+    positions,
     pairs,
     items,
     weights,
@@ -219,12 +290,13 @@ def _choose(
         tokens = program * tokens_block + tl.arange(0, tokens_block)
         experts = tl.arange(0, experts_block)
         ranks, values = _ranks(logits, tokens, experts, num_tokens, num_experts, experts_block - 1, choices)
-        is_chosen = (ranks < choices) & (tokens < num_tokens)[:, None]
+        is_chosen = (ranks < choices) & _are_present(positions, tokens, num_tokens)[:, None]
         highest = tl.max(tl.where(ranks < choices, values, float("-inf")), axis=1)[:, None]
         shares = tl.where(ranks < choices, tl.exp(tl.where(ranks < choices, values, highest) - highest), 0.0)
         shares = shares / tl.sum(shares, axis=1)[:, None]
         places = tokens[:, None] * choices + ranks
-        tl.store(weights + places, shares, mask=is_chosen)
+        shares = tl.where(is_chosen, shares, 0.0)
+        tl.store(weights + places, shares, mask=(ranks < choices) & (tokens < num_tokens)[:, None])
         own = tl.sum(is_chosen.to(tl.int32), axis=0)
         if counts is not None:
             tl.store(counts + program * num_experts + experts, own, mask=experts < num_experts)
@@ -241,12 +313,14 @@ def _choose(
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks", "num_items"])
 def _list(
     logits,
+    positions,
     pairs,
     items,
     counts,
     num_tokens,
     num_blocks,
     num_items,
+    counts_block: tl.constexpr,
     choices: tl.constexpr,
     num_experts: tl.constexpr,
     block_tokens: tl.constexpr,
@@ -263,14 +337,14 @@ def _list(
     experts = tl.arange(0, experts_block)
     totals = tl.zeros((experts_block,), tl.int32)
     before = tl.zeros((experts_block,), tl.int32)
-    for first in range(0, num_blocks, 16):
-        blocks = first + tl.arange(0, 16)
+    for first in range(0, num_blocks, counts_block):
+        blocks = first + tl.arange(0, counts_block)
         inside = (blocks < num_blocks)[:, None] & (experts < num_experts)[None, :]
         own = tl.load(counts + blocks[:, None] * num_experts + experts[None, :], mask=inside, other=0)
         totals += tl.sum(own, axis=0)
         before += tl.sum(tl.where((blocks < program)[:, None], own, 0), axis=0)
     ranks, _ = _ranks(logits, tokens, experts, num_tokens, num_experts, experts_block - 1, choices)
-    is_chosen = (ranks < choices) & (tokens < num_tokens)[:, None]
+    is_chosen = (ranks < choices) & _are_present(positions, tokens, num_tokens)[:, None]
     _store_lists(
         pairs, items, ranks, is_chosen, tokens, experts, totals, before, num_tokens, num_items,
         program == 0, choices, block_tokens, items_block,

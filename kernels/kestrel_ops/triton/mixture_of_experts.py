@@ -31,11 +31,12 @@ def mixture_of_experts(
     up_scale: Tensor | None = None,  # [E, 2 * inner] float32, where `up` is float8
     down_scale: Tensor | None = None,  # [E, dim] float32, where `down` is float8
     adapters: ExpertAdapters | None = None,
+    positions: Tensor | None = None,
     plan: ExpertsPlan | OneTokenPlan | None = None,  # None: that which the number of tokens asks for
 ) -> Tensor:  # [T, dim]
     """As the reference, but a CUDA graph can capture it. Between the products values have the type of `hidden`;
     with float8 experts and a `hidden` of 16 bits the inputs of both products are rounded to float8, too, except for
-    one token and on devices without float8, which widen the experts."""
+    one token and on devices without float8, which widen the experts. A token alone is never padding."""
     num_tokens, dim = hidden.shape
     if num_tokens == 0:
         return torch.empty_like(hidden)
@@ -61,7 +62,11 @@ def mixture_of_experts(
         )
     plan = plan or (int4_plan_for if is_int4 else plan_for)(num_tokens, len(up), experts_per_token, operand, limits)
     block = plan.block_tokens
-    routing = route(hidden, router_logits, experts_per_token, block, quantises=quantises, is_dependent=is_dependent)
+    routing = route(
+        *(hidden, router_logits, experts_per_token, block, positions),
+        quantises=quantises,
+        is_dependent=is_dependent,
+    )
     added = None
     if adapters is not None:
         added = addition_to_rows(

@@ -21,11 +21,13 @@ _BLOCKS = RowBlocks(rows=1, num_warps=8)
 
 
 def add_pending(
-    hidden: Tensor,  # [B, K] float32, contiguous, changed in place
+    hidden: Tensor,  # [B, K] float32, contiguous, changed in place without a `total`
     pending: Tensor,  # [S, B, K] float32, contiguous
+    delta: Tensor | None = None,  # [B, K], contiguous
+    total: Tensor | None = None,  # [B, K] float32, contiguous
 ) -> None:
-    """hidden += pending[0], then pending[1] and so on."""
-    _launch(hidden, pending, None, 0.0, is_dependent=has_dependent_launch(hidden))
+    """total = hidden + pending[0], then pending[1] and so on, then the delta."""
+    _launch(hidden, pending, delta, total, None, 0.0, is_dependent=has_dependent_launch(hidden))
 
 
 def add_and_normalise(
@@ -33,19 +35,23 @@ def add_and_normalise(
     pending: Tensor | None,  # [S, B, K] float32, contiguous
     epsilon: float,
     out_dtype: torch.dtype,
+    delta: Tensor | None = None,  # [B, K], contiguous: added as well, but not to `hidden`
     *,
     is_dependent: bool,  # whether it starts before the previous kernel has ended
     low_rank: BlockLowRank | None = None,
 ) -> Tensor:  # [B, K] out_dtype
     """`add_pending`, and (hidden - mean) / sqrt(variance + epsilon) of each row. Writes `low_rank.normed`."""
+    assert pending is None or delta is None
     out = torch.empty(hidden.shape, dtype=out_dtype, device=hidden.device)
-    _launch(hidden, pending, out, epsilon, is_dependent=is_dependent, low_rank=low_rank)
+    _launch(hidden, pending, delta, None, out, epsilon, is_dependent=is_dependent, low_rank=low_rank)
     return out
 
 
 def _launch(
     hidden: Tensor,
     pending: Tensor | None,
+    delta: Tensor | None,
+    total: Tensor | None,
     out: Tensor | None,
     epsilon: float,
     *,
@@ -53,13 +59,14 @@ def _launch(
     low_rank: BlockLowRank | None = None,
 ) -> None:
     batch, width = hidden.shape
-    assert hidden.is_contiguous()
-    assert pending is None or pending.is_contiguous()
+    assert all(rows is None or rows.is_contiguous() for rows in (hidden, pending, delta, total))
     launch(
         _add_and_normalise,
         (batch,),
         hidden,
         pending,
+        delta,
+        total,
         out,
         *normed_operands(low_rank),
         batch,
@@ -77,6 +84,8 @@ def _launch(
 def _add_and_normalise(
     hidden,
     pending,
+    delta,
+    total,
     out,
     norm_weight,
     norm_bias,
@@ -98,7 +107,11 @@ def _add_and_normalise(
     for share in tl.static_range(num_shares):
         place = (share * batch + row) * width + columns
         values += tl.load(pending + place, mask=inside, other=0.0)
-    if num_shares > 0:
+    if delta is not None:
+        values += tl.load(delta + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    if total is not None:
+        tl.store(total + row * width + columns, values, mask=inside)
+    elif num_shares > 0:
         tl.debug_barrier()  # `hidden` is written in place
         tl.store(hidden + row * width + columns, values, mask=inside)
     if out is not None:

@@ -42,6 +42,7 @@ class SingleTokenPlan:
 
 def expand_one(
     hidden: Tensor,
+    delta: Tensor | None,
     weight: Tensor,
     weight_scale: Tensor | None,
     row_sums: Tensor,
@@ -62,6 +63,7 @@ def expand_one(
         _expand,
         (triton.cdiv(num_rows, plan.block_n),),
         hidden,
+        delta,
         weight,
         weight_scale,
         row_sums,
@@ -88,6 +90,8 @@ def contract_one(
     weight_scale: Tensor | None,
     bias: Tensor,
     hidden: Tensor,
+    delta: Tensor | None,
+    total: Tensor | None,
     plan: SingleTokenPlan,
 ) -> None:
     """`decode_contract` of one token."""
@@ -104,6 +108,8 @@ def contract_one(
         weight_scale,
         bias,
         hidden,
+        delta,
+        total,
         num_rows,
         width=width,
         block_n=plan.block_n,
@@ -154,6 +160,7 @@ def _add_pairs(left, left_more, right, right_more):
 @triton.jit
 def _expand(
     hidden,
+    delta,
     weight,
     weight_scale,
     row_sums,
@@ -187,6 +194,9 @@ def _expand(
     # Loaded once more with one thread per value: in the layout of the product every warp has all values.
     places = tl.arange(0, num_turns * turn)
     values = tl.load(hidden + places, mask=places < width, other=0.0)
+    if delta is not None:
+        token += tl.load(delta + columns, mask=columns < width, other=0.0).to(tl.float32)
+        values += tl.load(delta + places, mask=places < width, other=0.0).to(tl.float32)
     total, squares = tl.reduce((values, values * values), 0, _add_pairs)
     mean = total / width
     variance = tl.maximum(squares / width - mean * mean, 0.0)
@@ -208,6 +218,8 @@ def _contract(
     weight_scale,
     bias,
     hidden,
+    delta,
+    total,
     num_rows,
     width: tl.constexpr,
     block_n: tl.constexpr,
@@ -235,6 +247,8 @@ def _contract(
     if num_tiles > 1:
         next_token = tl.load(activations + next_columns, mask=next_columns < width, other=0.0)
     before = tl.load(hidden + rows, mask=in_range, other=0.0)
+    if delta is not None:
+        before += tl.load(delta + rows, mask=in_range, other=0.0).to(tl.float32)
     sums = tl.zeros((block_n, turn), tl.float32)
     for each in tl.static_range(num_tiles):
         sums += tl.sum(tile.to(tl.float32) * token.to(tl.float32)[None, :, :], axis=1)
@@ -245,5 +259,8 @@ def _contract(
             next_tile = _load_tile(weight, rows, next_columns, num_rows, width, is_even)
             next_token = tl.load(activations + next_columns, mask=next_columns < width, other=0.0)
     product = tl.sum(sums, axis=1) * scale + offset
-    tl.debug_barrier()  # `hidden` is updated in place, and many threads hold the same row
-    tl.store(hidden + rows, before + product, mask=in_range)
+    if total is not None:
+        tl.store(total + rows, before + product, mask=in_range)
+    else:
+        tl.debug_barrier()  # `hidden` is updated in place, and many threads hold the same row
+        tl.store(hidden + rows, before + product, mask=in_range)

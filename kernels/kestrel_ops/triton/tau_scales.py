@@ -9,11 +9,11 @@ from torch import Tensor
 
 from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
+from kestrel_ops.triton.exact_gelu import exact_gelu
 from kestrel_ops.triton.requirements import unsupported_device
 from kestrel_ops.triton.small_batch import triton_type
 
 _FEW_TOKENS = 4  # up to which each scale has a program of its own
-_PROGRAMS = 128  # that keep a device busy
 _COLUMNS = 128
 _MOST_HEADS = 128  # a program holds the sums of all heads
 
@@ -43,9 +43,9 @@ def tau_scales(
         grid = 2 * num_heads, num_tokens
         launch(_scale, grid, *operands, out, packed.stride(0), columns=columns, **sizes, num_warps=4, num_stages=1)
         return out[0], out[1]
-    block_tokens = 16 if num_tokens <= 1024 else 64
+    block_tokens, programs, num_warps = _plan_for(num_tokens)
     num_blocks, num_steps = triton.cdiv(num_tokens, block_tokens), triton.cdiv(width, _COLUMNS)
-    steps = triton.cdiv(num_steps, max(1, min(num_steps, _PROGRAMS // num_blocks)))
+    steps = triton.cdiv(num_steps, max(1, min(num_steps, programs // num_blocks)))
     num_shares = triton.cdiv(num_steps, steps)
     shares = None
     if num_shares > 1:
@@ -60,7 +60,7 @@ def tau_scales(
         block_rows=max(16, triton.next_power_of_2(2 * num_heads)),
         columns=_COLUMNS if query_weight.itemsize == 2 else _COLUMNS // 2,
         **sizes,
-        num_warps=4,
+        num_warps=num_warps,
         num_stages=3,
     )
     if shares is not None:
@@ -76,6 +76,11 @@ def tau_scales(
     return out[0], out[1]
 
 
+def _plan_for(num_tokens: int) -> tuple[int, int, int]:
+    """Tokens of a program, programs that keep a device busy, and warps of a program."""
+    return (16, 512, 4) if num_tokens <= 128 else (64, 512, 4)
+
+
 def unsupported(model: ModelShape) -> str | None:
     """Why this cannot serve a model."""
     if model.text is None:
@@ -83,12 +88,6 @@ def unsupported(model: ModelShape) -> str | None:
     if model.text.num_heads > _MOST_HEADS:
         return f"{model.text.num_heads} heads are more than {_MOST_HEADS}"
     return unsupported_device(model)
-
-
-@triton.jit
-def _activated(values) -> tl.tensor:
-    """The exact GELU."""
-    return values * 0.5 * (1.0 + tl.erf(values * 0.7071067811865476))
 
 
 @triton.jit
@@ -127,7 +126,7 @@ def _scale(
         inside = begin + places < width
         factors = tl.load(weight + begin + places, mask=inside, other=0.0).to(tl.float32)
         values = tl.load(packed + token * stride + begin + places, mask=inside, other=0.0).to(tl.float32)
-        total += _activated(values) * factors
+        total += exact_gelu(values) * factors
     scale = _with_position(tl.sum(total, axis=0), own_alpha, tl.load(positions + token))
     place = (row // num_heads * tl.num_programs(1) + token) * num_heads + head
     tl.store(out + place, scale.to(out.dtype.element_ty))
@@ -173,7 +172,7 @@ def _share(
         is_weight = is_row[None, :] & inside[:, None]
         factors = tl.load(query_weight + places_of_weight, mask=is_weight & is_query, other=0.0)
         factors += tl.load(value_weight + places_of_weight, mask=is_weight & (is_query == 0), other=0.0)
-        activated = _activated(values.to(tl.float32)).to(operand_dtype)
+        activated = exact_gelu(values.to(tl.float32)).to(operand_dtype)
         product = tl.dot(activated, factors, product, input_precision="ieee")
     inside = is_token[:, None] & is_row[None, :]
     if shares is not None:
