@@ -414,7 +414,7 @@ def main() -> int:
     parser.add_argument(
         "--experts",
         action="store_true",
-        help="whole steps of a Moondream 3 with experts of 8 or 4 bits, and nothing else",
+        help="whole steps of a Moondream 3 with experts of 8 or 4 bits, other weights as chosen, and nothing else",
     )
     parser.add_argument("--expert-dtype", choices=["float8", "int4"], default="float8", help="with --experts")
     parser.add_argument("--tiny", action="store_true", help="a few thousand weights, to see that it runs")
@@ -438,8 +438,9 @@ def main() -> int:
         config = TINY_WITH_EXPERTS if arguments.tiny else MOONDREAM_3.text
         text = random_text_with_experts(config, device, arguments.expert_dtype)
         own_ranges = ranges[: 1 + (not arguments.tiny)]
-        result["expert_dtype"] = arguments.expert_dtype
-        result["steps"] = time_steps(kernels, Model.of(text, "model"), limits, own_ranges, batches)
+        result["expert_dtype"], result["steps"] = arguments.expert_dtype, []
+        for precision in arguments.precision:
+            result["steps"] += time_steps(kernels, Model.of(text, precision), limits, own_ranges, batches)
         target = folder_of_results() / f"decode_step_experts_{arguments.expert_dtype}.json"
         write_json(target, result)
         return 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-_URGENT = -5
-"""Priorities go from 0 down to this; where a device has fewer, its own last one is meant."""
+_URGENT = -2
+"""Priorities go from 0 down to one below this: torch has no more, and takes the last one for what is below."""
 
 
 class CudaStream:
@@ -50,3 +51,38 @@ class CudaStream:
         """Have the host wait until all is complete."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+class SideStream:
+    """A stream beside the current one, for the part of a step that does not depend on another part.
+
+    There is one for each stream that has forked. Its kernels start before those of that stream when both wait for
+    the device: it is for the part of many short kernels. Memory that is allocated on one of the two must be used on
+    it alone, or on the other one only until the next `forked`. Elsewhere than on a CUDA device both parts run one
+    after the other.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sides: dict[int, torch.cuda.Stream] = {}  # by the handle of the stream that forks
+
+    @contextmanager
+    def forked(self) -> Iterator[None]:
+        """Launches within the context go into the side, behind all that was launched on the current stream."""
+        if self._device.type != "cuda":
+            yield
+            return
+        current = torch.cuda.current_stream(self._device)
+        side = self._sides.get(current.cuda_stream)
+        if side is None:
+            side = torch.cuda.Stream(self._device, priority=current.priority - 1)
+            self._sides[current.cuda_stream] = side
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            yield
+
+    def join(self) -> None:
+        """Work launched on the current stream from now on starts when all work of its side is complete."""
+        if self._device.type == "cuda":
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._sides[current.cuda_stream])

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kestrel_runtime.execution.cuda_stream import CudaStream
+from kestrel_runtime.execution.cuda_stream import CudaStream, SideStream
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -44,3 +44,48 @@ def test_lanes_work_beside_each_other():
     quick.synchronize()
     assert end is not None
     assert not end.query()
+
+
+def test_beside_no_gpu_a_side_runs_in_turn():
+    side, number = SideStream(torch.device("cpu")), torch.ones(1)
+    with side.forked():
+        number += 1
+    number *= 3
+    side.join()
+    assert number.tolist() == [6]
+
+
+@needs_cuda
+def test_a_side_begins_behind_the_fork_and_is_complete_behind_the_join():
+    device = torch.device("cuda")
+    stream, side = CudaStream(device), SideStream(device)
+    numbers = torch.zeros(2, device=device)
+    torch.cuda.synchronize()
+    with stream.entered():
+        torch.cuda._sleep(50_000_000)
+        numbers += 1
+        with side.forked():
+            torch.cuda._sleep(50_000_000)
+            numbers[0] *= 5
+        numbers[1] *= 7
+        side.join()
+        numbers += 1
+    stream.synchronize()
+    assert numbers.tolist() == [6, 8]
+
+
+@needs_cuda
+def test_a_graph_captures_a_side():
+    device = torch.device("cuda")
+    side, numbers = SideStream(device), torch.zeros(2, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        numbers += 1
+        with side.forked():
+            numbers[0] *= 5
+        numbers[1] *= 7
+        side.join()
+        numbers += 1
+    graph.replay()
+    torch.cuda.synchronize()
+    assert numbers.tolist() == [6, 8]

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kestrel_ops import Kernels
-from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.models.moondream.adapters.slabs import BlockAdapters, RowAdapters
+from kestrel_ops import BlockLowRank, Kernels
+from kestrel_runtime.execution.cuda_stream import SideStream
+from kestrel_runtime.execution.kv_cache import KVCache, LayerPages
+from kestrel_runtime.models.moondream.adapters.slabs import RowAdapters
 from kestrel_runtime.models.moondream.fused.weights import FusedBlock, Matrix
 from kestrel_runtime.models.moondream.text.decoder import TextModel, rotary_tables
 
@@ -28,7 +29,8 @@ class DecodeWorkspace:
     """Buffers for batches up to a size. A step uses the first rows. Contents are not kept between steps."""
 
     hidden: Tensor
-    """[most sequences, dim] float32: the residual stream."""
+    """[2, most sequences, dim] float32: the residual stream. A block with experts reads one and writes the other,
+    since its two parts read concurrently."""
     qkv: Tensor
     """[most sequences, qkv_dim], float16 where the weights are float8, else the model's type."""
     activations: Tensor
@@ -39,6 +41,17 @@ class DecodeWorkspace:
     """Flat int32, zeros: counters of completed parts."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The new tokens of a step, and the parts of the workspace that their attention uses in every block."""
+
+    positions: Tensor
+    page_table: Tensor
+    qkv: Tensor
+    partials: Tensor
+    counters: Tensor
+
+
 class FusedDecoder:
     """Runs `fused_blocks` of a `TextModel`; equal to its `forward` over one token per sequence, up to rounding."""
 
@@ -47,6 +60,7 @@ class FusedDecoder:
         self._blocks = tuple(blocks)
         self._kernels = kernels
         self._device = text.wte.device
+        self._side, self._in_turn = SideStream(self._device), SideStream(torch.device("cpu"))
         self._final_epsilon = text.post_ln.eps
         is_float8 = any(matrix.scale is not None for block in self._blocks for matrix in (block.up, block.down))
         self._dtype = torch.float16 if is_float8 else text.wte.dtype
@@ -65,7 +79,7 @@ class FusedDecoder:
             return torch.empty(shape, device=self._device, dtype=dtype)
 
         return DecodeWorkspace(
-            hidden=empty(max_batch, config.dim, dtype=torch.float32),
+            hidden=empty(2, max_batch, config.dim, dtype=torch.float32),
             qkv=empty(max_batch, config.qkv_dim, dtype=self._dtype),
             activations=empty(max_batch, max(widths), dtype=self._dtype),
             partials=empty(rows * config.n_heads * (config.head_dim + 2), dtype=torch.float32),
@@ -80,67 +94,113 @@ class FusedDecoder:
         cache: KVCache,
         workspace: DecodeWorkspace,
         adapters: RowAdapters | None = None,  # of the B tokens
-    ) -> Tensor:  # [B, dim] float32, the first rows of the workspace: before the final LayerNorm
+    ) -> Tensor:  # [B, dim] float32, in the workspace: before the final LayerNorm
         """Run the blocks and write the tokens' keys and values. Rows without a token have undefined results."""
-        config, kernels = self._config, self._kernels
+        config = self._config
         batch = len(embeddings)
         num_parts = self._num_parts(batch)
-        hidden, qkv = workspace.hidden[:batch], workspace.qkv[:batch]
+        hidden, spare = workspace.hidden[0, :batch], workspace.hidden[1, :batch]
         shape = (batch, config.n_heads, num_parts, config.head_dim + 2)
-        partials = workspace.partials[: torch.Size(shape).numel()].view(shape)
-        counters = workspace.counters[: batch * config.n_heads].view(batch, config.n_heads)
+        tokens = _Tokens(
+            positions,
+            page_table,
+            qkv=workspace.qkv[:batch],
+            partials=workspace.partials[: torch.Size(shape).numel()].view(shape),
+            counters=workspace.counters[: batch * config.n_heads].view(batch, config.n_heads),
+        )
         hidden.copy_(embeddings)
         if num_parts > 1:  # discards sums of a previous step
-            counters.zero_()
-        grouped = None if adapters is None else adapters.grouped(kernels, config.dim, is_decode=True)
-        pending: Tensor | None = None
+            tokens.counters.zero_()
+        grouped = None if adapters is None else adapters.grouped(self._kernels, config.dim, is_decode=True)
+        side = self._side if grouped is None else self._in_turn  # parts with adapters share memory
+        pending: Tensor | None = None  # what `decode_contract` has deferred
+        mixed: Tensor | None = None  # what the experts of the block before add to the stream
         for layer, block in enumerate(self._blocks):
             pages = cache.layer(layer)
-            up, down = block.up, block.down
-            activations = workspace.activations[:batch, : down.weight.shape[1]]
-            attended, inner = activations.tensor_split((config.n_heads * config.head_dim,), dim=1)
+            activations = workspace.activations[:batch, : block.down.weight.shape[1]]
             low_rank = None if grouped is None else grouped.of_block(layer, block.ln)
-            kernels.decode_expand(
-                hidden,
-                up.weight,
-                up.scale,
-                up.row_sums,
-                up.bias,
-                block.ln.eps,
-                config.qkv_dim,
-                qkv,
-                inner,
-                pending,
-                low_rank,
+            if block.experts is None:
+                if mixed is not None:
+                    hidden += mixed
+                    mixed = None
+                may_defer = layer + 1 < len(self._blocks) and self._blocks[layer + 1].experts is None
+                pending = self._attend(
+                    *(block, hidden, tokens, pages, activations, low_rank), pending=pending, may_defer=may_defer
+                )
+                continue
+            # Attention and experts of a block both take the stream as it is here.
+            with side.forked():
+                self._attend(block, hidden, tokens, pages, activations, low_rank, delta=mixed, total=spare)
+            router, norm = block.experts.router, block.ln
+            normed, logits = self._kernels.layer_norm_linear(
+                hidden, norm.weight, norm.bias, norm.eps, router.weight, router.bias, mixed
             )
-            # Afterwards nothing is pending.
-            mixed = self._experts(block, hidden, None if grouped is None else grouped.of_experts(layer))
-            query_scale, value_factor = None, None
-            if block.tau is not None:
-                query_scale, value_factor = block.tau(qkv, positions, kernels.tau_scales)
-            kernels.rotary_decode_attention(
-                qkv,
-                positions,
-                self._cosine,
-                self._sine,
-                pages.key_pages,
-                pages.value_pages,
-                page_table,
-                attended,
-                pages.key_scale,
-                pages.value_scale,
-                query_scale,
-                value_factor,
-                partials,
-                counters,
-            )
-            may_defer = layer + 1 < len(self._blocks)
-            pending = kernels.decode_contract(
-                activations, down.weight, down.scale, down.bias, hidden, may_defer, low_rank
-            )
-            if mixed is not None:
-                hidden += mixed
+            own = None if grouped is None else grouped.of_experts(layer)
+            following = block.experts.mixed(normed, logits, self._kernels.mixture_of_experts, own, positions)
+            side.join()
+            # The side has read what was mixed before, which is only freed here.
+            hidden, spare, mixed = spare, hidden, following
+        if mixed is not None:
+            hidden += mixed
         return hidden
+
+    def _attend(
+        self,
+        block: FusedBlock,
+        hidden: Tensor,
+        tokens: _Tokens,
+        pages: LayerPages,
+        activations: Tensor,  # [B, H * D + inner]
+        low_rank: BlockLowRank | None,
+        *,
+        pending: Tensor | None = None,
+        may_defer: bool = False,
+        delta: Tensor | None = None,
+        total: Tensor | None = None,
+    ) -> Tensor | None:
+        """Add attention, and the MLP where there is one, to the stream; returns what is deferred.
+
+        With a `total`, the sum of the stream, a delta and these is written there instead.
+        """
+        config, kernels = self._config, self._kernels
+        up, down, qkv = block.up, block.down, tokens.qkv
+        attended, inner = activations.tensor_split((config.n_heads * config.head_dim,), dim=1)
+        kernels.decode_expand(
+            hidden,
+            up.weight,
+            up.scale,
+            up.row_sums,
+            up.bias,
+            block.ln.eps,
+            config.qkv_dim,
+            qkv,
+            inner,
+            pending,
+            low_rank,
+            delta,
+        )
+        query_scale, value_factor = None, None
+        if block.tau is not None:
+            query_scale, value_factor = block.tau(qkv, tokens.positions, kernels.tau_scales)
+        kernels.rotary_decode_attention(
+            qkv,
+            tokens.positions,
+            self._cosine,
+            self._sine,
+            pages.key_pages,
+            pages.value_pages,
+            tokens.page_table,
+            attended,
+            pages.key_scale,
+            pages.value_scale,
+            query_scale,
+            value_factor,
+            tokens.partials,
+            tokens.counters,
+        )
+        return kernels.decode_contract(
+            activations, down.weight, down.scale, down.bias, hidden, may_defer, low_rank, delta, total
+        )
 
     def logits(
         self,
@@ -166,12 +226,3 @@ class FusedDecoder:
         """The number of parts into which a context may be split."""
         wanted = _PROGRAMS_OF_ATTENTION // (batch * self._config.n_heads)
         return min(max(wanted, 1), _MOST_PARTS)
-
-    def _experts(self, block: FusedBlock, hidden: Tensor, adapters: BlockAdapters | None) -> Tensor | None:
-        if block.experts is None:
-            return None
-        router, norm = block.experts.router, block.ln
-        normed, logits = self._kernels.layer_norm_linear(
-            hidden, norm.weight, norm.bias, norm.eps, router.weight, router.bias
-        )
-        return block.experts.mixed(normed, logits, self._kernels.mixture_of_experts, adapters)

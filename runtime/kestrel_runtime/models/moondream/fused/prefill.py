@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kestrel_ops import BlockLowRank, Kernels
+from kestrel_runtime.execution.cuda_stream import SideStream
 from kestrel_runtime.execution.kv_cache import KVCache, LayerPages
 from kestrel_runtime.execution.step_inputs import PackedChunks
-from kestrel_runtime.models.moondream.adapters.slabs import BlockAdapters, GroupedAdapters, RowAdapters
+from kestrel_runtime.models.moondream.adapters.slabs import GroupedAdapters, RowAdapters
 from kestrel_runtime.models.moondream.fused.weights import FusedBlock, Matrix
 from kestrel_runtime.models.moondream.text.decoder import TextModel, rotary_tables
 
@@ -27,6 +28,7 @@ class FusedPrefill:
         self._config = config
         self._kernels = kernels
         self._dtype = text.wte.dtype
+        self._side, self._in_turn = SideStream(text.wte.device), SideStream(torch.device("cpu"))
         # A bias of the type of a product costs nothing; converting it each time would be one more kernel.
         self._blocks = tuple(
             replace(
@@ -72,15 +74,37 @@ class FusedPrefill:
         """Add `delta` to the stream and return the next `delta`."""
         block, pages = self._blocks[layer], cache.layer(layer)
         low_rank = None if adapters is None else adapters.of_block(layer, block.ln)
-        normed, scale = self._normed(block, hidden, delta, low_rank)
+        if block.experts is None:
+            normed, scale = self._normed(block, hidden, delta, low_rank)
+            return self._attention(block, normed, scale, plan, pages, low_rank)
+        unfolded = torch.empty(hidden.shape, dtype=block.ln.weight.dtype, device=hidden.device)
+        normed, scale = self._normed(block, hidden, delta, low_rank, unfolded)
+        experts = None if adapters is None else adapters.of_experts(layer)
+        side = self._side if adapters is None else self._in_turn  # parts with adapters share memory
+        # Attention and experts of a block both take the stream as it is here.
+        with side.forked():
+            out = self._attention(block, normed, scale, plan, pages, low_rank)
+        mixed = block.experts(unfolded, self._kernels.mixture_of_experts, experts)
+        side.join()
+        return out + mixed
+
+    def _attention(
+        self,
+        block: FusedBlock,
+        normed: Tensor,
+        scale: Tensor | None,
+        plan: PackedChunks,
+        pages: LayerPages,
+        low_rank: BlockLowRank | None,
+    ) -> Tensor:
+        """What attention, and the MLP where there is one, add to the stream."""
         product = self._product(block.up, normed, scale)
         qkv, inner = product.tensor_split((self._config.qkv_dim,), dim=1)
         if low_rank is not None:
             self._kernels.add_up_terms(product, low_rank)
         query, key, value = self._turned(block, qkv, plan, pages)
         attended = self._attended(query, key, value, plan, pages)
-        experts = None if adapters is None else adapters.of_experts(layer)
-        return self._down(block, hidden, attended, inner, low_rank, experts)
+        return self._down(block, attended, inner, low_rank)
 
     def _last_block(
         self,
@@ -117,13 +141,27 @@ class FusedPrefill:
             if low_rank is not None:
                 self._kernels.add_up_terms(inner, low_rank._replace(up=low_rank.up[1:]))
         attended = self._attended(query[rows], key[rows], value[rows], _single_rows(plan, rows), pages)
-        return hidden + self._down(block, hidden, attended, inner, low_rank, experts)
+        out = self._down(block, attended, inner, low_rank)
+        if block.experts is not None:
+            out = out + block.experts(self._unfolded(block, hidden), self._kernels.mixture_of_experts, experts)
+        return hidden + out
 
     def _normed(
-        self, block: FusedBlock, hidden: Tensor, delta: Tensor | None, low_rank: BlockLowRank | None
+        self,
+        block: FusedBlock,
+        hidden: Tensor,
+        delta: Tensor | None,
+        low_rank: BlockLowRank | None,
+        unfolded: Tensor | None = None,  # [T, dim], written: with the norm's weight and bias
     ) -> tuple[Tensor, Tensor | None]:
-        dtype = block.up.weight.dtype
-        return self._kernels.add_layer_norm(hidden, delta, block.ln.eps, dtype, None, low_rank)
+        dtype, epsilon = block.up.weight.dtype, block.ln.eps
+        if unfolded is None:
+            return self._kernels.add_layer_norm(hidden, delta, epsilon, dtype, None, low_rank)
+        affine = block.ln.weight, block.ln.bias, unfolded
+        result = self._kernels.add_layer_norm(hidden, delta, epsilon, dtype, None, None, *affine)
+        if low_rank is not None:
+            low_rank.normed.copy_(unfolded)
+        return result
 
     def _product(self, matrix: Matrix, rows: Tensor, scale: Tensor | None) -> Tensor:
         return self._kernels.scaled_linear(rows, scale, matrix.weight, matrix.scale, matrix.bias, self._dtype)
@@ -169,15 +207,9 @@ class FusedPrefill:
         return block.ln(hidden.to(block.ln.weight.dtype))
 
     def _down(
-        self,
-        block: FusedBlock,
-        hidden: Tensor,
-        attended: Tensor,
-        inner: Tensor,
-        low_rank: BlockLowRank | None,
-        experts: BlockAdapters | None,
+        self, block: FusedBlock, attended: Tensor, inner: Tensor, low_rank: BlockLowRank | None
     ) -> Tensor:
-        """The sum that a block adds to the stream."""
+        """What attention, and the MLP where there is one, add to the stream."""
         operand = block.down.weight.dtype
         if block.experts is None:
             rows = self._kernels.concat_gelu(attended, inner, operand)
@@ -186,9 +218,7 @@ class FusedPrefill:
         out = self._product(block.down, *rows)
         if low_rank is not None:
             self._kernels.add_down_terms(out, attended, inner, low_rank)
-        if block.experts is None:
-            return out
-        return out + block.experts(self._unfolded(block, hidden), self._kernels.mixture_of_experts, experts)
+        return out
 
 
 def _part(matrix: Matrix, part: slice) -> Matrix:

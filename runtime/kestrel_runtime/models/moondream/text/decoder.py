@@ -197,6 +197,7 @@ class MixtureOfExperts(nn.Module):
         logits: Tensor,  # [T, experts], of the router
         operation: Callable[..., Tensor] = mixture_of_experts,
         adapters: BlockAdapters | None = None,
+        positions: Tensor | None = None,  # [T]: of padding, which chooses no expert, they are negative
     ) -> Tensor:
         """[T, dim] → [T, dim], with tokens that are already routed."""
         return operation(
@@ -208,6 +209,7 @@ class MixtureOfExperts(nn.Module):
             self.fc1.scale,
             self.fc2.scale,
             None if adapters is None else adapters.of_experts(),
+            positions,
         )
 
 
