@@ -12,6 +12,7 @@
 #   experts      a layer of experts, and Moondream 3's step  determinism  --deterministic: equal bytes, and its cost
 #   accept       the built-in model in all precisions: its page of acceptance
 #   start        a first start and another one by stage, and the traffic right after them
+#   before       another checkout, BEFORE, and this one in turns, as servers of MODEL
 #   stress       cached answers against computed ones, in float32
 #   processes    one process and 1, 2 and 4 front ends: a known picture, and the usual workloads
 #   batch        the rate of `kestrel-grpc batch` over the closed loop's, in process and with --address
@@ -28,6 +29,7 @@
 #   BATCHES       requests at once (default 1,4,16,64); PEER_BATCHES for the peer (default 1,64)
 #   ROW_SECONDS   length of each measurement (default 5)
 #   SERVE         more options of `kestrel-grpc serve`
+#   BEFORE        the older checkout of the stage `before`
 #   FOLDERS       checkpoints with expected answers, for `verify` (default tests/golden/*)
 #   JOBS          tests and verifications at once (default 8)
 #   DEVICE        cuda (default), or cpu to try out the stages that can do without a GPU
@@ -114,7 +116,9 @@ card_times() {
     echo "as $card vision-$of bench.vision --tiles 9 36 --parts 36 --precision $precision"
 }
 
-needs_weights() { case " peer serve caching batch processes gpus adapters constraints start " in *" $1 "*) ;; *) false ;; esac }
+needs_weights() {
+    case " peer serve caching batch processes gpus adapters constraints start before " in *" $1 "*) ;; *) false ;; esac
+}
 for stage in $stages; do
     if needs_weights "$stage" && [ ! -e "$folder/model.safetensors" ]; then
         say "random weights of $model"
@@ -177,6 +181,10 @@ for stage in $stages; do
     start)
         measure 300 "start-$model" python3 -m bench.start_up --model "$folder" --json "$out/start-$model.json" \
             -- "${options[@]}"
+        ;;
+    before)
+        measure 500 "before-$model" python3 -m bench.alternate --before "${BEFORE:?}" --model "$folder" \
+            --json "$out/before-$model.json" -- --precision float8 --kv-pages 4000 "${options[@]}"
         ;;
     stress)
         measure 540 stress python3 -m bench.correctness.load --device "$device" --dtype float32 --set kv-pages=1500 \

@@ -206,9 +206,7 @@ class FusedPrefill:
         """The normalised stream with the norm's weight and bias, which `up` has folded in."""
         return block.ln(hidden.to(block.ln.weight.dtype))
 
-    def _down(
-        self, block: FusedBlock, attended: Tensor, inner: Tensor, low_rank: BlockLowRank | None
-    ) -> Tensor:
+    def _down(self, block: FusedBlock, attended: Tensor, inner: Tensor, low_rank: BlockLowRank | None) -> Tensor:
         """What attention, and the MLP where there is one, add to the stream."""
         operand = block.down.weight.dtype
         if block.experts is None:
