@@ -38,7 +38,7 @@ CYCLE_S, IDLE_SHARE = 60.0, 0.2
 LARGEST_SLOPE_MIB_PER_HOUR = 10.0
 SHORTEST_HALF_CYCLES = 10
 """Over less than so many cycles memory may well rise: it still fills what it will reuse."""
-NUM_BURST_CALLS, BURSTS_PER_FRONTEND = 32, 4
+NUM_BURST_CALLS, MAX_BURSTS_PER_FRONTEND = 32, 12
 SETTLE_TIMEOUT_S = 120.0
 _MIB = 2**20
 _OF_A_PROCESS = (
@@ -206,10 +206,7 @@ async def soak(server: WatchedServer, duration_s: float, num_callers: int, pause
     cycle_s = min(CYCLE_S, duration_s / 6)
     machine = machine_facts()  # now: half an hour later the checkout may be another
     traffic = MixedTraffic(server.address)
-    # The calls of a burst come over one connection, so to one front end.
-    num_frontends = sum(name.startswith("frontend") for name in server.processes())
-    for _ in range(max(1, BURSTS_PER_FRONTEND * num_frontends)):
-        await traffic.burst(NUM_BURST_CALLS)
+    await warm_up(server, traffic)
     await traffic.run(num_callers, cycle_s)
     before = await _rest(server, None)
     start, looks = time.monotonic(), list[Look]()
@@ -227,6 +224,17 @@ async def soak(server: WatchedServer, duration_s: float, num_callers: int, pause
     troubles = tuple(server.troubles())
     status = await asyncio.to_thread(server.stop)
     return Soak(machine, duration_s, cycle_s, before, after, tuple(looks), traffic.tally, troubles, status)
+
+
+async def warm_up(server: WatchedServer, traffic: MixedTraffic) -> None:
+    """Bursts until each front end has had one. The system chooses which one takes the connection of a burst."""
+    names = [name for name in server.processes() if name.startswith("frontend")] or ["server"]
+    for _ in range(MAX_BURSTS_PER_FRONTEND * len(names)):
+        await traffic.burst(NUM_BURST_CALLS)
+        calls = await asyncio.to_thread(server.calls)
+        if all(calls[name] >= NUM_BURST_CALLS for name in names):
+            return
+    raise RuntimeError(f"the warm-up has not reached every front end: {dict(calls)}")
 
 
 async def _watch(server: WatchedServer, start: float, every_s: float, looks: list[Look]) -> None:

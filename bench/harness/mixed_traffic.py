@@ -72,7 +72,11 @@ class MixedTraffic:
         }
 
     async def burst(self, num_calls: int) -> None:
-        """So many calls at once, of every skill: what grows with the number of calls has then grown."""
+        """So many calls at once, of every skill, over one connection: what grows with their number has then grown.
+
+        Half of the pictures are new in each burst, so that whichever front end takes it decodes some.
+        """
+        self._seed += 1
         chance = random.Random(self._seed)
         names = list(self._skills)
         async with AsyncClient(self._address, timeout_s=WAIT_LIMIT_S, max_retry_s=0) as client:

@@ -224,6 +224,15 @@ class WatchedServer:
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
+    def calls(self) -> Counter[str]:
+        """How many gRPC calls have ended, by the name of the process that took them, as `Vitals` has it."""
+        counts: Counter[str] = Counter()
+        for series, value in self.metrics().items():
+            if series.startswith("rpc_server_call_duration_seconds_count"):
+                found = re.search(r'process="([^"]+)"', series)
+                counts["server" if found is None else found[1].replace("-", " ")] += int(value)
+        return counts
+
     def vitals(self) -> Vitals:
         """How the processes do now. One that has just ended is left out."""
         sums: defaultdict[str, float] = defaultdict(float)

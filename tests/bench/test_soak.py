@@ -1,17 +1,20 @@
 """A soak of a few seconds, and what a longer one would complain of."""
 
 import json
+import random
 import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from bench.harness.mixed_traffic import Tally
+from bench.harness.mixed_traffic import MixedTraffic, Tally
 from bench.harness.serving import Holdings, ProcessVitals, Vitals
-from bench.soak import Look, Rest, Soak
+from bench.soak import NUM_BURST_CALLS, Look, Rest, Soak, warm_up
+from kestrel_client import AsyncClient
 from tests.reference_fixtures import CHECKOUT
 
 MIB = 2**20
@@ -74,6 +77,49 @@ def test_a_server_that_stays_as_it_is_gives_no_cause_for_complaint():
 def test_whatever_is_left_behind_is_named(soak: Soak, complaint: str):
     assert soak.complaints() == [complaint]
     assert complaint in soak.as_text()
+
+
+class TwoFrontends:
+    """A server whose bursts reach these front ends, one after the other."""
+
+    def __init__(self, *reached: str) -> None:
+        self.left = list(reached)
+        self.counts = Counter[str]()
+
+    def processes(self) -> dict[str, int]:
+        return {"supervisor": 1, "core 0": 2, "frontend 0": 3, "frontend 1": 4}
+
+    def calls(self) -> Counter[str]:
+        return self.counts
+
+    async def burst(self, num_calls: int) -> None:
+        self.counts[self.left.pop(0)] += num_calls
+
+
+async def test_the_warm_up_ends_once_a_burst_has_reached_every_front_end():
+    server = TwoFrontends("frontend 1", "frontend 1", "frontend 0", "frontend 1")
+    await warm_up(cast(Any, server), cast(Any, server))
+    assert server.counts == {"frontend 0": NUM_BURST_CALLS, "frontend 1": 2 * NUM_BURST_CALLS}
+
+
+async def test_a_warm_up_that_does_not_reach_a_front_end_is_an_error():
+    server = TwoFrontends(*["frontend 1"] * 99)
+    with pytest.raises(RuntimeError, match="has not reached every front end"):
+        await warm_up(cast(Any, server), cast(Any, server))
+
+
+async def test_each_burst_asks_about_pictures_that_no_burst_has_asked_about(monkeypatch: pytest.MonkeyPatch):
+    asked: list[set[bytes]] = []
+
+    async def note(self: Any, client: AsyncClient, chance: random.Random, name: str) -> None:
+        asked[-1].add(self._picture(chance))
+
+    monkeypatch.setattr(MixedTraffic, "_ask", note)
+    traffic = MixedTraffic("127.0.0.1:1")
+    for _ in range(2):
+        asked.append(set())
+        await traffic.burst(NUM_BURST_CALLS)
+    assert asked[1] - asked[0]
 
 
 def test_a_few_seconds_leave_nothing_behind(tmp_path: Path):
