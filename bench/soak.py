@@ -22,6 +22,7 @@ import contextlib
 import gc
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -229,6 +230,7 @@ async def soak(server: WatchedServer, duration_s: float, num_callers: int, pause
 async def warm_up(server: WatchedServer, traffic: MixedTraffic) -> None:
     """Bursts until each front end has had one. The system chooses which one takes the connection of a burst."""
     names = [name for name in server.processes() if name.startswith("frontend")] or ["server"]
+    calls = Counter[str]()
     for _ in range(MAX_BURSTS_PER_FRONTEND * len(names)):
         await traffic.burst(NUM_BURST_CALLS)
         calls = await asyncio.to_thread(server.calls)
