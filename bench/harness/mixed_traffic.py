@@ -215,7 +215,7 @@ class MixedTraffic:
         return await client.caption(self._picture(chance), length="long", temperature=1.0, max_tokens=100).result()
 
     async def _complete_caption(self, client: AsyncClient, chance: random.Random) -> Any:
-        return await client.complete_caption(self._picture(chance), length="short")
+        return await client.complete_caption(self._picture(chance), length="short", max_tokens=100)
 
     async def _point(self, client: AsyncClient, chance: random.Random) -> Any:
         return await client.point(self._picture(chance), chance.choice(_OBJECTS), max_objects=chance.randint(1, 20))
