@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,13 +43,16 @@ def cases(seed: int) -> Iterator[Case]:
         _concat_gelu,
         _rotary_write_kv,
         _prefill_attention,
+        _invariant_attention,
         _decode_expand,
         _decode_contract,
         _rotary_decode_attention,
         _crop_attention,
         _scaled_linear,
+        _invariant_linear,
         _fixed_scales,
         _mixture_of_experts,
+        _invariant_experts,
         _add_low_rank,
         _layer_norm_linear,
         _tau_scales,
@@ -193,6 +196,31 @@ def _prefill_attention(draw: random.Random) -> Case:
     return Case("prefill_attention", name, run, TOLERANCES[dtype])
 
 
+def _invariant_attention(draw: random.Random) -> Case:
+    heads, groups, head_dim = _heads(draw)
+    dtype = draw.choice((torch.float32, torch.bfloat16))
+    chunks = [draw.choice((1, 9, 70, 150)) for _ in range(draw.randint(1, 3))]
+    lengths = [draw.choice((0, 5, 130)) + chunk for chunk in chunks]
+    pages = _Pages(draw, groups, head_dim, lengths, draw.choice((dtype, FLOAT8)))
+    query = _rows(draw, sum(chunks), heads, head_dim, dtype=dtype)
+    prefixes = [min(4, chunk) if chunk == length else 0 for chunk, length in zip(chunks, lengths, strict=True)]
+    starts = torch.tensor([0, *chunks]).cumsum(0).int()
+    numbers = (starts, torch.tensor(lengths).int(), torch.tensor(prefixes).int())
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        return [
+            function(
+                *_on(device, query, pages.keys, pages.values, pages.table, *numbers),
+                max(chunks),
+                *_on(device, pages.scale, pages.scale),
+            )
+        ]
+
+    kind = f"{_short(dtype)}, {_short(pages.keys.dtype)} pages"
+    name = f"{heads} / {groups} heads of {head_dim} {kind}, chunks {chunks} up to {lengths}"
+    return Case("invariant_attention", name, run, TOLERANCES[dtype])
+
+
 def _matrix(draw: random.Random, num_rows: int, width: int) -> tuple[Tensor, Tensor | None, torch.dtype]:
     """A weight, its scale where it is float8, and the type of activations that go with it."""
     dtype = draw.choice((torch.float32, torch.bfloat16, FLOAT8))
@@ -314,6 +342,18 @@ def _scaled_linear(draw: random.Random) -> Case:
     return Case("scaled_linear", name, run, max(TOLERANCES[out_dtype], 1e-4))
 
 
+def _invariant_linear(draw: random.Random) -> Case:
+    count, dtype = draw.choice((1, 7, 70, 150)), draw.choice((torch.float32, torch.bfloat16))
+    width, num_rows = draw.choice((_width(draw), 2200)), _width(draw)
+    rows, bias = _rows(draw, count, width, dtype=dtype), draw.choice((None, _rows(draw, num_rows, dtype=dtype)))
+    weight = _rows(draw, num_rows, width, dtype=dtype)
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        return [function(*_on(device, rows, weight, bias))]
+
+    return Case("invariant_linear", f"{count} x {width} to {num_rows} {_short(dtype)}", run, TOLERANCES[dtype])
+
+
 def _fixed_scales(draw: random.Random) -> Case:
     count, width, num_rows = draw.choice((16, 48, 729)), 16 * draw.randint(1, 20), 16 * draw.randint(1, 20)
     x, weight = (_rows(draw, rows, width, dtype=FLOAT8, size=40) for rows in (count, num_rows))
@@ -349,6 +389,11 @@ def _mixture_of_experts(draw: random.Random) -> Case:
 
     name = f"{count} x {dim}, {experts} experts of {inner} {_short(dtype)}"
     return Case("mixture_of_experts", name, run, 2 * TOLERANCES[dtype])
+
+
+def _invariant_experts(draw: random.Random) -> Case:
+    case = _mixture_of_experts(draw)
+    return replace(case, operation="invariant_experts")
 
 
 def _add_low_rank(draw: random.Random) -> Case:

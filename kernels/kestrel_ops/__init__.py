@@ -14,7 +14,7 @@ from kestrel_ops.dispatch import (
     num_compilations,
     prepare_compilations,
 )
-from kestrel_ops.invariant_mode import InvariantMode, depends_on_place
+from kestrel_ops.invariant_mode import InvariantMode, depends_on_chunks, depends_on_place
 from kestrel_ops.low_rank import BlockLowRank, ExpertAdapters, LowRank, RowsBySlot
 from kestrel_ops.reference import (
     INT4_GROUP,
@@ -53,6 +53,7 @@ __all__ = [
     "add_low_rank",
     "compiled_together",
     "decode_attention",
+    "depends_on_chunks",
     "depends_on_place",
     "dequantise_int4",
     "has_float8_product",

@@ -13,7 +13,8 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -39,7 +40,9 @@ def _product_shape(x: Tensor, x_scale: Any, weight: Tensor, *others: Any) -> Ten
     return x.new_empty(len(x), len(weight), dtype=dtype)
 
 
-def _attention_shape(packed: Tensor, num_patches: int, num_heads: int, out_scale: float | None = None) -> Tensor:
+def _attention_shape(
+    packed: Tensor, num_patches: int, num_heads: int, out_scale: float | None = None, tile_by_tile: bool = False
+) -> Tensor:
     dtype = packed.dtype if out_scale is None else FLOAT8
     return packed.new_empty(len(packed), packed.shape[1] // 3, dtype=dtype)
 
@@ -65,7 +68,9 @@ _OF_SHAPES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "decode_contract": lambda *_: None,
         "add_up_terms": lambda *_: None,
         "add_down_terms": lambda *_: None,
+        "invariant_attention": lambda query, *_: query.new_empty(query.shape),
         "mixture_of_experts": lambda hidden, *_: hidden.new_empty(hidden.shape),
+        "invariant_experts": lambda hidden, *_: hidden.new_empty(hidden.shape),
     }
 )
 """Results without values, of operations of which libraries have implementations or definitions look at numbers."""
@@ -95,6 +100,9 @@ class Kernels:
     add_up_terms: Callable[..., Any]
     add_down_terms: Callable[..., Any]
     philox_uniform: Callable[..., Any]
+    invariant_linear: Callable[..., Any]
+    invariant_attention: Callable[..., Any]
+    invariant_experts: Callable[..., Any]
 
     @classmethod
     def select(cls, device_type: str, choices: Mapping[str, str], model: ModelShape | None = None) -> Kernels:
@@ -140,6 +148,30 @@ class Kernels:
             own = _function(_REFERENCE, field.name)
             chosen[field.name] = function if launches_triton else _OF_SHAPES.get(field.name, own)
         return Kernels(**chosen)
+
+    def invariant(self) -> Kernels:
+        """The same kernels, except that a row has the same bits in any batch; for use in an `InvariantMode`.
+
+        Products, attention and experts become the invariant operations. The scales of tau attention are those of
+        the reference, whose products are the mode's. Other kernels treat every row alike.
+        """
+
+        def scaled_linear(
+            x: Tensor, _: None, weight: Tensor, __: None, bias: Tensor | None, out_dtype: torch.dtype
+        ) -> Tensor:
+            return self.invariant_linear(x, weight, bias).to(out_dtype)
+
+        def prefill_attention(query: Tensor, _: Tensor, __: Tensor, *pages_and_chunks: Any) -> Tensor:
+            return self.invariant_attention(query, *pages_and_chunks)
+
+        return replace(
+            self,
+            scaled_linear=scaled_linear,
+            prefill_attention=prefill_attention,
+            crop_attention=partial(self.crop_attention, tile_by_tile=True),
+            mixture_of_experts=self.invariant_experts,
+            tau_scales=reference.tau_scales,
+        )
 
     def waiting_for_device(self) -> list[str]:
         """The operations whose implementation synchronises with the device, so that no graph can capture them."""

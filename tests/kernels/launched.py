@@ -263,3 +263,38 @@ def step_with_adapters(
         *(_empty(count, qkv, dtype=out), activations[:, dim:], None, low_rank),
     )
     _operation(of, "decode_contract")(activations, down, scale, _empty(dim), hidden, True, low_rank)
+
+
+def invariant_linear(count: int, width: int, num_out: int, dtype: str, of: str = "library") -> None:
+    """`count` rows by a matrix, with a bias."""
+    rows, weight = _empty(count, width, dtype=dtype), _empty(num_out, width, dtype=dtype)
+    _operation(of, "invariant_linear")(rows, weight, _empty(num_out, dtype=dtype))
+
+
+def invariant_experts(count: int, dim: int, inner: int, num_experts: int, weight: str, of: str = "triton") -> None:
+    """Tokens in bfloat16, two experts for each token."""
+    up, down = _empty(num_experts, 2 * inner, dim, dtype=weight), _empty(num_experts, dim, inner, dtype=weight)
+    scales = (_empty(num_experts, 2 * inner), _empty(num_experts, dim)) if weight == "fp8" else ()
+    hidden, logits = _empty(count, dim, dtype="bf16"), _empty(count, num_experts, dtype="bf16")
+    _operation(of, "invariant_experts")(hidden, logits, up, down, 2, *scales)
+
+
+def invariant_attention(
+    heads: int, groups: int, head_dim: int, dtype: str, pages: str, max_chunk: int, of: str = "triton"
+) -> None:
+    """One chunk of packed rows, whose keys and values are in pages."""
+    rows = _empty(max_chunk, (heads + 2 * groups) * head_dim, dtype=dtype).unflatten(1, (-1, head_dim))
+    storage = _empty(64, groups, 16, head_dim, dtype=pages)
+    scale = _empty(1) if pages == "fp8" else None
+    _operation(of, "invariant_attention")(
+        rows[:, :heads],
+        storage,
+        storage.clone(),
+        torch.zeros(1, 64, dtype=torch.int32),
+        torch.tensor([0, max_chunk], dtype=torch.int32),
+        torch.tensor([max_chunk], dtype=torch.int32),
+        torch.zeros(1, dtype=torch.int32),
+        max_chunk,
+        scale,
+        scale,
+    )

@@ -31,6 +31,8 @@ WIDE = [
     ("concat_gelu", [5, 2048, 8192, "bf16", "bf16"]),
     ("prefill_attention", [32, 32, 64, "bf16", "bf16", 746]),
     ("prefill_attention", [32, 32, 64, "bf16", "bf16", 16]),
+    *(("invariant_attention", [32, 32, 64, "bf16", "bf16", longest]) for longest in (746, 1)),
+    *(("invariant_linear", [count, 10_240, 2048, "bf16"]) for count in (735, 64)),
     ("decode_expand", [1, 2048, 6144, 8192, "bf16", 0]),
     ("decode_contract", [1, 10_240, 2048, "bf16"]),
     ("step_with_adapters", [128, 2048, 6144, 8192, 8, 32, "bf16"]),
@@ -41,6 +43,7 @@ WIDE = [
     ("layer_norm_linear", [5, 2048, 64]),
     ("tau_scales", [2, 32, 6144]),
     ("tau_scales", [64, 32, 6144]),
+    *(("invariant_experts", [count, 2048, 1024, 64, "bf16"]) for count in (1, 3000)),
     ("mixture_of_experts", [1, 2048, 1024, 64, "bf16"]),
     ("mixture_of_experts", [3000, 2048, 1024, 64, "bf16"]),
 ]

@@ -230,6 +230,9 @@ CALLS = {
     "rows_by_slot": (5, 3, 4, True),
     "add_up_terms": (5, 16, 48, 32, 3, 4),
     "add_down_terms": (5, 16, 32, 3, 4),
+    "invariant_linear": (5, 32, 48, "bf16"),
+    "invariant_attention": (4, 2, 16, "fp32", "fp32", 7),
+    "invariant_experts": (5, 16, 8, 4, "bf16"),
 }
 
 

@@ -1,4 +1,5 @@
-"""Calls products of cuBLASLt that torch does not expose: a float8 product with a GELU or a residual addition.
+"""Calls products of cuBLASLt that torch does not expose: a float8 product with a GELU or a residual addition, and
+products whose sums are not divided.
 
 Uses the library that torch has loaded. cuBLASLt stores matrices by columns, so it sees every matrix transposed:
 out.T [N, T] = weight [N, K] @ x.T [K, T].
@@ -11,8 +12,8 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p, sizeof
-from dataclasses import dataclass
+from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,9 @@ _COMPUTE_FLOAT32 = 68  # CUBLAS_COMPUTE_32F
 _TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS = 3, 4, 7, 8
 _SCALE_A, _SCALE_B, _SCALE_D, _FAST_ACCUMULATION, _BIAS_TYPE = 17, 18, 20, 25, 26
 # cublasLtEpilogue_t
-_ADD_BIAS, _ADD_BIAS_THEN_GELU = 4, 36
-_MOST_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
+_NOTHING, _ADD_BIAS, _ADD_BIAS_THEN_GELU = 1, 4, 36
+_MOST_WORKSPACE_BYTES, _REDUCTION_SCHEMES = 1, 3  # cublasLtMatmulPreferenceAttributes_t
+_NO_REDUCTION = 0  # cublasLtReductionScheme_t
 _WORKSPACE_BYTES = 32 << 20
 _MOST_CANDIDATES = 8
 _ALIGNMENT = 16  # bytes
@@ -70,6 +72,16 @@ class _Plan:
     added: c_void_p
     out: c_void_p
     heuristic: _Heuristic
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedPlan:
+    """A product that divides no sum, for one number of rows."""
+
+    plan: _Plan
+    out_dim: int
+    in_dim: int
+    dtype: torch.dtype
 
 
 class CublasLt:
@@ -132,6 +144,42 @@ class CublasLt:
                 self._measured.add(key)
         run(plan, out)
 
+    def ordered_candidates(self, num_rows: int, weight: Tensor, bias: Tensor | None) -> list[OrderedPlan]:
+        """Algorithms for x @ weight.T + bias, in the types of the weight, that divide no sum among programs.
+
+        All operands are contiguous and aligned to 16 bytes. The list may be empty.
+        """
+        out_dim, in_dim = weight.shape
+        description = c_void_p()
+        self._call("cublasLtMatmulDescCreate", byref(description), _COMPUTE_FLOAT32, _TYPES[torch.float32])
+        self._set(description, _TRANSPOSE_A, c_int32(1))
+        self._set(description, _TRANSPOSE_B, c_int32(0))
+        self._set(description, _EPILOGUE, c_int32(_NOTHING if bias is None else _ADD_BIAS))
+        if bias is not None:
+            self._set(description, _BIAS_TYPE, c_int32(_TYPES[bias.dtype]))
+            self._set(description, _BIAS, c_void_p(bias.data_ptr()))
+        weight_layout = self._layout(weight.dtype, in_dim, out_dim)
+        x_layout, out_layout = (self._layout(weight.dtype, width, num_rows) for width in (in_dim, out_dim))
+        layouts = (weight_layout, x_layout, out_layout, out_layout)
+        return [
+            OrderedPlan(_Plan(description, *layouts, heuristic), out_dim, in_dim, weight.dtype)
+            for heuristic in self._heuristics(description, layouts, reduces=False)
+        ]
+
+    def for_rows(self, ordered: OrderedPlan, num_rows: int) -> OrderedPlan:
+        """The same algorithm for another number of rows."""
+        out = self._layout(ordered.dtype, ordered.out_dim, num_rows)
+        x = self._layout(ordered.dtype, ordered.in_dim, num_rows)
+        return replace(ordered, plan=replace(ordered.plan, x=x, added=out, out=out))
+
+    def add_in_order(
+        self, ordered: OrderedPlan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
+    ) -> None:
+        """out = x @ weight.T + bias. Raises RuntimeError if the algorithm does not run."""
+        if bias is not None:
+            self._set(ordered.plan.description, _BIAS, c_void_p(bias.data_ptr()))
+        self._run(ordered.plan, x, weight, out, accumulate=False)
+
     def _run(self, plan: _Plan, x: Tensor, weight: Tensor, out: Tensor, accumulate: bool) -> None:
         workspace = torch.empty(plan.heuristic.workspace_bytes, dtype=torch.uint8, device=x.device)
         self._call(
@@ -181,33 +229,43 @@ class CublasLt:
         x_layout = self._layout(x.dtype, in_dim, num_rows)
         added_layout = self._layout(bias.dtype, out_dim, num_rows)  # the addend is never float8
         out_layout = self._layout(out.dtype, out_dim, num_rows)
-        preference, num_found, heuristics = c_void_p(), c_int(), (_Heuristic * _MOST_CANDIDATES)()
+        layouts = (weight_layout, x_layout, added_layout, out_layout)
+        plans = [_Plan(description, *layouts, heuristic) for heuristic in self._heuristics(description, layouts)]
+        if not plans:
+            raise RuntimeError(
+                f"cuBLASLt has no product of {tuple(x.shape)} and {tuple(weight.shape)} in {out.dtype}"
+            )
+        return plans
+
+    def _heuristics(
+        self,
+        description: c_void_p,
+        layouts: tuple[c_void_p, c_void_p, c_void_p, c_void_p],  # of the weight, the input, the addend, the output
+        *,
+        reduces: bool = True,
+    ) -> list[_Heuristic]:
+        """Algorithms for a product in the order in which cuBLASLt prefers them.
+
+        Without `reduces` none of them divides a sum among programs.
+        """
+        preference, num_found, found = c_void_p(), c_int(), (_Heuristic * _MOST_CANDIDATES)()
         self._call("cublasLtMatmulPreferenceCreate", byref(preference))
-        workspace_bytes = c_uint64(_WORKSPACE_BYTES)
-        self._call(
-            "cublasLtMatmulPreferenceSetAttribute", preference, _MOST_WORKSPACE_BYTES, byref(workspace_bytes), 8
-        )
+        wanted: list[tuple[int, ctypes._SimpleCData[Any]]] = [(_MOST_WORKSPACE_BYTES, c_uint64(_WORKSPACE_BYTES))]
+        if not reduces:
+            wanted.append((_REDUCTION_SCHEMES, c_uint32(_NO_REDUCTION)))
+        for attribute, value in wanted:
+            self._call("cublasLtMatmulPreferenceSetAttribute", preference, attribute, byref(value), sizeof(value))
         self._call(
             "cublasLtMatmulAlgoGetHeuristic",
             self._handle,
             description,
-            weight_layout,
-            x_layout,
-            added_layout,
-            out_layout,
+            *layouts,
             preference,
             _MOST_CANDIDATES,
-            byref(heuristics),
+            byref(found),
             byref(num_found),
         )
-        if num_found.value == 0:
-            raise RuntimeError(
-                f"cuBLASLt has no product of {tuple(x.shape)} and {tuple(weight.shape)} in {out.dtype}"
-            )
-        return [
-            _Plan(description, weight_layout, x_layout, added_layout, out_layout, heuristic)
-            for heuristic in heuristics[: num_found.value]
-        ]
+        return list(found[: num_found.value])
 
     def _layout(self, dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
         layout = c_void_p()
@@ -241,7 +299,7 @@ def _fastest(plans: list[_Plan], run: Callable[[_Plan, Tensor], None], out: Tens
     try:
         wanted = out.clone()
         run(first, wanted)
-        best, best_ms = first, _WORTH_A_CHANGE * _time_ms(partial(run, first, out.clone()))
+        best, best_ms = first, _WORTH_A_CHANGE * time_ms(partial(run, first, out.clone()))
         for plan in others:
             own = out.clone()
             try:
@@ -249,7 +307,7 @@ def _fastest(plans: list[_Plan], run: Callable[[_Plan, Tensor], None], out: Tens
             except RuntimeError:  # some algorithms that the heuristic lists do not run
                 continue
             if torch.equal(own.view(torch.uint8), wanted.view(torch.uint8)):
-                plan_ms = _time_ms(partial(run, plan, own))
+                plan_ms = time_ms(partial(run, plan, own))
                 if plan_ms < best_ms:
                     best, best_ms = plan, plan_ms
     except torch.OutOfMemoryError:
@@ -257,7 +315,8 @@ def _fastest(plans: list[_Plan], run: Callable[[_Plan, Tensor], None], out: Tens
     return best
 
 
-def _time_ms(run: Callable[[], None]) -> float:
+def time_ms(run: Callable[[], None]) -> float:
+    """The time of a few runs on the current stream. Waits for the device."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(_NUM_TIMED_RUNS):

@@ -11,7 +11,12 @@ from kestrel_ops.reference.cache import rotary, rotary_write_kv, write_kv
 from kestrel_ops.reference.experts import mixture_of_experts
 from kestrel_ops.reference.images import RESAMPLE_WEIGHT_BITS, resample
 from kestrel_ops.reference.int4 import INT4_GROUP, dequantise_int4, quantise_int4
-from kestrel_ops.reference.invariant import invariant_attention, invariant_attention_bytes, invariant_linear
+from kestrel_ops.reference.invariant import (
+    invariant_attention,
+    invariant_attention_bytes,
+    invariant_experts,
+    invariant_linear,
+)
 from kestrel_ops.reference.linear import (
     decode_contract,
     decode_expand,
@@ -28,6 +33,7 @@ WAITING_FOR_DEVICE = frozenset(
     {
         "add_low_rank",
         "invariant_attention",
+        "invariant_experts",
         "mixture_of_experts",
         "prefill_attention",
         "rotary_decode_attention",
@@ -53,6 +59,7 @@ __all__ = [
     "dequantise_int4",
     "invariant_attention",
     "invariant_attention_bytes",
+    "invariant_experts",
     "invariant_linear",
     "layer_norm_linear",
     "mixture_of_experts",

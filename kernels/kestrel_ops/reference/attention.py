@@ -130,11 +130,16 @@ def crop_attention(
     num_patches: int,
     num_heads: int,
     out_scale: float | None = None,
+    tile_by_tile: bool = False,
 ) -> Tensor:  # [N * patches, H * D] in the type of `packed`, or float8_e4m3fn with an `out_scale`
     """softmax(query @ key.T / sqrt(D)) @ value of each crop and head, computed in float32.
 
-    With `out_scale` the result is divided by it and rounded to float8; larger values are clipped.
+    With `out_scale` the result is divided by it and rounded to float8; larger values are clipped. With
+    `tile_by_tile` a crop has the same bits among any number of crops.
     """
+    if tile_by_tile:
+        crops = packed.split(num_patches)
+        return torch.cat([crop_attention(crop, num_patches, num_heads, out_scale) for crop in crops])
     query, key, value = (
         packed.float().view(-1, num_patches, 3, num_heads, packed.shape[1] // (3 * num_heads)).unbind(2)
     )

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from kestrel_ops.low_rank import ExpertAdapters
 from kestrel_ops.reference.cache import gather_rows
+from kestrel_ops.reference.experts import mixture_of_experts
 
 _NUM_QUERIES = 16
 _NUM_ITEMS = 8
@@ -20,6 +22,7 @@ def invariant_attention(
     query_starts: Tensor,  # [B + 1] int32: first packed row of each chunk; rows after the last are padding
     lengths: Tensor,  # [B] int32: positions of each sequence up to its chunk's end
     prefix_lengths: Tensor,  # [B] int32: positions with bidirectional attention; 0 for causal attention
+    max_chunk: int,  # tokens of the longest chunk; not needed here
     key_scale: Tensor | None = None,  # [1] float32: multiplies what `key_pages` holds
     value_scale: Tensor | None = None,  # [1] float32
 ) -> Tensor:  # [T, H, D], contiguous
@@ -125,3 +128,18 @@ def invariant_linear(
         padded = pad(block, (0, 0, 0, _BLOCK_ROWS - len(block)))
         result[first : first + len(block)] = linear(padded, weight, bias)[: len(block)]
     return result.unflatten(0, rows.shape[:-1])
+
+
+def invariant_experts(
+    hidden: Tensor,  # [T, dim]
+    router_logits: Tensor,  # [T, E]
+    up: Tensor,  # [E, 2 * inner, dim]: first the activated half, then the gate half
+    down: Tensor,  # [E, dim, inner]
+    experts_per_token: int,
+    up_scale: Tensor | None = None,  # [E, 2 * inner] float32, where `up` is float8
+    down_scale: Tensor | None = None,  # [E, dim] float32, where `down` is float8
+    adapters: ExpertAdapters | None = None,
+) -> Tensor:  # [T, dim]
+    """`mixture_of_experts`, whose products are invariant in an `InvariantMode`. Takes no adapters."""
+    assert adapters is None, "--deterministic takes no adapters"
+    return mixture_of_experts(hidden, router_logits, up, down, experts_per_token, up_scale, down_scale)

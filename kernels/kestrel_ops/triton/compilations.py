@@ -52,6 +52,11 @@ def prepare() -> None:
         triton_key()
 
 
+def only_compiles() -> bool:
+    """Whether kernels are compiled instead of launched, so that tensors have no values."""
+    return _only_compiles.get()
+
+
 def launcher(kernel: Any, grid: tuple[Any, ...]) -> Callable[..., Any]:
     """Launches a kernel with arguments, or within `compiled_together` has it compiled for them."""
     return partial(_compile, kernel, grid) if _only_compiles.get() else kernel[grid]

@@ -76,8 +76,7 @@ class EngineConfig:
     deterministic: bool = option(
         False,
         on_or_off,
-        "whether an answer has the same bits in any batch and with any cache contents (on a CPU only; slower): "
-        "on or off",
+        "whether an answer has the same bits in any batch and with any cache contents (slower): on or off",
     )
     cuda_graphs: bool | None = option(
         None,
@@ -253,7 +252,6 @@ class EngineConfig:
                 chosen[name] = value // part if item.by_device.shrinks else value
         if self.deterministic:
             chosen |= dict.fromkeys(("text_path", "vision_path"), INVARIANT)
-            chosen |= dict.fromkeys(("cuda_graphs", "resize_on_device"), False)
         elif self.cuda_graphs is None and self.text_path == "plain":
             chosen["cuda_graphs"] = False
         return replace(self, **chosen)
@@ -261,19 +259,17 @@ class EngineConfig:
     def contradictions(self, device_type: str | None = None) -> Iterator[str]:
         """Problems of settings that are valid separately, but not together, or not on this kind of device."""
         device_type = device_type or self.device
-        if self.cuda_graphs and not self.deterministic and (device_type == "cpu" or self.text_path == "plain"):
+        is_plain = self.text_path == "plain" and not self.deterministic
+        if self.cuda_graphs and (device_type == "cpu" or is_plain):
             yield "--cuda-graphs: needs a CUDA device and a fused text path"
         if not self.deterministic:
             return
-        if device_type == "cuda":
-            yield (
-                "--deterministic: runs on a CPU alone; on a CUDA device no path of this version gives a request "
-                "the same bits in every batch"
-            )
         if self.has_adapters:
             yield "--deterministic: takes no adapters; their products depend on the batch"
         for flag, path in (("--text-path", self.text_path), ("--vision-path", self.vision_path)):
             if path not in ("auto", "plain", INVARIANT):
                 yield f"{flag}: --deterministic has a path of its own"
-        if self.cuda_graphs:
-            yield "--cuda-graphs: not with --deterministic"
+        if self.kernels:
+            yield "--kernels: --deterministic has kernels of its own"
+        if self.expert_dtype == "int4" and device_type == "cuda":
+            yield "--expert-dtype int4: --deterministic has no such products on a CUDA device"

@@ -45,7 +45,9 @@ def test_plain_steps_are_not_captured():
     assert EngineConfig(text_path="fused").resolved("cpu").cuda_graphs is False
 
 
-def test_determinism_selects_its_own_paths():
-    found = EngineConfig(deterministic=True).resolved("cpu")
-    assert (found.text_path, found.vision_path, found.cuda_graphs) == ("invariant", "invariant", False)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_determinism_selects_its_own_paths(device):
+    found = EngineConfig(deterministic=True).resolved(device)
+    assert (found.text_path, found.vision_path) == ("invariant", "invariant")
+    assert found.cuda_graphs is (device == "cuda")
     assert list(found.contradictions()) == []

@@ -17,8 +17,6 @@ from kestrel_runtime.scheduling.limits import StepBounds
 
 TextPathName = Literal["plain", "invariant", "fused", "fused-float8"]
 VisionPathName = Literal["plain", "invariant", "fused", "fused-float8", "calibrated-float8"]
-UNFUSED = ("plain", "invariant")
-"""The paths on plain torch."""
 _FLOAT8 = torch.float8_e4m3fn
 
 _log = logging.getLogger(__name__)
@@ -48,8 +46,7 @@ class ExecutionConfig:
         text, vision = cast("TextPathName", chosen.text_path), cast("VisionPathName", chosen.vision_path)
         if model is not None and vision == "calibrated-float8":
             vision = _vision_in_float8(model.config.vision)
-        # The invariant paths use none of the kernels that depend on the model's dimensions.
-        shape = None if model is None or config.deterministic else model_shape(model, config, text, vision)
+        shape = None if model is None else model_shape(model, config, text, vision)
         if shape is not None:
             _require_float8(shape, config, text, vision)
         try:
@@ -93,7 +90,13 @@ def _vision_in_float8(config: VisionConfig) -> VisionPathName:
 def _can_record(kernels: Kernels, config: EngineConfig, shape: ModelShape | None) -> bool:
     """Whether CUDA graphs can capture these kernels. Raises `CheckpointError` if not and `config` has them on."""
     has_experts = shape is None or (shape.text is not None and shape.text.num_experts > 0)
-    waiting = [name for name in kernels.waiting_for_device() if has_experts or name != "mixture_of_experts"]
+    normal, invariant, experts = (
+        {"prefill_attention", "rotary_decode_attention", "mixture_of_experts"},
+        {"invariant_attention", "invariant_experts"},
+        {"mixture_of_experts", "invariant_experts"},
+    )
+    unused = (normal if config.deterministic else invariant) | (set() if has_experts else experts)
+    waiting = [name for name in kernels.waiting_for_device() if name not in unused]
     if not waiting:
         return True
     reason = f"no CUDA graph captures kernels that wait for the device: {', '.join(waiting)}"

@@ -199,16 +199,18 @@ class MoondreamExecutor:
         graphs = self._memory.graphs
         assert graphs is not None, "captured where steps run by graphs"
         started = time.monotonic()
+        # Products of the invariant path are chosen when they first run, and not within a capture.
+        runs_before = self._paths.is_invariant
         if self._encode_graphs is not None:
             encodings = self._encode_graphs
             with measured_products():
                 encodings.captured.capture_all(encodings.usual(is_measured=True), each_runs_before=True)
-            encodings.captured.capture_all(encodings.usual(is_measured=False))
+            encodings.captured.capture_all(encodings.usual(is_measured=False), each_runs_before=runs_before)
         if self._prefill_graphs is not None and self._first_token_graphs is not None:
-            self._prefill_graphs.capture_all(self._usual_prefills())
-            self._first_token_graphs.capture_all(self._usual_first_tokens())
+            self._prefill_graphs.capture_all(self._usual_prefills(), each_runs_before=runs_before)
+            self._first_token_graphs.capture_all(self._usual_first_tokens(), each_runs_before=runs_before)
         if self._decode_graphs is not None:
-            self._decode_graphs.capture_all(self._usual_decodes())
+            self._decode_graphs.capture_all(self._usual_decodes(), each_runs_before=runs_before)
         graphs.prefill.release_warm_up_memory()
         _log.info(
             "captured %d CUDA graphs, %.0f MiB, in %.1f s",

@@ -25,7 +25,7 @@ from kestrel_runtime.execution.step_inputs import InputBuffers, fill_blank_decod
 from kestrel_runtime.memory.host_limits import available_processors
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs, RowAdapters
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.models.moondream.execution_config import UNFUSED, ExecutionConfig
+from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.fused.weights import NUM_WIDE_BLOCKS
 from kestrel_runtime.models.moondream.memory import blank_prefill, cache_dtype
 from kestrel_runtime.models.moondream.model import Moondream
@@ -65,7 +65,7 @@ def compile_kernels(needs: KernelNeeds, limits: DeviceLimits, *, kept_in: Path |
 
     Returns the number of kernels.
     """
-    if needs.execution.text in UNFUSED:
+    if needs.execution.text == "plain":
         return 0
     started = time.monotonic()
     # On `meta` torch takes twice as long for its part.
@@ -88,7 +88,10 @@ def _run(model: Moondream, execution: ExecutionConfig, needs: KernelNeeds) -> No
     if needs.adapter_slots:  # only their sizes count, and they may be large
         meta = torch.device("meta")
         slabs = AdapterSlabs(text, needs.adapter_slots, needs.max_adapter_rank, meta, needs.dtype)
-    _run_text(model, paths, bounds, cache, slabs)
+    with paths.arithmetic:
+        _run_text(model, paths, bounds, cache, slabs)
+        if paths.is_invariant:
+            _run_heads(model, bounds)
     _run_vision(model, paths, execution)
     for num_rows in (1, 2, 16):  # one is a kind of its own, and so are multiples of 16
         numbers = torch.zeros(2, num_rows, dtype=torch.int64, device=model.device)
@@ -167,6 +170,20 @@ def _run_text(
         pages = torch.zeros(num_rows, max_pages, dtype=torch.int32, device=device)
         for adapters in every_kind(num_rows):
             paths.text.decode(embeddings, fields.positions, pages, cache, adapters)
+
+
+def _run_heads(model: Moondream, bounds: StepBounds) -> None:
+    """The products of embedding and sampling, which are Triton's in an `InvariantMode`."""
+    text, region = model.config.text, model.region
+    for num_rows in (*batch_sizes(bounds.max_batch_size), bounds.max_prefill_tokens):
+        ids = torch.zeros(num_rows, dtype=torch.int64, device=model.device)
+        values = torch.zeros(num_rows, 2, device=model.device)
+        model.embed_sampled(ids, ids, values, value_kinds=3)
+        hidden = torch.zeros(num_rows, text.dim, dtype=model.dtype, device=model.device)
+        region.coordinate_logits(hidden)
+        region.size_logits(hidden)
+        if num_rows <= bounds.max_batch_size:
+            model.text.logits(hidden)
 
 
 def _prefill_sizes(bounds: StepBounds, max_pages: int) -> set[PrefillSize]:

@@ -143,10 +143,11 @@ def step_bytes(model: Moondream, paths: ModelPaths, bounds: StepBounds, page_siz
     for lack of memory.
     """
     estimate = estimated_step_bytes(model.config, bounds, model.dtype.itemsize)
-    if isinstance(paths.text, InvariantText):
+    on_device, is_invariant = model.device.type == "cuda", isinstance(paths.text, InvariantText)
+    if is_invariant and not on_device:
         text = model.config.text
         return estimate + invariant_attention_bytes(text.n_heads, text.head_dim, page_size)
-    if model.device.type != "cuda" or not isinstance(paths.text, FusedText):
+    if not on_device or not (is_invariant or isinstance(paths.text, FusedText)):
         return estimate
     try:
         cache = KVCache(model.config.text, 1, page_size, model.device, dtype)

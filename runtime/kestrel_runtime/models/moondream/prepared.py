@@ -18,7 +18,7 @@ from kestrel_runtime.models.moondream.executor import new_step_runner
 from kestrel_runtime.models.moondream.kernel_compilation import KernelNeeds, compile_kernels
 from kestrel_runtime.models.moondream.memory import cache_dtype, memory_needs, new_cache, step_bytes, weight_bytes
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.model_paths import ModelPaths
+from kestrel_runtime.models.moondream.model_paths import ModelPaths, require_invariance
 from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
 from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 from kestrel_runtime.scheduling.limits import StepBounds
@@ -52,6 +52,7 @@ class PreparedMoondream:
                 max_adapter_rank=config.max_adapter_rank,
             )
             compile_kernels(needs, DeviceLimits.of(model.device))
+        require_invariance(model, self._execution, config.page_size, cache_dtype(model, config))
         # Paths are built before the cache is sized, which gets a part of the memory that they leave.
         self._paths = ModelPaths.of(
             model, self._execution, max_batch_size=bounds.max_batch_size, frees_originals=owns_model

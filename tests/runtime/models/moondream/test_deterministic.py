@@ -6,24 +6,30 @@ What is compared are the ids of the tokens and their logprobs, with those of the
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from kestrel_ops import Kernels
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.api.events import Finished, QueryOutput
 from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
 
 NUM_REQUESTS = 8
 EOS = 0
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 Answer = tuple[Any, ...]
 
@@ -43,8 +49,9 @@ def request(number: int, image: bytes | None = None) -> Query:
 
 @asynccontextmanager
 async def engine(model: Any, **options: Any) -> AsyncIterator[LocalEngine]:
-    chosen = {"max_batch_size": 16, "deterministic": True, **options}
-    config = EngineConfig(model=str(model), device="cpu", **chosen)
+    # So many pages, that others may use the device, too.
+    chosen = {"max_batch_size": 16, "deterministic": True, "num_kv_pages": 2048, **options}
+    config = EngineConfig(model=str(model), device=DEVICE, **chosen)
     engine = await asyncio.to_thread(LocalEngine.start, config)
     try:
         yield engine
@@ -123,9 +130,25 @@ async def test_answers_about_images_have_the_same_bytes_with_and_without_their_p
         assert busy.load().prefix_cache.num_hits > 0
 
 
-def test_a_gpu_is_refused_with_the_reason() -> None:
-    with pytest.raises(CheckpointError, match="--deterministic: runs on a CPU alone"):
-        ExecutionConfig.of(EngineConfig(deterministic=True), "cuda")
+@pytest.mark.parametrize("folder", [MD2_SMALL, MD3_SMALL], ids=["without experts", "with experts"])
+def test_a_gpu_captures_graphs(folder: Path) -> None:
+    pytest.importorskip("triton")
+    model = LoadedModel.load(EngineConfig(str(folder), device="cpu")).model
+    execution = ExecutionConfig.of(EngineConfig(deterministic=True), "cuda", model)
+    assert (execution.text, execution.vision, execution.with_graphs) == ("invariant", "invariant", True)
+
+
+async def test_a_product_that_depends_on_the_batch_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_row_number(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.nn.functional.linear(rows, weight, bias) + torch.arange(len(rows), device=rows.device)[:, None]
+
+    select = Kernels.select
+    monkeypatch.setattr(
+        Kernels, "select", lambda *asked: dataclasses.replace(select(*asked), invariant_linear=by_row_number)
+    )
+    with pytest.raises(CheckpointError, match="the bits of a row depend on its batch"):
+        async with engine(MD2_SMALL):
+            pass
 
 
 @pytest.mark.parametrize(
@@ -134,7 +157,6 @@ def test_a_gpu_is_refused_with_the_reason() -> None:
         ({"text_path": "fused"}, "--text-path: --deterministic has a path of its own"),
         ({"vision_path": "fused-float8"}, "--vision-path: --deterministic has a path of its own"),
         ({"adapters": "/somewhere"}, "adapters"),
-        ({"cuda_graphs": True}, "--cuda-graphs: not with"),
     ],
 )
 async def test_what_depends_on_the_batch_is_refused(options: dict[str, Any], reason: str) -> None:

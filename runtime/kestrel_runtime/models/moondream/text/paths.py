@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from kestrel_ops import Kernels, invariant_attention, write_kv
+from kestrel_ops import Kernels
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import PackedChunks
 from kestrel_runtime.models.moondream.adapters.slabs import RowAdapters
@@ -141,13 +141,17 @@ class FusedText:
 
 
 class InvariantText:
-    """The decoder block by block, with attention that does not depend on the step. Run it in an `InvariantMode`.
+    """The decoder with fused weights, and kernels of which each row has the same bits in any step.
 
-    A decode step is a prompt of one token for each sequence: what computes a token once computes it always.
+    Run it in an `InvariantMode`. A decode step is a prompt of one token for each sequence: what computes a token
+    once computes it always.
     """
 
-    def __init__(self, text: TextModel) -> None:
-        self._text = text
+    def __init__(self, text: TextModel, kernels: Kernels, *, frees_originals: bool = False) -> None:
+        """`kernels` are `Kernels.invariant()`. With `frees_originals` the matrices of `text` are freed."""
+        blocks = fused_blocks(text, "model", frees_originals=frees_originals)
+        blocks = prompt_blocks(text, blocks, frees_originals=frees_originals)
+        self._prefill = FusedPrefill(text, blocks, kernels)
 
     def prefill(
         self,
@@ -158,7 +162,7 @@ class InvariantText:
         adapters: RowAdapters | None = None,
     ) -> Tensor:
         assert adapters is None, "refused at the start"
-        return self._text(embeddings, plan.positions, _Attention(cache, plan))[rows]
+        return self._prefill.forward(embeddings, plan, cache, rows)
 
     def decode(
         self,
@@ -172,26 +176,3 @@ class InvariantText:
         rows = torch.arange(len(positions), device=positions.device)
         plan = single_tokens(positions, page_table, cache.page_size)
         return self.prefill(embeddings, plan, rows, cache, adapters)
-
-
-class _Attention:
-    """Writes keys and values to their pages and reads all of them from there, those of the step as well."""
-
-    def __init__(self, cache: KVCache, plan: PackedChunks) -> None:
-        self._cache = cache
-        self._plan = plan
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        plan, pages = self._plan, self._cache.layer(layer)
-        scales = (pages.key_scale, pages.value_scale)
-        write_kv(key, value, pages.key_pages, pages.value_pages, plan.slots, *scales)
-        return invariant_attention(
-            query,
-            pages.key_pages,
-            pages.value_pages,
-            plan.page_table,
-            plan.query_starts,
-            plan.lengths,
-            plan.prefix_lengths,
-            *scales,
-        )
