@@ -310,7 +310,10 @@ def test_a_replaced_option_is_refused_in_the_file_and_among_named_values_too(tmp
         (("--text-path", "fused"), "--text-path: --deterministic has a path of its own"),
         (("--vision-path", "calibrated-float8"), "--vision-path: --deterministic has a path of its own"),
         (("--precision", "float8"), "--precision float8"),
-        (("--expert-dtype", "int4", "--device", "cuda"), "--expert-dtype int4: --deterministic has no such products"),
+        (
+            ("--expert-dtype", "int4", "--device", "cuda"),
+            "--expert-dtype int4: --deterministic has no such products",
+        ),
         (("--kernels", "concat_gelu=reference"), "--kernels: --deterministic has kernels of its own"),
         (("--cuda-graphs", "on", "--device", "cpu"), "--cuda-graphs: needs a CUDA device"),
     ],
