@@ -7,7 +7,14 @@ import torch
 
 from kestrel_ops import BlockLowRank, LowRank, RowsBySlot, reference
 
-NO_OPERATIONS = {"RESAMPLE_WEIGHT_BITS", "WAITING_FOR_DEVICE", "invariant_attention_bytes"}
+NO_OPERATIONS = {
+    "INT4_GROUP",
+    "RESAMPLE_WEIGHT_BITS",
+    "WAITING_FOR_DEVICE",
+    "dequantise_int4",
+    "invariant_attention_bytes",
+    "quantise_int4",
+}
 
 
 def blank(*shape, dtype=torch.float32):
