@@ -1,7 +1,7 @@
 """How far are weights of 4 bits from those that they stand for, in our format and in others?
 
-Relative errors (root mean square) of random weights: normally distributed ones, and ones by Student's distribution
-of 5 degrees of freedom, which has more large ones. Levels times a scale for each group; scales are rounded to
+Relative errors (root mean square) of random weights: normally distributed ones, and ones of Student's distribution
+with 5 degrees of freedom, which has more large ones. Levels times a scale for each group; scales are rounded to
 bfloat16 unless they are powers of two.
 """
 

@@ -139,7 +139,10 @@ def invariant_experts(
     up_scale: Tensor | None = None,  # [E, 2 * inner] float32, where `up` is float8
     down_scale: Tensor | None = None,  # [E, dim] float32, where `down` is float8
     adapters: ExpertAdapters | None = None,
+    positions: Tensor | None = None,  # [T] int32 or int64: tokens at negative ones are padding
 ) -> Tensor:  # [T, dim]
     """`mixture_of_experts`, whose products are invariant in an `InvariantMode`. Takes no adapters."""
     assert adapters is None, "--deterministic takes no adapters"
-    return mixture_of_experts(hidden, router_logits, up, down, experts_per_token, up_scale, down_scale)
+    return mixture_of_experts(
+        hidden, router_logits, up, down, experts_per_token, up_scale, down_scale, positions=positions
+    )

@@ -42,8 +42,8 @@ def add_layer_norm(
     The sum is rounded to the type of `hidden`, and the stored values are normalised in float32. There is no weight
     and no bias: they are folded into the next product. With `out_dtype` float8_e4m3fn the rows are quantised,
     normed = out * scale. A given `out_scale` applies to all rows. Then larger values are clipped, and no scales are
-    returned. `low_rank.normed` gets the rows with weight and bias, and so does `affine_out`, for what has not folded
-    them in.
+    returned. `low_rank.normed` gets the rows with weight and bias, and so does `affine_out`, for products that have
+    not folded them in.
     """
     if delta is not None:
         hidden.copy_(hidden.float() + delta.float())
