@@ -232,8 +232,9 @@ for stage in $stages; do
             -- --device "$device"
         ;;
     determinism)
+        # Several engines share the device.
         measure 540 determinism python3 -m bench.correctness.determinism --device "$device" --requests 2000 --at-once 64 \
-            --json "$out/deterministic.json"
+            --set memory-utilization=0.95 --set kv-pages=3000 --json "$out/deterministic.json"
         ;;
     cards)
         say "every kernel and whole models as for older cards, $jobs at once"
