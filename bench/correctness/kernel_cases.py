@@ -8,12 +8,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kestrel_ops.low_rank import LowRank
+from kestrel_ops import reference
+from kestrel_ops.low_rank import BlockLowRank, LowRank, RowsBySlot
 
 FLOAT8 = torch.float8_e4m3fn
 # The largest error relative to the largest value, by the narrowest type that is rounded to on the way; of float8 a
@@ -54,6 +56,9 @@ def cases(seed: int) -> Iterator[Case]:
         _mixture_of_experts,
         _invariant_experts,
         _add_low_rank,
+        _add_up_terms,
+        _add_down_terms,
+        _rows_by_slot,
         _layer_norm_linear,
         _tau_scales,
         _resample,
@@ -412,6 +417,85 @@ def _add_low_rank(draw: random.Random) -> Case:
 
     name = f"{count} x {width}, {num_slots} slots of rank {rank} {_short(dtype)}"
     return Case("add_low_rank", name, run, 2 * TOLERANCES[dtype])
+
+
+class _AdaptedBlock:
+    """Adapters of a decoder block, each of a rank of its own, and the rows of packed prompts that use them."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.count, self.dim = draw.choice((1, 5, 40, 130)), draw.choice((24, 40, 77))
+        self.qkv, self.inner = draw.choice((24, 56)), draw.choice((17, 48))
+        self.dtype = draw.choice((torch.bfloat16, torch.float32))
+        ranks = [draw.choice((1, 3, 16, 33)) for _ in range(draw.choice((1, 3, 8)))]
+        self.max_rank = max(ranks)
+        self.ranks = torch.tensor([ranks] * 4, dtype=torch.int32)
+        self.slots = torch.tensor([draw.randint(0, len(ranks)) for _ in range(self.count)])
+        sizes = ((self.dim, self.qkv), (self.dim, self.inner), (self.dim, self.dim), (self.inner, self.dim))
+        self._layers = [self._layer(draw, ranks, *size) for size in sizes]
+        self._normed = _rows(draw, self.count, self.dim, dtype=self.dtype)
+        self._flags = torch.tensor([False, *(draw.random() < 0.5 for _ in ranks)])
+        self.name = f"{self.count} x {self.dim}, ranks {ranks} {_short(self.dtype)}"
+
+    def _layer(self, draw: random.Random, ranks: list[int], width: int, outputs: int) -> tuple[Tensor, Tensor]:
+        shape = len(ranks), max(ranks)
+        a = _rows(draw, *shape, width, dtype=self.dtype, size=width**-0.5)
+        b = _rows(draw, *shape, outputs, dtype=self.dtype, size=max(ranks) ** -0.5)
+        for slot, rank in enumerate(ranks):
+            a[slot, rank:] = b[slot, rank:] = 0
+        return a, b
+
+    def on(self, device: torch.device, rows: RowsBySlot | None = None) -> BlockLowRank:
+        """The operand, with rows that an implementation has listed or that none has."""
+        kinds = (0, 2, 1, 3)
+        layers = [
+            LowRank(a.to(device), b.to(device), kind) for (a, b), kind in zip(self._layers, kinds, strict=True)
+        ]
+        weight, bias = torch.ones(self.dim, device=device), torch.zeros(self.dim, device=device)
+        flags, normed, slots = _on(device, self._flags, self._normed, self.slots)
+        rows = rows or RowsBySlot(slots)
+        return BlockLowRank(tuple(layers[:2]), tuple(layers[2:]), weight, bias, flags, normed, rows)
+
+
+def _add_up_terms(draw: random.Random) -> Case:
+    block = _AdaptedBlock(draw)
+    product = _rows(draw, block.count, block.qkv + block.inner, dtype=block.dtype)
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        (changed,) = _on(device, product)
+        function(changed, block.on(device))
+        return [changed]
+
+    return Case("add_up_terms", block.name, run, 2 * TOLERANCES[block.dtype])
+
+
+def _add_down_terms(draw: random.Random) -> Case:
+    block = _AdaptedBlock(draw)
+    out, attended, inner = (
+        _rows(draw, block.count, width, dtype=block.dtype) for width in (block.dim, block.dim, block.inner)
+    )
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        changed, *others = _on(device, out, attended, inner)
+        function(changed, *others, block.on(device))
+        return [changed]
+
+    return Case("add_down_terms", block.name, run, 2 * TOLERANCES[block.dtype])
+
+
+def _rows_by_slot(draw: random.Random) -> Case:
+    block = _AdaptedBlock(draw)
+    product = _rows(draw, block.count, block.qkv + block.inner, dtype=block.dtype)
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        changed, slots, ranks = _on(device, product, block.slots, block.ranks)
+        rows = function(slots, ranks, block.max_rank, is_decode=False, dtype=block.dtype)
+        add = reference.add_up_terms
+        if rows.plan is not None:  # only the implementation that has made it reads it
+            add = import_module("kestrel_ops.triton.add_up_terms").add_up_terms
+        add(changed, block.on(device, rows))
+        return [rows.slots, changed]
+
+    return Case("rows_by_slot", block.name, run, 2 * TOLERANCES[block.dtype])
 
 
 def _philox_uniform(draw: random.Random) -> Case:

@@ -53,7 +53,7 @@ def test_what_is_wrong_or_differs_from_run_to_run_is_found_and_printed(monkeypat
 
 def test_a_kernel_that_fails_is_a_wrong_one(monkeypatch):
     def function(implementation, operation):
-        def fails(*_):
+        def fails(*_, **__):
             raise RuntimeError("no such luck")
 
         return definition(operation) if implementation == "reference" else fails
