@@ -9,10 +9,11 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
+# Of what pip would compile, a sixth is ever imported; Python compiles that itself, unless it may not write it down.
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 
-.PHONY: setup proto check test most-tests test-clients test-page test-languages test-ray docs fuzz serve demo \
-	attacks quality train bench supply dist clean
+.PHONY: setup proto check test most-tests lone-tests test-clients test-page test-languages test-ray docs fuzz serve \
+	demo attacks quality train bench supply dist clean
 
 # Everything into .venv; nothing to do until pyproject.toml changes.
 setup: .venv/installed
@@ -20,10 +21,12 @@ setup: .venv/installed
 .venv/installed: pyproject.toml clients/python/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "needs Python 3.11, 3.12 or 3.13; name one with PYTHON=…" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "setup 1 of 2: PyTorch, the largest part"
+	@echo "setup 1 of 3: a newer pip, which needs half the time, and what builds the packages"
+	$(INSTALL) --quiet --upgrade pip setuptools
+	@echo "setup 2 of 3: PyTorch, the largest part"
 	$(INSTALL) $(TORCH)
-	@echo "setup 2 of 2: the two packages, what they need, and the tools of the tests"
-	$(INSTALL) --editable clients/python --editable '.[dev]'
+	@echo "setup 3 of 3: the two packages, what they need, and the tools of the tests"
+	$(INSTALL) --no-build-isolation --editable clients/python --editable '.[dev]'
 	@touch $@
 
 # The Python messages and stubs, anew from proto/.
@@ -40,10 +43,13 @@ check: setup
 # What measures time runs alone, after the rest; more at a time with WORKERS=… With --jobs 2 the checks run beside tests.
 WORKERS ?= 2
 test: check most-tests
-	$(BIN)/python -m pytest -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
+	@$(MAKE) --no-print-directory lone-tests
 
 most-tests: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not alone'
+
+lone-tests: setup
+	$(BIN)/python -m pytest -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
 
 # Clients that others have written, each in an environment of its own; one of them with ARGS=openai. Before them,
 # manifests whose schemas are packages for Node.js.

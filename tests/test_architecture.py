@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -142,41 +144,51 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(CHECKOUT))
 
 
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+@dataclass(frozen=True)
+class Module:
+    """What these rules look at in a module."""
+
+    doc: str | None
+    imports: tuple[str, ...]
+    """Every name that it imports, wherever in it, as `package.module.name`."""
+    imported_by_calls: tuple[str, ...]
+    """What is imported by a call, as far as the name is a constant."""
+    changes_globals: bool
 
 
 @functools.cache
-def imports(path: Path) -> tuple[str, ...]:
-    """Every name that a module imports, wherever in it, as `package.module.name`."""
-    return tuple(_imports(path))
-
-
-def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(tree(path)):
+def read(path: Path) -> Module:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    imported: list[str] = []
+    by_calls: list[str] = []
+    changes_globals = False
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            imported += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name_of(path)}: a relative import"
-            assert node.module is not None
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            imported += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call):
+            if is_import(node.func):
+                by_calls += [name for name in (constant_start(argument) for argument in node.args[:1]) if name]
+        elif isinstance(node, ast.Global):
+            changes_globals = True
+    return Module(ast.get_docstring(tree), tuple(imported), tuple(by_calls), changes_globals)
 
 
-@functools.cache
+def imports(path: Path) -> tuple[str, ...]:
+    """Every name that a module imports, wherever in it, as `package.module.name`."""
+    return read(path).imports
+
+
 def all_imports(path: Path) -> tuple[str, ...]:
     """The same, and what is imported by a call, as far as the name is a constant."""
-    return tuple(_all_imports(path))
-
-
-def _all_imports(path: Path) -> Iterator[str]:
-    yield from imports(path)
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Call) and is_import(node.func):
-            yield from (name for name in (constant_start(argument) for argument in node.args[:1]) if name)
+    return (*read(path).imports, *read(path).imported_by_calls)
 
 
 def is_import(function: ast.expr) -> bool:
-    return ast.unparse(function).rpartition(".")[2] in {"import_module", "__import__"}
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
+    return name in {"import_module", "__import__"}
 
 
 def constant_start(expression: ast.expr) -> str:
@@ -375,21 +387,21 @@ def test_importing_the_kernels_imports_their_definitions_alone():
 
 def test_every_module_of_the_checkout_belongs_to_a_package_that_is_checked():
     folders = {*PACKAGES.values(), *(CHECKOUT / name for name in ("tests", "bench", "training", "deploy"))}
-    # Hidden folders hold environments, and `build` what setuptools leaves.
-    tops = [path for path in CHECKOUT.iterdir() if path.is_dir() and not path.name.startswith((".", "build"))]
-    written = [path for top in tops for path in top.rglob("*.py") if "build" not in path.parts]
+    written: list[Path] = []
+    for folder, inner, names in os.walk(CHECKOUT):
+        # Hidden folders hold environments, and these what tools make, perhaps in this moment.
+        inner[:] = [name for name in inner if not name.startswith(".") and name not in ("build", "node_modules")]
+        written += [Path(folder, name) for name in names if name.endswith(".py")]
+    assert set(SOURCES) < set(written)
     assert [name_of(path) for path in written if folders.isdisjoint(path.parents)] == []
 
 
 def test_every_module_opens_with_what_it_does():
-    assert [name_of(path) for path in SOURCES if not ast.get_docstring(tree(path))] == []
+    assert [name_of(path) for path in SOURCES if not read(path).doc] == []
 
 
 def test_no_module_changes_its_globals():
-    # Only modules that have the word are parsed.
-    suspects = [path for path in WRITTEN if re.search(r"\bglobal\b", path.read_text(encoding="utf-8"))]
-    nodes = ((path, node) for path in suspects for node in ast.walk(tree(path)))
-    assert [name_of(path) for path, node in nodes if isinstance(node, ast.Global)] == []
+    assert [name_of(path) for path in WRITTEN if read(path).changes_globals] == []
 
 
 # A check may be silenced by the name of its rule, and for ruff with a reason beside it.

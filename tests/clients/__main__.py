@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import venv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,9 +144,11 @@ def install(client: Client, folder: Path) -> None:
         path = f"{NODE / 'bin'}{os.pathsep}{os.environ['PATH']}"
         subprocess.run(npm, cwd=folder, check=True, env={**os.environ, "PATH": path})
     else:
-        subprocess.run((sys.executable, "-m", "venv", str(folder)), check=True)
-        pip = (str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        subprocess.run((*pip, *client.arguments), check=True)
+        # Our pip installs into it: one of its own would take longer than most of the clients.
+        venv.create(folder, symlinks=True, with_pip=False)
+        pip = (sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install")
+        options = ("--quiet", "--disable-pip-version-check", "--no-compile")
+        subprocess.run((*pip, *options, *client.arguments), check=True)
     stamp.write_text(wanted)
 
 
