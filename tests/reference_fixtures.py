@@ -7,6 +7,7 @@ tests that can use more take `shared_folders()`. Knows where the files are, not 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,27 @@ def copy_with_one_image(folder: Path, copy: Path) -> Path:
     tensors = load_file(copy / "expected.safetensors")
     kept = {name.replace("1.", "0.", 1): tensor for name, tensor in tensors.items() if name.startswith("1.")}
     save_file(kept, copy / "expected.safetensors")
+    return copy
+
+
+def shallow_copy(folder: Path, copy: Path, num_blocks: int = 3) -> Path:
+    """A checkpoint without answers whose image encoder has the first blocks of 27; returns `copy`.
+
+    It answers about images as differently as the whole one. For tests that compare engines with each other, half of
+    whose time the other blocks take.
+    """
+    copy.mkdir(parents=True)
+    config = model_config(folder)
+    config["vision"]["enc_n_layers"] = num_blocks
+    (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    block = re.compile(r"\.(?:vision|visual)\.blocks\.(\d+)\.")
+    kept: dict[str, Any] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        found = block.search(name)
+        if found is None or int(found[1]) < num_blocks:
+            kept[name] = tensor
+    save_file(kept, copy / "model.safetensors")
+    shutil.copy(folder / "tokenizer.json", copy)
     return copy
 
 

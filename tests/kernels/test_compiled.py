@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
+import torch
 
 from tests.kernels.compiled import SHARED_BYTES, launches, resources
 
@@ -59,6 +61,17 @@ INT4 = [("mixture_of_experts", [count, 2048, 1024, 64, "int4"]) for count in (1,
 # Float8 experts on cards without float8.
 WIDENED = [("mixture_of_experts", [count, 2048, 1024, 64, "fp8"]) for count in (1, 3000)]
 
+# To compile all for one card takes a minute of processor time. All is compiled for all cards where there is a GPU
+# and where somebody asks for it; elsewhere the largest programs for each kind of card, and each other call for one.
+EVERY_CARD = torch.cuda.is_available() or os.environ.get("EVERY_CARD") == "1"
+LARGEST = [
+    ("prefill_attention", [32, 32, 64, "bf16", "bf16", 746]),
+    ("decode_contract", [1, 10_240, 2048, "bf16"]),
+    ("mixture_of_experts", [3000, 2048, 1024, 64, "bf16"]),
+]
+HERE = {"8.6": [*LARGEST, INT4[0], WIDENED[1]], "8.9": [*WIDE, INT4[2]], "10.0": LARGEST}
+needs_every_card = pytest.mark.skipif(not EVERY_CARD, reason="compiled where there is a GPU, or with EVERY_CARD=1")
+
 
 def in_float8(call):
     """The same with everything in float8 that may be."""
@@ -68,10 +81,17 @@ def in_float8(call):
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory):
-    """Calls, and what they launch."""
-    calls = [*ROWS, *HEADS, *SUMS]
-    return list(zip(calls, launches(calls, str(tmp_path_factory.mktemp("triton"))), strict=True))
+def of_every_call(tmp_path_factory):
+    """What calls launch, of all in one process."""
+    calls = [*ROWS, *HEADS, *SUMS, *EXPERTS, *ADAPTERS]
+    found = launches(calls, str(tmp_path_factory.mktemp("triton")))
+    return list(zip(calls, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def launched(of_every_call):
+    """Calls that write in place, and what they launch."""
+    return of_every_call[: len([*ROWS, *HEADS, *SUMS])]
 
 
 def test_what_is_written_in_place_was_read_by_every_thread_before(launched):
@@ -98,16 +118,18 @@ def test_no_sum_is_made_by_atomic_additions(launched):
     assert kinds == {"load", "store", "barrier"}
 
 
-def test_mixtures_of_experts_write_what_they_do_not_read_and_add_in_one_order(tmp_path):
-    for kernels in launches(EXPERTS, str(tmp_path)):
+def test_mixtures_of_experts_write_what_they_do_not_read_and_add_in_one_order(of_every_call):
+    found = [kernels for call, kernels in of_every_call if call in EXPERTS]
+    assert len(found) == len(EXPERTS)
+    for kernels in found:
         assert kernels
         assert [kernel for kernel in kernels if kernel.in_place()] == []
         assert {access.kind for kernel in kernels for access in kernel.accesses} <= {"load", "store", "barrier"}
 
 
-def test_terms_of_adapters_are_added_where_every_thread_has_read_before(tmp_path):
+def test_terms_of_adapters_are_added_where_every_thread_has_read_before(of_every_call):
     written = set()
-    for kernels in launches(ADAPTERS, str(tmp_path)):
+    for kernels in (kernels for call, kernels in of_every_call if call in ADAPTERS):
         for kernel in kernels:
             in_place = kernel.in_place() - {"counters", "parts"}  # the last program reads what all have stored
             for pointer in in_place:
@@ -123,9 +145,11 @@ def test_terms_of_adapters_are_added_where_every_thread_has_read_before(tmp_path
     assert written == {"out"}
 
 
-def calls_for(card):
+def calls_for(card, *, every=EVERY_CARD):
     """In float8 where the card has it: what kernels hold is then converted, which takes the most registers."""
-    return [*WIDE, *WIDENED, *INT4] if card in ("8.0", "8.6") else [*map(in_float8, WIDE), *INT4]
+    if card in ("8.0", "8.6"):
+        return [*WIDE, *WIDENED, *INT4] if every else HERE[card]
+    return list(map(in_float8, [*WIDE, *INT4] if every else HERE[card]))
 
 
 def assert_fits(card, call, kernels):
@@ -143,6 +167,14 @@ def test_every_kernel_fits_every_card_from_ampere_on(card, tmp_path):
         assert_fits(card, call, kernels)
 
 
+def test_every_call_is_compiled_for_some_card_but_those_of_fewer_tokens():
+    compiled = [call for card in HERE for call in calls_for(card, every=False)]
+    for call in (*map(in_float8, WIDE), *WIDENED, *INT4):
+        assert call in compiled or call in (INT4[1], WIDENED[0])
+    assert all(call in WIDE for call in LARGEST)
+
+
+@needs_every_card
 @pytest.mark.parametrize("card", PLANNED_ALIKE)
 def test_every_kernel_fits_a_card_with_the_plans_of_another(card, tmp_path):
     other, calls = PLANNED_ALIKE[card], calls_for(card)

@@ -9,6 +9,7 @@ from tests.kernels.implementations import (
     dequantised,
     implementation_name,
     implementations,
+    in_pairs,
     relative_error,
 )
 
@@ -28,14 +29,19 @@ def written_out(plain, inner, activate):
 
 
 @every_implementation
-@pytest.mark.parametrize("out_dtype", ROUNDING, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("activate", [True, False])
-@pytest.mark.parametrize("plain_dim", [None, 16, 77])
-@pytest.mark.parametrize(("count", "inner_dim"), [(1, 16), (3, 264), (2, 104), (5, 1)])
-def test_plain_columns_stand_before_activated_ones(
-    concat_gelu, count, inner_dim, plain_dim, activate, dtype, out_dtype
-):
+@pytest.mark.parametrize(
+    ("shape", "plain_dim", "activate", "dtype", "out_dtype"),
+    in_pairs(
+        [(1, 16), (3, 264), (2, 104), (5, 1)],
+        [None, 16, 77],
+        [True, False],
+        [torch.float32, torch.bfloat16, torch.float16],
+        [*ROUNDING],
+    ),
+    ids=str,
+)
+def test_plain_columns_stand_before_activated_ones(concat_gelu, shape, plain_dim, activate, dtype, out_dtype):
+    count, inner_dim = shape
     plain = None if plain_dim is None else some_rows(count, plain_dim, dtype, seed=1)
     inner = some_rows(count, inner_dim, dtype)
     out, scale = concat_gelu(plain, inner, out_dtype, activate)

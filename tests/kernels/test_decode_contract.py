@@ -2,7 +2,14 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from tests.kernels.implementations import DEVICE, FLOAT8, implementation_name, implementations, relative_error
+from tests.kernels.implementations import (
+    DEVICE,
+    FLOAT8,
+    implementation_name,
+    implementations,
+    in_pairs,
+    relative_error,
+)
 
 # Activations, weights, and the relative error that the operands' rounding may leave.
 TYPES = [
@@ -61,10 +68,14 @@ def test_the_product_is_added_to_the_stream(
 
 
 @every_implementation
-@pytest.mark.parametrize("batch", [1, 3, 33])
-@pytest.mark.parametrize(("dtype", "weight_dtype", "tolerance"), TYPES, ids=str)
-@pytest.mark.parametrize(("num_rows", "width"), [(48, 152), (77, 40), (17, 16), (20, 1), (1, 117)])
-def test_any_size_will_do(decode_contract, batch, dtype, weight_dtype, tolerance, num_rows, width):
+@pytest.mark.parametrize(
+    ("batch", "types", "sizes"),
+    in_pairs([1, 3, 33], TYPES, [(48, 152), (77, 40), (17, 16), (20, 1), (1, 117)]),
+    ids=str,
+)
+def test_any_size_will_do(decode_contract, batch, types, sizes):
+    dtype, weight_dtype, tolerance = types
+    num_rows, width = sizes
     layer = Layer(batch, num_rows, width, dtype, weight_dtype)
     assert relative_error(layer.run(decode_contract)[0], layer.wanted()) < tolerance
 

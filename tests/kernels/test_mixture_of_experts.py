@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import gelu
 
-from tests.kernels.implementations import DEVICE, FLOAT8, implementation_name, implementations, relative_error
+from tests.kernels.implementations import (
+    DEVICE,
+    FLOAT8,
+    implementation_name,
+    implementations,
+    in_pairs,
+    relative_error,
+)
 
 every_implementation = pytest.mark.parametrize(
     "mixture_of_experts", implementations("mixture_of_experts"), ids=implementation_name
@@ -83,11 +90,13 @@ def test_it_is_the_weighted_sum_written_out(mixture_of_experts, seed):
 
 
 @every_implementation
-@pytest.mark.parametrize("num_tokens", [1, 5, 40])
-@pytest.mark.parametrize("experts_per_token", [1, 2, 6])
-@pytest.mark.parametrize(("dim", "inner"), [(32, 16), (40, 20), (36, 24), (17, 7)])
-def test_tokens_of_a_short_type_go_to_their_experts(mixture_of_experts, num_tokens, experts_per_token, dim, inner):
-    experts = Experts(mixture_of_experts, num_tokens=num_tokens, dim=dim, inner=inner)
+@pytest.mark.parametrize(
+    ("num_tokens", "experts_per_token", "sizes"),
+    in_pairs([1, 5, 40], [1, 2, 6], [(32, 16), (40, 20), (36, 24), (17, 7)]),
+    ids=str,
+)
+def test_tokens_of_a_short_type_go_to_their_experts(mixture_of_experts, num_tokens, experts_per_token, sizes):
+    experts = Experts(mixture_of_experts, num_tokens=num_tokens, dim=sizes[0], inner=sizes[1])
     experts.shorten()
     mixed = experts.run(experts_per_token)
     assert mixed.dtype == torch.bfloat16
@@ -95,11 +104,13 @@ def test_tokens_of_a_short_type_go_to_their_experts(mixture_of_experts, num_toke
 
 
 @every_implementation
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 40])
-@pytest.mark.parametrize(("dim", "inner"), [(32, 16), (40, 20), (17, 7)])
-def test_float8_with_scales_equals_the_weights_they_stand_for(mixture_of_experts, num_tokens, dtype, dim, inner):
-    experts = Experts(mixture_of_experts, num_tokens=num_tokens, dim=dim, inner=inner)
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype", "sizes"),
+    in_pairs([1, 40], [torch.float32, torch.bfloat16], [(32, 16), (40, 20), (17, 7)]),
+    ids=str,
+)
+def test_float8_with_scales_equals_the_weights_they_stand_for(mixture_of_experts, num_tokens, dtype, sizes):
+    experts = Experts(mixture_of_experts, num_tokens=num_tokens, dim=sizes[0], inner=sizes[1])
     experts.quantise()
     experts.hidden = experts.hidden.to(dtype)
     # Where both operands are float8, what goes into the experts is rounded as their weights were.

@@ -118,11 +118,13 @@ async def test_text_has_the_same_bytes_after_preemptions(
     assert preempted
 
 
-async def test_answers_about_images_have_the_same_bytes_with_and_without_their_pages() -> None:
+async def test_answers_about_images_have_the_same_bytes_with_and_without_their_pages(
+    shallow3_folder: Path,
+) -> None:
     numbers = (2, 3)
-    async with engine(MD3_SMALL, dtype="float32", prefix_cache=False) as quiet:
+    async with engine(shallow3_folder, dtype="float32", prefix_cache=False) as quiet:
         wanted = [await answer(quiet, number, IMAGE) for number in numbers]
-    async with engine(MD3_SMALL, dtype="float32") as busy:
+    async with engine(shallow3_folder, dtype="float32") as busy:
         texts = [asyncio.create_task(answer(busy, number)) for number in range(4)]
         for _ in range(2):
             assert await asyncio.gather(*(answer(busy, number, IMAGE) for number in numbers)) == wanted

@@ -41,8 +41,8 @@ PENALTIES: dict[str, Any] = {
 
 
 @pytest.fixture
-def engine(moondream3: LoadedModel) -> Iterator[LocalEngine]:
-    engine = LocalEngine(moondream3, EngineConfig(model="", max_batch_size=8))
+def engine(shallow3: LoadedModel) -> Iterator[LocalEngine]:
+    engine = LocalEngine(shallow3, EngineConfig(model="", max_batch_size=8))
     yield engine
     engine.close()
 
@@ -98,9 +98,9 @@ def mixed_requests() -> list[Request]:
 
 
 async def test_the_warm_up_asks_for_every_skill_once_and_leaves_nothing_behind(
-    moondream2: LoadedModel, moondream3: LoadedModel
+    shallow2: LoadedModel, shallow3: LoadedModel
 ) -> None:
-    for loaded in (moondream2, moondream3):
+    for loaded in (shallow2, shallow3):
         engine = RecordingEngine(loaded, EngineConfig(model="", max_queued_requests=1))
         await warm_up(engine)
         assert sorted(engine.skills_asked) == sorted(engine.info.skills)
@@ -108,8 +108,8 @@ async def test_the_warm_up_asks_for_every_skill_once_and_leaves_nothing_behind(
         assert engine.load().num_used_pages == 0
 
 
-async def test_moondream_2_refuses_to_segment(moondream2: LoadedModel) -> None:
-    engine = LocalEngine(moondream2, EngineConfig(model=""))
+async def test_moondream_2_refuses_to_segment(shallow2: LoadedModel) -> None:
+    engine = LocalEngine(shallow2, EngineConfig(model=""))
     try:
         with pytest.raises(SkillUnsupported):
             await engine.submit(Segment("cat", SMALL_IMAGE)).result()
@@ -128,7 +128,7 @@ async def test_thirty_two_mixed_requests_answer_as_they_do_alone(engine: LocalEn
     "is_complete", [repeat(True), repeat(False), cycle([False, False, True])], ids=["soon", "late", "now and then"]
 )
 async def test_looking_ahead_changes_no_answer(
-    moondream3: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, is_complete: Iterator[bool]
+    shallow3: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, is_complete: Iterator[bool]
 ) -> None:
     requests = [
         *mixed_requests()[:11],
@@ -139,7 +139,7 @@ async def test_looking_ahead_changes_no_answer(
     monkeypatch.setattr(StepRunner, "is_asynchronous", True)
     monkeypatch.setattr(StepHandle, "is_complete", lambda _: next(is_complete))
     # Pages for a few at a time, so that some are preempted while others decode ahead; prompts are chunked.
-    ahead = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=150, max_prefill_tokens=8))
+    ahead = LocalEngine(shallow3, EngineConfig(model="", num_kv_pages=150, max_prefill_tokens=8))
     try:
         overlapped = await asyncio.gather(*(ahead.submit(request).result() for request in requests))
         assert [finished.output for finished in overlapped] == [finished.output for finished in one_by_one]

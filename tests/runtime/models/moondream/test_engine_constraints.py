@@ -47,8 +47,8 @@ HOT = SamplingParams(temperature=3.0, max_tokens=200, seed=5)
 
 
 @pytest.fixture
-def engine(moondream3: LoadedModel) -> Iterator[LocalEngine]:
-    engine = LocalEngine(moondream3, EngineConfig(model="", max_batch_size=8))
+def engine(shallow3: LoadedModel) -> Iterator[LocalEngine]:
+    engine = LocalEngine(shallow3, EngineConfig(model="", max_batch_size=8))
     yield engine
     engine.close()
 
@@ -141,7 +141,7 @@ async def test_others_of_a_batch_answer_as_they_do_alone(engine: LocalEngine) ->
 
 
 async def test_a_forward_pass_ahead_and_preemption_change_no_answer(
-    moondream3: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+    shallow3: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampling = replace(HOT, max_tokens=48)
     long = Constraint(regex="[0-9]{48}")
@@ -162,7 +162,7 @@ async def test_a_forward_pass_ahead_and_preemption_change_no_answer(
         preempt(scheduler, sequence)
 
     monkeypatch.setattr(Scheduler, "_preempt", counted)
-    ahead = LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=400, page_size=4, max_prefill_tokens=8))
+    ahead = LocalEngine(shallow3, EngineConfig(model="", num_kv_pages=400, page_size=4, max_prefill_tokens=8))
     try:
         for _ in range(8):  # until the requests with images have run at the same time, which takes two more pages
             overlapped = await asyncio.gather(*(ahead.submit(query).result() for query in queries))

@@ -147,13 +147,12 @@ async def answers(engine: LocalEngine) -> list[object]:
 
 @pytest.mark.parametrize("vision_path", ["fused", "calibrated-float8"])
 @pytest.mark.parametrize("text_path", ["fused", "fused-float8"])
-@pytest.mark.parametrize("folder", [MD2_SMALL, MD3_SMALL], ids=["moondream2", "moondream3"])
+@pytest.mark.parametrize("folder", ["shallow2_folder", "shallow3_folder"])
 async def test_answers_are_those_of_an_engine_whose_model_keeps_its_weights(
-    folder: object, text_path: str, vision_path: str
+    folder: str, text_path: str, vision_path: str, request: pytest.FixtureRequest
 ) -> None:
-    config = EngineConfig(
-        model=str(folder), device="cpu", text_path=text_path, vision_path=vision_path, num_kv_pages=512
-    )
+    model = str(request.getfixturevalue(folder))
+    config = EngineConfig(model=model, device="cpu", text_path=text_path, vision_path=vision_path, num_kv_pages=512)
     shared = LoadedModel.load(config)
     wanted = await answers(LocalEngine(shared, config))
     assert await answers(LocalEngine.start(config)) == wanted

@@ -128,8 +128,8 @@ def without_logprobs(output: Output) -> Output:
 
 
 @pytest.fixture(scope="module")
-def wanted(moondream2: LoadedModel) -> list[object]:
-    engine = LocalEngine(moondream2, CONFIG)
+def wanted(shallow2: LoadedModel) -> list[object]:
+    engine = LocalEngine(shallow2, CONFIG)
     try:
         return asyncio.run(answers(engine, times=1)) * 3
     finally:
@@ -153,7 +153,7 @@ def at_random(seed: int) -> Iterator[Exception | None]:
     ],
 )
 async def test_whatever_fails_to_be_captured_every_answer_is_right_and_no_request_is_suspected(
-    moondream2: LoadedModel,
+    shallow2: LoadedModel,
     wanted: list[object],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -164,7 +164,7 @@ async def test_whatever_fails_to_be_captured_every_answer_is_right_and_no_reques
     monkeypatch.setattr(runner_module.StepRunner, "is_asynchronous", looks_ahead)
     statuses: list[EngineStatus] = []
     with caplog.at_level(logging.WARNING):
-        engine = LocalEngine(moondream2, CONFIG)
+        engine = LocalEngine(shallow2, CONFIG)
         engine.on_status_change(statuses.append)
         try:
             assert await answers(engine) == wanted
@@ -183,10 +183,10 @@ async def test_whatever_fails_to_be_captured_every_answer_is_right_and_no_reques
 
 
 async def test_graphs_are_captured_anew_after_a_restart(
-    moondream2: LoadedModel, wanted: list[object], monkeypatch: pytest.MonkeyPatch
+    shallow2: LoadedModel, wanted: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captures = Captures(monkeypatch, ())
-    engine = LocalEngine(moondream2, CONFIG)
+    engine = LocalEngine(shallow2, CONFIG)
     try:
         assert await answers(engine) == wanted
         before = captures.num_tried
@@ -262,12 +262,12 @@ def test_a_span_longer_than_steps_may_be_runs_on_its_own_inputs_each_time(monkey
         bench.step()
 
 
-def test_the_draws_of_every_skill_alone_and_together_are_usual(moondream2: LoadedModel) -> None:
-    config = moondream2.model.config
+def test_the_draws_of_every_skill_alone_and_together_are_usual(shallow2: LoadedModel) -> None:
+    config = shallow2.model.config
     found: set[int] = set()
     asked: list[Request] = [*requests(), Query("why?", SMALL_IMAGE)]
     for request in asked:
-        grammar = SKILLS[request.skill].new_parser(request, moondream2.tokenizer, config).grammar
+        grammar = SKILLS[request.skill].new_parser(request, shallow2.tokenizer, config).grammar
         found.add(value_kinds(grammar, config.tokenizer))
     together = {one | other for one in found for other in found}
     needs = executor_module._USUAL_NEEDS

@@ -127,7 +127,7 @@ def test_a_host_without_memory_for_the_cache_refuses_to_start(
 
 
 @pytest.mark.parametrize("page_size", [5, 16])
-@pytest.mark.parametrize("model", ["moondream2", "moondream3"])
+@pytest.mark.parametrize("model", ["shallow2", "shallow3"])
 async def test_the_smallest_cache_serves_every_skill_and_one_page_less_does_not_start(
     model: str, page_size: int, request: pytest.FixtureRequest
 ) -> None:
@@ -222,14 +222,14 @@ def test_the_largest_prefill_has_as_many_tokens_as_a_step_may_carry_and_needs_on
 
 
 @torch.inference_mode()
-def test_the_largest_encoding_has_as_many_tiles_as_one_image_or_one_step(moondream2: LoadedModel) -> None:
-    vision, paths = moondream2.model.config.vision, fused_paths(moondream2)
+def test_the_largest_encoding_has_as_many_tiles_as_one_image_or_one_step(shallow2: LoadedModel) -> None:
+    vision, paths = shallow2.model.config.vision, fused_paths(shallow2)
     most_of_image = 1 + vision.max_crops
     for max_tiles in (5, most_of_image + 3):
-        images = largest_encode(moondream2.model, paths, StepBounds(4, 256, max_tiles))()
+        images = largest_encode(shallow2.model, paths, StepBounds(4, 256, max_tiles))()
         num_tiles = max(max_tiles, most_of_image)
         assert len(images) == -(-num_tiles // 2)
-        assert images.shape[1:] == (vision.num_image_tokens, moondream2.model.config.text.dim)
+        assert images.shape[1:] == (vision.num_image_tokens, shallow2.model.config.text.dim)
 
 
 @pytest.mark.parametrize(("allocated", "reserved"), [((7, 1007), (50, 1030)), ((7, 907), (50, 1050))])

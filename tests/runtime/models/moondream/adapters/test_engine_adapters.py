@@ -33,7 +33,7 @@ def nano() -> LoadedModel:
     return LoadedModel.load(EngineConfig(dtype="float32", device="cpu"))
 
 
-@pytest.fixture(params=["nano", "moondream2", "moondream3"])
+@pytest.fixture(params=["nano", "shallow2", "shallow3"])
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     return request.getfixturevalue(request.param)
 
@@ -218,10 +218,10 @@ async def test_a_new_version_is_for_new_requests_and_running_ones_keep_theirs(
 
 @pytest.mark.parametrize("operations", ["reference", "library"])
 async def test_the_fused_path_answers_as_merged_weights_do(
-    nano: LoadedModel, moondream2: LoadedModel, tmp_path: Path, operations: str
+    nano: LoadedModel, shallow2: LoadedModel, tmp_path: Path, operations: str
 ) -> None:
     kernels = (("add_low_rank", operations), ("mixture_of_experts", operations))
-    for number, loaded in enumerate((nano, moondream2)):
+    for number, loaded in enumerate((nano, shallow2)):
         pairs = random_pairs(loaded.model.config.text, seed=1)
         root = tmp_path / str(number)
         write_peft(root / "colours", pairs)

@@ -1,0 +1,209 @@
+"""Mends Triton's interpreter, in which kernels run where there is no GPU: it then runs all that a GPU runs, rounds
+as a GPU does, and takes a third of the time."""
+
+import importlib
+import inspect
+import math
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+module: Any = importlib.import_module("triton.runtime.interpreter")
+_language: Any = importlib.import_module("triton.language")
+
+
+def mend() -> None:
+    """Once in a process, before the first kernel runs."""
+    _let_scalars_be_indices()
+    _multiply_bfloat16()
+    _round_to_nearest()
+    _patch_once_a_launch()
+    if os.environ.get("TRITON_INTERPRET") == "1":  # what follows would also concern kernels that are compiled
+        _check_no_overflow()
+        _know_types()
+        _convert_what_differs()
+
+
+def _let_scalars_be_indices() -> None:
+    # numpy 2.4 no longer turns an array of one element into an integer, as which the interpreter holds scalars.
+    patch = module._patch_lang_tensor
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    module._patch_lang_tensor = patch_with_index
+
+
+def _multiply_bfloat16() -> None:
+    # numpy has no bfloat16: the interpreter holds its bits as integers, and would multiply those.
+    create_dot = module.InterpreterBuilder.create_dot
+
+    def widened(operand: Any) -> Any:
+        if operand.dtype.scalar != _language.bfloat16:
+            return operand
+        wide = (operand.data.astype(np.uint32) << 16).view(np.float32)
+        return module.TensorHandle(wide, _language.float32)
+
+    def create_wide_dot(self: Any, left: Any, right: Any, *more: Any) -> Any:
+        return create_dot(self, widened(left), widened(right), *more)
+
+    module.InterpreterBuilder.create_dot = create_wide_dot
+
+
+def _round_to_nearest() -> None:
+    # The interpreter cuts bits off for bfloat16, and loses the carry of a mantissa that is rounded up to the next
+    # power of two for float8. It also takes a dozen operations of numpy for each conversion.
+    convert = module._convert_float
+    types = {
+        "bf16": (torch.bfloat16, np.uint16),
+        "fp8e4nv": (torch.float8_e4m3fn, np.uint8),
+        "fp16": (torch.float16, np.float16),
+        "fp32": (torch.float32, np.float32),
+    }
+
+    def convert_by_torch(source: Any, source_type: Any, target_type: Any, rounding: Any) -> Any:
+        if source_type.name not in types or target_type.name not in types:
+            return convert(source, source_type, target_type, rounding)
+        (from_type, from_bits), (to_type, to_bits) = types[source_type.name], types[target_type.name]
+        held = torch.from_numpy(np.ascontiguousarray(source).view(from_bits).reshape(source.shape))
+        converted = (held if held.dtype == from_type else held.view(from_type)).to(to_type)
+        size = {np.uint16: torch.uint16, np.uint8: torch.uint8}.get(to_bits)
+        return (converted if size is None else converted.view(size)).numpy().view(f"u{converted.itemsize}")
+
+    module._convert_float = convert_by_torch
+
+
+def _patch_once_a_launch() -> None:
+    # To run a kernel the interpreter replaces the functions of Triton's language. It does so again for each call of
+    # a function within the kernel, which took two fifths of the time of all kernels, and looks for them each time.
+    patch, execute = module._patch_lang, module.GridExecutor.__call__
+    core, semantic = _language.core, module.interpreter_semantic
+    patched: set[int] = set()
+    uses: dict[Any, set[int]] = {}
+    replaced: dict[int, dict[str, Any]] = {}
+
+    def patch_once(function: Any) -> Any:
+        if function not in uses:
+            values = function.__globals__.values()
+            uses[function] = {id(value) for value in values if value is _language or value is core}
+        if uses[function] <= patched:
+            return None  # what would restore it is used by the launch alone
+        patched.update(uses[function])
+        return patch(function)
+
+    def execute_patched(self: Any, *arguments: Any, **more: Any) -> None:
+        patched.clear()
+        try:
+            execute(self, *arguments, **more)
+        finally:
+            patched.clear()
+
+    def interpreted(member: Any) -> Any:
+        builtin = getattr(member, "__wrapped__", member)  # without the check that there is a semantic
+
+        def run(*arguments: Any, **more: Any) -> Any:
+            more["_semantic"] = semantic
+            return builtin(*arguments, **more)
+
+        return run
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if id(package) not in replaced:
+            members = inspect.getmembers(package)
+            replaced[id(package)] = {
+                name: interpreted(member) for name, member in members if core.is_builtin(member)
+            }
+        for name, function in replaced[id(package)].items():
+            scope.set_attr(package, name, function)
+
+    module._patch_lang, module.GridExecutor.__call__ = patch_once, execute_patched
+    module._patch_builtin = patch_builtin
+
+
+def _check_no_overflow() -> None:
+    # It computes whether sums and products of integers overflow, in seven operations for each, and then asks an
+    # option that is never set whether to say so.
+    options = module.interpreter_builder.options
+    if not options.debug:
+        module.interpreter_builder.options = type(options)(sanitize_overflow=False)
+
+
+def _know_types() -> None:
+    # Every result has a type, whose shape is checked and whose name is written when it is made.
+    core = _language.core
+    make_block, get_numpy_type = core.block_type.__init__, module._get_np_dtype
+    compare = core.dtype.__eq__
+    blocks: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, Any] = {}
+    numpy_types: dict[str, Any] = {}
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(size.value if isinstance(size, core.constexpr) else size for size in shape))
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(self.__dict__)
+        self.__dict__.update(blocks[key])
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        if sizes not in shapes:
+            shape = core.tuple([core.constexpr(size) for size in sizes])
+            shapes[sizes] = core.constexpr(math.prod(sizes)), shape
+        self.numel, self.shape = shapes[sizes]
+
+    def numpy_type(type: Any) -> Any:
+        if type.name not in numpy_types:
+            numpy_types[type.name] = get_numpy_type(type)
+        return numpy_types[type.name]
+
+    def is_equal(self: Any, other: Any) -> bool:
+        return self is other or (self.name == other.name if type(other) is core.dtype else compare(self, other))
+
+    core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
+    core.dtype.__eq__ = is_equal
+    core.block_type.to_ir = lambda self, builder: self
+    module._get_np_dtype = numpy_type
+
+
+def _convert_what_differs() -> None:
+    # Operands of one type and shape need neither conversion nor broadcast.
+    semantic = module.TritonSemantic
+    convert, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    find_type, found = semantic.computation_type_impl, {}
+
+    def computation_type(self: Any, left: Any, left_is_scalar: bool, right: Any, *more: bool) -> Any:
+        key = left.name, left_is_scalar, right.name, *more
+        if key not in found:
+            found[key] = find_type(self, left, left_is_scalar, right, *more)
+        return found[key]
+
+    def convert_unless_equal(
+        self: Any,
+        left: Any,
+        right: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        if (
+            isinstance(left, self.tensor)
+            and isinstance(right, self.tensor)
+            and left.type.name == right.type.name
+            and not (div_or_mod or left.dtype.is_ptr())
+        ):
+            return left, right
+        return convert(self, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    def broadcast_unless_equal(self: Any, left: Any, right: Any) -> Any:
+        if left.type.is_block() and right.type.is_block() and left.type.shape.values == right.type.shape.values:
+            return left, right
+        return broadcast(self, left, right)
+
+    semantic.computation_type_impl = computation_type
+    semantic.binary_op_type_checking_impl = convert_unless_equal
+    semantic.broadcast_impl_value = broadcast_unless_equal
