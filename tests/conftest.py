@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 # Several processes of tests share the processors, and so do the servers that they start as processes: threads that
 # wait for each other inside an operation would cost more than they save. Torch reads it when it is imported.
@@ -10,6 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import settings
+
+from tests import warm
 
 # Read when a kernel is defined, so before anything imports one.
 if not torch.cuda.is_available():
@@ -44,3 +47,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules with the longest set-ups come first. Processes that share the tests take them from each other at the
     end; so no two of them make such a set-up, and none is left with it when the others are done."""
     items.sort(key=lambda item: item.path.name not in LONG_SET_UPS)
+
+
+@pytest.fixture(scope="module")
+def warm_starts() -> Iterator[None]:
+    """For modules whose tests start servers or other programs of Python: these begin with the packages imported."""
+    with warm.starts():
+        yield

@@ -22,6 +22,7 @@ from bench.attacks.bombs import jpeg_of_scans, png_of_one_colour, tiff_of_one_ti
 from bench.attacks.http2 import RawConnection
 from bench.attacks.shutdown import Shutdown, as_text
 from bench.attacks.target import MemoryWatch, resident_bytes, tree_of
+from tests import warm
 from tests.reference_fixtures import CHECKOUT
 
 MAX_WAIT_S = 60.0
@@ -162,9 +163,11 @@ async def test_a_raw_connection_calls_as_any_client_does_and_may_leave_out_the_e
 def test_memory_is_watched_with_that_of_children_and_bounded():
     child = "import sys; data = bytearray(64 * 2**20); print('there', flush=True); sys.stdin.read()"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    with subprocess.Popen(
-        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with warm.as_usual():
+        process = subprocess.Popen(
+            [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+    with process:
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
         assert len(tree_of(process.pid)) == 2

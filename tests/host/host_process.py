@@ -19,6 +19,8 @@ from typing import Any
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests import warm
+
 MAX_WAIT_S = 120.0
 _OPTIONS = ("--port", "0", "--metrics-port", "0", "--withdrawal-delay", "0", "--log-format", "json")
 
@@ -68,9 +70,10 @@ class HostProcess:
         return found
 
     def processes(self) -> dict[str, int]:
-        """Process ids by the titles that `ps` shows: the supervisor and its children."""
+        """Process ids by the titles that `ps` shows: the supervisor and its children, but for `tests.warm`."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return {_title(pid): pid for pid in (self.process.pid, *map(int, children))}
+        found = {_title(pid): pid for pid in (self.process.pid, *map(int, children))}
+        return {title: pid for title, pid in found.items() if title != warm.TITLE}
 
     def kill(self, title: str) -> int:
         """Send SIGKILL to the process with this title; returns its id."""

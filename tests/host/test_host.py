@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import tempfile
 import urllib.error
 import urllib.request
@@ -20,8 +19,10 @@ from kestrel_client.v1 import engine_service_pb2, vision_service_pb2
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.listeners import PortUnavailable, reserved_port
+from tests import warm
 from tests.host.host_process import MAX_WAIT_S, HostProcess, host_process, samples_by_process
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
 QUESTION = vision_service_pb2.CompleteQueryRequest(question="What is this?", sampling={"max_tokens": 4})
 NUM_CONNECTIONS = 24
 """Linux gives each to one of two front ends: that one gets none has a chance of one in 8 million."""
@@ -199,7 +200,11 @@ def test_another_server_gets_none_of_its_ports(host: HostProcess) -> None:
 
 
 def test_sigterm_lets_running_calls_finish_even_if_every_process_gets_it() -> None:
-    with host_process("--frontends", "1", in_own_group=True) as host, channel(host.address) as one:
+    options = ("--frontends", "1")
+    with warm.as_usual(), host_process(*options, in_own_group=True) as host, channel(host.address) as one:
+        assert host.processes().keys() == {
+            *("kestrel-grpc supervisor", "kestrel-grpc core 0", "kestrel-grpc frontend 0")
+        }
         request = vision_service_pb2.QueryRequest(question="What is this?", sampling={"max_tokens": 200})
         stream = VisionServiceStub(one).Query(request, timeout=MAX_WAIT_S)
         assert next(stream).HasField("started")
@@ -316,8 +321,5 @@ def test_a_supervisor_that_ends_while_a_core_loads_leaves_no_process(number: sig
 def test_one_device_by_its_number_needs_no_other_process() -> None:
     with host_process("--devices", "cpu") as host:
         assert host.address
-        children = subprocess.run(
-            ("ps", "--ppid", str(host.process.pid), "-o", "args="), capture_output=True, text=True, check=False
-        )
-        assert children.stdout == ""
+        assert list(host.processes().values()) == [host.process.pid]
         assert host.end() == 0

@@ -18,6 +18,8 @@ from kestrel_client.errors import KestrelClientError
 from kestrel_client.results import Load
 from tests.host.host_process import MAX_WAIT_S, host_process
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 NUM_OTHERS, NUM_CLIENTS, NUM_PAGES = 63, 8, 600
 REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, "REQUEST_REFUSED")
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4}

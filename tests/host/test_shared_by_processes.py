@@ -33,6 +33,8 @@ from tests.server.certificates import Pair, replace, trusting
 from tests.server.serving import reason_of
 from tests.server.triton_calls import TritonStub
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 NUM_CONNECTIONS = 24
 """Linux gives each to one of two front ends: that one gets none has a chance of one in 8 million."""
 RELOADED_S = 60.0

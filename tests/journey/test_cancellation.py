@@ -13,6 +13,8 @@ from kestrel_client.v1 import vision_service_pb2 as wire
 from tests.journey.conftest import LiveServer
 from tests.reference_fixtures import MD3_SMALL
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 
 

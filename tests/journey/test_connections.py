@@ -27,6 +27,8 @@ from tests.journey.serving_process import ServingProcess, serving_process
 from tests.journey.test_cancellation import endless
 from tests.server.serving import serving
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 MIB = 2**20
 NUM_IDLE = 1_000
 NUM_DESCRIPTORS_LEFT = 60

@@ -21,6 +21,8 @@ from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from tests.journey.faulty_serving import SEED
 from tests.server.serving import EOF, reason_of
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 MAX_WAIT_S = 120.0
 
 

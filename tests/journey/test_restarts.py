@@ -14,12 +14,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kestrel_client import AsyncClient
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
+
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 EOF: Any = vars(grpc.aio)["EOF"]
 """What `read` returns at the end of a stream; the type stubs do not list it."""
