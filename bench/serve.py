@@ -114,7 +114,7 @@ def measure_client(plan: Plan, progress: Progress) -> Iterator[Row]:
     with empty_server() as address, LoadProcesses(address, plan.num_processes, plan.num_pictures) as load:
         for workload in plan.workloads:
             concurrency = plan.concurrencies_of(workload)[-1]
-            recording = load.closed(workload, concurrency, 1.0, 1.0)
+            recording = load.closed(workload, concurrency, min(1.0, plan.window_s), 1.0)
             progress.end(f"the client alone, {workload.name}")
             yield summarise(
                 workload.name, concurrency, recording, workload.num_tokens, plan.objective, is_open=False

@@ -11,20 +11,14 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from kestrel_grpc.access.access import Access, OpenAccess, TokenAccess
 from kestrel_grpc.access.limits import Limits, TokenLimits
 from kestrel_grpc.access.tls import CertificateFiles
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
 from kestrel_grpc.frontends.grpc.frontend import GrpcFrontend
-from kestrel_grpc.frontends.http.frontend import HttpFrontend
 from kestrel_grpc.frontends.http.probes import ProbePort, Probes
-from kestrel_grpc.frontends.openai.service import OpenAiService
-from kestrel_grpc.frontends.page.page import Page
-from kestrel_grpc.frontends.rest.service import RestService
-from kestrel_grpc.frontends.triton.service import TritonService
-from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
 from kestrel_grpc.images.image_store import CachePurges, ImageIntake, ImageStore, MemoryImages
 from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
 from kestrel_grpc.listeners import address_of, require_free_port, require_free_socket
@@ -38,6 +32,11 @@ from kestrel_grpc.wire.peers import NoPeers, Peers
 from kestrel_grpc.wire.readiness import Readiness, death_of
 from kestrel_grpc.wire.submission import Submission
 from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus
+
+if TYPE_CHECKING:
+    from kestrel_grpc.frontends.http.frontend import HttpFrontend
+    from kestrel_grpc.frontends.page.page import Page
+    from kestrel_grpc.frontends.triton.service import TritonService
 
 # After a request has ended, its last message may still be on its way to the client.
 _LAST_MESSAGES_S = 2.0
@@ -304,7 +303,13 @@ class Server:
     async def _close_frontends(self) -> None:
         await asyncio.gather(self._frontend.close(), *(() if self._http is None else (self._http.close(),)))
 
+    # Frontends that few servers have import what they need when they are made: a third of what a front end imports,
+    # and 13 MB.
+
     def _triton_service(self) -> TritonService:
+        from kestrel_grpc.frontends.triton.service import TritonService
+        from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
+
         config, info = self._config, self._engine.info
         memory = SharedMemory(
             config.triton_shared_memory,
@@ -314,6 +319,10 @@ class Server:
         return TritonService(self._submission, self._readiness, memory, self._peers, info.model)
 
     def _http_frontend(self, certificate: CertificateFiles | None) -> HttpFrontend:
+        from kestrel_grpc.frontends.http.frontend import HttpFrontend
+        from kestrel_grpc.frontends.openai.service import OpenAiService
+        from kestrel_grpc.frontends.rest.service import RestService
+
         info = self._engine.info
         submission, names = self._submission, self._config.served_model_name or ()
         intake = None if self._store is None else ImageIntake(self._engine, self._store)
@@ -334,6 +343,8 @@ class Server:
         )
 
     def _page(self) -> Page:
+        from kestrel_grpc.frontends.page.page import Page
+
         config = self._config
         return Page(
             self._engine,

@@ -1,4 +1,4 @@
-"""Parts of the supervisor that need no server."""
+"""Parts of the processes of a server that need no server."""
 
 from __future__ import annotations
 
@@ -36,3 +36,13 @@ collect_orphans(set())
 def test_the_first_process_of_a_container_collects_orphans_and_leaves_its_own_children() -> None:
     done = subprocess.run((sys.executable, "-c", _ORPHAN), capture_output=True, text=True, check=False)
     assert (done.stdout.split(), done.stderr) == (["collected", "0"], "")
+
+
+def test_a_front_end_imports_neither_torch_nor_frontends_that_it_was_not_asked_for() -> None:
+    program = (
+        "import sys, kestrel_grpc.host.frontend\n"
+        "print(*(name for name in ('torch', 'pydantic', 'kestrel_grpc.frontends.triton.service') "
+        "if name in sys.modules))"
+    )
+    done = subprocess.run((sys.executable, "-c", program), capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.stderr) == ([], "")
