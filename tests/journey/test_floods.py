@@ -13,8 +13,6 @@ from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from tests.journey.serving_process import serving_process
 
-pytestmark = pytest.mark.usefixtures("warm_starts")
-
 NUM_RUNNING, NUM_WAITING = 4, 4
 CAPACITY = NUM_RUNNING + NUM_WAITING
 NUM_ACCEPTED = 4 * CAPACITY

@@ -38,7 +38,7 @@ TITLE = "starter of tests"
 """Of starters, in `ps`."""
 MAX_REQUEST_BYTES = 128 * 1024
 MAX_DESCRIPTORS = 64
-_FREE_VARIABLES = ("KESTREL_", "PYTEST_", "TMPDIR", "PATH", "HOLDS")
+_FREE_VARIABLES = ("KESTREL_", "PYTEST_", "TMPDIR", "PATH", "POISON")
 """Beginnings of names of variables that no library reads while it is imported."""
 _PR_SET_CHILD_SUBREAPER = 36
 _CHECKOUT = Path(__file__).resolve().parents[2]
