@@ -53,7 +53,7 @@ from kestrel_grpc.host.messages import (
 from kestrel_grpc.host.metrics import joined
 from kestrel_grpc.host.sharing import Owner
 from kestrel_grpc.listeners import address_of, reserved_port
-from kestrel_grpc.process import END_TIMEOUT_S, loop_factory, stop_signals
+from kestrel_grpc.process import END_TIMEOUT_S, loop_factory, set_apart_what_stays, stop_signals
 from kestrel_grpc.telemetry.metrics import Reading, new_registry, not_ready_text
 from kestrel_runtime.processes.messages import build_id
 
@@ -228,6 +228,7 @@ class Supervisor:
             await self._probe_port.start(config.metrics_host, config.metrics_port)
             address = address_of(config.metrics_host, self._probe_port.port or 0)
             _log.info("metrics and probes of all processes on http://%s", address)
+        set_apart_what_stays()
         self._frontends[0].tell(Announce())
 
     async def _leave(self, delay_s: float) -> None:

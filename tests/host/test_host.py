@@ -124,6 +124,20 @@ def test_the_http_port_serves_the_probes_and_the_metrics_of_all_processes(host: 
                 assert answer.status == 200
 
 
+def test_connections_to_the_port_of_the_metrics_leave_no_memory_behind(host: HostProcess) -> None:
+    def memory_bytes() -> float:
+        return samples_by_process(host.metrics()["process_resident_memory_bytes"])["supervisor"]
+
+    def connect(times: int) -> None:
+        for _ in range(times):
+            host.get("/livez")
+
+    connect(100)  # until what is kept for later is there
+    before = memory_bytes()
+    connect(400)
+    assert memory_bytes() - before < 1.5 * 2**20  # less than 4 KiB each
+
+
 def test_each_line_of_the_log_names_its_process(host: HostProcess) -> None:
     ask_over_connections(host.address)
     host.metrics()
