@@ -145,7 +145,7 @@ async def test_a_peer_that_vanishes_without_a_word_is_noticed_and_its_pages_come
 
 async def test_a_slow_reader_delays_no_other_call_and_gets_its_whole_answer(live_server: LiveServer) -> None:
     question = endless(7)
-    question.sampling.max_tokens = 200
+    question.sampling.max_tokens = 100
     expected = [event async for event in live_server.stub.Query(question)]
     async with Http2Client.connected(live_server.address, window_bytes=64) as client:
         stream = await client.ask(QUERY, question)
@@ -156,7 +156,7 @@ async def test_a_slow_reader_delays_no_other_call_and_gets_its_whole_answer(live
     assert trailers["grpc-status"] == "0"
     events = [wire.QueryResponse.FromString(message) for message in messages_in((first.data or b"") + body)]
     assert events[-1].completed.answer == expected[-1].completed.answer
-    assert len(body) > 10 * 64
+    assert len(body) > 5 * 64
 
 
 async def test_pings_that_come_all_at_once_end_no_call() -> None:
@@ -182,7 +182,7 @@ async def test_readers_that_never_read_hold_no_page(live_server: LiveServer) -> 
         for seed in range(8):
             client = await stack.enter_async_context(Http2Client.connected(live_server.address, window_bytes=0))
             question = endless(seed)
-            question.sampling.max_tokens = 200
+            question.sampling.max_tokens = 100
             await client.ask(QUERY, question)
         await live_server.assert_empty()
 

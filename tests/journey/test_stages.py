@@ -75,7 +75,15 @@ STAGES: dict[str, tuple[Break, grpc.StatusCode]] = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+OVER_SOCKETS = ("queue", "no thread", "preprocess", "preprocess, out of memory", "prefill")
+"""Of the stages that follow in the engine, one shows how an error comes over sockets."""
+
+
+@pytest.mark.parametrize(
+    ("live_server", "stage"),
+    [*(("one process", stage) for stage in STAGES), *(("over sockets", stage) for stage in OVER_SOCKETS)],
+    indirect=["live_server"],
+)
 async def test_an_exception_at_any_stage_ends_its_own_request_alone(
     live_server: LiveServer, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
