@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_grpc.config.listing import markdown_table
+from tests import warm
 from tests.reference_fixtures import CHECKOUT
 
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
@@ -33,9 +34,11 @@ needs_tools = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """A server started as a reader would start it, but for its port."""
+    """A server started as a reader would start it, but for its port, and for its imports, which `session` has."""
     command = [*COMMAND, "serve", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with warm.starts():
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with server:
         try:
             assert server.stdout is not None
             line = server.stdout.readline()
