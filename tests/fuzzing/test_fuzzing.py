@@ -31,25 +31,25 @@ def test_every_call_has_its_parser() -> None:
     assert sorted(PARSERS) == methods()
 
 
-@settings(anyhow, max_examples=600)
+@settings(anyhow, max_examples=300)
 @given(images)
 def test_any_bytes_are_a_picture_or_are_refused_as_documented(data: bytes) -> None:
     decode(data)
 
 
-@settings(anyhow, max_examples=300)
+@settings(anyhow, max_examples=150)
 @given(asked)
 def test_any_message_is_a_request_or_is_refused_as_documented(call: tuple[str, bytes]) -> None:
     parse(*call)
 
 
-@settings(anyhow, max_examples=300)
+@settings(anyhow, max_examples=150)
 @given(infer_requests)
 def test_any_message_to_triton_is_a_request_or_is_refused_as_documented(data: bytes) -> None:
     infer(data)
 
 
-@settings(anyhow, max_examples=150)
+@settings(anyhow, max_examples=100)
 @given(conversations)
 def test_no_conversation_holds_a_connection_open(target: Target, said: bytes) -> None:
     target.hear(said)
@@ -58,7 +58,7 @@ def test_no_conversation_holds_a_connection_open(target: Target, said: bytes) ->
 def test_after_all_that_the_server_answers_and_is_no_larger(target: Target) -> None:
     before_bytes = target.server.rss_bytes
 
-    @settings(anyhow, max_examples=100)
+    @settings(anyhow, max_examples=50)
     @given(conversations)
     def speak(said: bytes) -> None:
         target.hear(said)
