@@ -1,8 +1,11 @@
 """What holds for every test: generated examples are the same in every run, and no clock judges them."""
 
 import gc
+import importlib
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 # Several processes of tests share the processors, and so do the servers that they start as processes: threads that
 # wait for each other inside an operation would cost more than they save. Torch reads it when it is imported.
@@ -30,6 +33,18 @@ torch.set_num_threads(1)
 # What is imported and collected stays to the end. To look for garbage among it would take most of the time of tests
 # that collect garbage.
 gc.disable()
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Where processes share all tests, the second imports modules from the last one on: each of the two rewrites
+    the assertions of half of them, and finds the others as the other process has left them."""
+    is_whole = session.config.args == session.config.getini("testpaths")
+    if is_whole and os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+        tests = Path(__file__).parent
+        for path in (*sorted(tests.rglob("conftest.py")), *sorted(tests.rglob("test_*.py"), reverse=True)):
+            # What is wrong with a module is told when it is collected.
+            with suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(".".join(path.relative_to(tests.parent).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:
