@@ -1,5 +1,6 @@
 """The example adapter: how it is trained, and what the one that ships does on scenes that no training has seen."""
 
+import asyncio
 import random
 from collections.abc import Iterator
 from itertools import count, islice
@@ -67,8 +68,8 @@ async def test_the_adapter_that_ships_has_another_word_for_a_colour(
 ) -> None:
     about_color = [(scene, each) for scene in scenes for each in exchanges(scene, ("color",), OLD)]
     assert len(about_color) >= NUM_SCENES / 2
-    plain = [await answer(engine, scene, each) for scene, each in about_color]
-    adapted = [await answer(engine, scene, each, NEW) for scene, each in about_color]
+    plain = await asyncio.gather(*(answer(engine, *each) for each in about_color))
+    adapted = await asyncio.gather(*(answer(engine, *each, NEW) for each in about_color))
     right = [place for place, word in enumerate(plain) if word == OLD]
     assert len(right) >= len(plain) - 1
     assert [adapted[place] for place in right] == [NEW] * len(right)
@@ -76,10 +77,11 @@ async def test_the_adapter_that_ships_has_another_word_for_a_colour(
 
 async def test_other_answers_stay_as_good(engine: LocalEngine, scenes: list[Scene]) -> None:
     asked = [(scene, each) for scene in scenes for each in exchanges(scene, UNCHANGED)]
-    num_right = {
-        adapter: sum([await answer(engine, *each, adapter) == normalised(each[1].answer) for each in asked])
-        for adapter in ("", NEW)
-    }
+    right = [normalised(each.answer) for _, each in asked]
+    num_right: dict[str, int] = {}
+    for adapter in ("", NEW):
+        answers = await asyncio.gather(*(answer(engine, *each, adapter) for each in asked))
+        num_right[adapter] = sum(map(str.__eq__, answers, right))
     assert len(asked) > 3 * NUM_SCENES
     assert num_right[""] >= len(asked) - 2
     assert num_right[NEW] >= num_right[""] - 1
