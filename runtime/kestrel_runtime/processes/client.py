@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-import zmq
 
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.engine import (
@@ -52,7 +52,8 @@ from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.header import ImageHeader
 from kestrel_runtime.memory.image_budget import MAX_DECODING_BYTES, MemoryBudget
 from kestrel_runtime.processes import messages
-from kestrel_runtime.processes.endpoint import MAX_WAITING_MESSAGES, CoreEndpoint
+from kestrel_runtime.processes.connection import Connection
+from kestrel_runtime.processes.endpoint import CoreEndpoint
 from kestrel_runtime.processes.messages import (
     Acquitted,
     AdapterNames,
@@ -81,12 +82,10 @@ from kestrel_runtime.processes.messages import (
 )
 from kestrel_runtime.processes.routing import choose
 
-_HELLO_INTERVAL_S = 0.05
+_CONNECT_INTERVAL_S = 0.05
 _CLOSE_TIMEOUT_S = 2.0
 _OPERATION_TIMEOUT_S = 60.0
 _PIXEL_BYTES = 3
-_MAX_READ_AT_ONCE = 32
-"""Messages; then other callbacks of the event loop have their turn."""
 _SUSPECTED_S = 600.0
 _FAULT, _KILL = 2, 1
 """What the end of a core's process says against the requests that were in flight. SIGKILL comes from outside, as
@@ -111,7 +110,7 @@ class EngineClient:
     `core_gone` and `core_ready` tell it what happens to the processes of the cores.
     """
 
-    def __init__(self, cores: Sequence[_Core], context: zmq.Context[Any]) -> None:
+    def __init__(self, cores: Sequence[_Core]) -> None:
         """Use `connect`."""
         (info, *_) = [core.info for core in cores if core.is_connected]
         self.info = replace(info, max_batch_size=info.max_batch_size * len(cores))
@@ -121,7 +120,6 @@ class EngineClient:
             config.num_preprocess_threads, "kestrel-decode", self._budget, ageing_s=config.ageing_s
         )
         self._loop = asyncio.get_running_loop()
-        self._context = context
         self._cores = cores
         self._calls: dict[int, _Call] = {}  # by the ids of its requests
         self._ids = itertools.count(1)
@@ -131,7 +129,7 @@ class EngineClient:
         self._evidence: dict[str, tuple[int, float]] = {}  # by fingerprint: how much, and since when
         self._refused: dict[str, None] = {}
         for core in cores:
-            core.serve(self._take, self._update_status)
+            core.serve(self._take, self._update_status, self._undelivered)
         self._update_status()
 
     @classmethod
@@ -143,17 +141,15 @@ class EngineClient:
 
         Raises `BuildMismatch`.
         """
-        context = zmq.Context()
         build = messages.build_id()
-        cores = [_Core(endpoint, context, identity, build) for endpoint in endpoints]
+        cores = [_Core(endpoint, identity, build) for endpoint in endpoints]
         try:
             await asyncio.gather(*(core.connect() for core in cores if core.index not in absent))
         except BaseException:
             for core in cores:
                 core.end()
-            context.term()
             raise
-        return cls(cores, context)
+        return cls(cores)
 
     def core_gone(self, index: int, *, is_fault: bool = True) -> None:
         """The process of a core has ended. Requests that it has not begun to answer go to another core.
@@ -338,7 +334,6 @@ class EngineClient:
         for core in self._cores:
             core.end()
         self._update_status()
-        self._context.term()
 
     def _update_status(self) -> None:
         statuses = {core.status for core in self._cores}
@@ -424,11 +419,20 @@ class EngineClient:
                 self._acquit(call)
             call.stream(item.id).deliver(events, error)
 
+    def _call_of(self, id: int) -> _Call | None:
+        """The request that has this id, also where its stream has ended before those of other samples."""
+        return self._calls.get(id) or next((call for call in self._calls.values() if id in call.ids), None)
+
+    def _undelivered(self, undelivered: Sequence[ToCore]) -> None:
+        """A core does not read: end the requests that were sent to it."""
+        for message in undelivered:
+            if isinstance(message, Submit) and (call := self._call_of(message.ids[0])) is not None:
+                call.fail(EngineUnavailable("the engine process does not read"))
+            elif isinstance(message, Pixels):
+                _log.warning("the pixels of an image cannot be sent: the engine process does not read")
+
     def _give_pixels(self, core: _Core, message: NeedPixels) -> None:
-        # The first sample may have ended before the others.
-        call = self._calls.get(message.id) or next(
-            (one for one in self._calls.values() if message.id in one.ids), None
-        )
+        call = self._call_of(message.id)
         image = None if call is None else call.request.image
         if call is None or image is None or isinstance(image, RemoteImage):
             error = messages.encode_error(EngineUnavailable("the caller has gone"))
@@ -555,22 +559,25 @@ class _Call:
 class _Core:
     """The connection to one core, whose process may change."""
 
-    def __init__(self, endpoint: CoreEndpoint, context: zmq.Context[Any], identity: str, build: str) -> None:
+    def __init__(self, endpoint: CoreEndpoint, identity: str, build: str) -> None:
         self.num_sent = 0
         """Requests that were sent since the core has reported its load."""
         self._endpoint = endpoint
-        self._context = context
         self._identity = identity
         self._build = build
         self._loop = asyncio.get_running_loop()
         self._info: EngineInfo | None = None
         self._process_id: int | None = None
         self._state: CoreState | None = None
-        self._sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
+        self._connection: Connection | None = None
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Answer]] = {}
-        self._welcome: asyncio.Future[Welcome] | None = None
+        self._welcome: asyncio.Future[Welcome | None] | None = None
+        self._unsent: list[ToCore] = []
+        """Messages of this turn of the event loop, which travel together: each that is sent costs the core a turn
+        of the interpreter's lock."""
         self._on_message: Callable[[_Core, _ForClient], None] | None = None
+        self._on_undelivered: Callable[[Sequence[ToCore]], None] = lambda undelivered: None
         self._on_state: Callable[[], None] = lambda: None
 
     @property
@@ -616,43 +623,56 @@ class _Core:
     def max_batch_size(self) -> int:
         return self.info.max_batch_size
 
-    def serve(self, on_message: Callable[[_Core, _ForClient], None], on_state: Callable[[], None]) -> None:
-        """What is called with messages from now on, and when the state changes."""
-        self._on_message, self._on_state = on_message, on_state
+    def serve(
+        self,
+        on_message: Callable[[_Core, _ForClient], None],
+        on_state: Callable[[], None],
+        on_undelivered: Callable[[Sequence[ToCore]], None],
+    ) -> None:
+        """What is called with messages from now on, when the state changes, and with messages that the core did not
+        read."""
+        self._on_message, self._on_state, self._on_undelivered = on_message, on_state, on_undelivered
 
     async def connect(self) -> None:
         """Greet the process that listens now, or will. Raises `BuildMismatch`."""
         self.end()
-        requests, events = self._context.socket(zmq.DEALER), self._context.socket(zmq.DEALER)
-        for socket in (requests, events):
-            socket.sndhwm = socket.rcvhwm = MAX_WAITING_MESSAGES
-            socket.linger = 0
-            socket.routing_id = self._identity.encode()
-        requests.connect(self._endpoint.requests)
-        events.connect(self._endpoint.events)
-        self._sockets = requests, events
-        self._welcome = self._loop.create_future()
         self._first_state: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(events.FD, self._receive)
-        welcome = self._welcome
-        while not welcome.done():
-            self.send(Hello(self._identity, self._build))
-            await asyncio.wait((welcome,), timeout=_HELLO_INTERVAL_S)
-        greeting = welcome.result()
+        greeting = None
+        while greeting is None:
+            greeting = await self._greet()
         if greeting.build != self._build:
             self.end()
             raise BuildMismatch(f"core {self.index} runs another build")
         self._info, self._process_id = greeting.info, greeting.process_id
         await self._first_state
 
+    async def _greet(self) -> Welcome | None:
+        """The answer of the process that listens now; None after a moment where there is none."""
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            stream.setblocking(False)
+            stream.connect(str(self._endpoint.path))
+        except OSError:  # no process listens yet, or too many connect at once
+            stream.close()
+            await asyncio.sleep(_CONNECT_INTERVAL_S)
+            return None
+        self._welcome = welcome = self._loop.create_future()
+        self._connection = Connection(stream, lambda data, _: self._receive(data), self._ended)
+        self.send(Hello(self._identity, self._build))
+        return await welcome
+
+    def _ended(self) -> None:
+        """The process has closed the connection. What becomes of its requests is told by `end`."""
+        self._connection = None
+        if self._welcome is not None and not self._welcome.done():
+            self._welcome.set_result(None)
+
     def end(self) -> None:
         """The process has ended: forget it. Operations that wait fail with `EngineUnavailable`."""
-        if self._sockets is not None:
-            requests, events = self._sockets
-            self._loop.remove_reader(events.FD)
-            requests.close()
-            events.close()
-        self._sockets = self._state = self._process_id = None
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._state = self._process_id = None
+        self._unsent.clear()
         self.num_sent = 0
         for asked in self._asked.values():
             if not asked.done():
@@ -663,18 +683,32 @@ class _Core:
         """The number of the next operation."""
         return next(self._numbers)
 
-    def send(self, message: ToCore, *frames: bytes) -> None:
-        """Send, without waiting. Raises `EngineUnavailable` where the core does not read."""
-        if self._sockets is None:
+    def send(self, message: ToCore, attachment: bytes = b"") -> None:
+        """Send, without waiting, with the other messages of this turn of the event loop."""
+        if self._connection is None:
             return  # whoever waits for an answer is told of the end
-        try:
-            self._sockets[0].send_multipart((messages.encode(message), *frames), zmq.NOBLOCK, copy=not frames)
-        except zmq.Again as error:
-            raise EngineUnavailable("the engine process does not read") from error
+        if not self._unsent:
+            self._loop.call_soon(self._send_all)
+        self._unsent.append(message)
+        if attachment:
+            self._send_all(attachment)
+
+    def _send_all(self, attachment: bytes = b"") -> None:
+        """Send what waits for it. The attachment belongs to the last message."""
+        if self._connection is None or not self._unsent:
+            return
+        sent = self._unsent.copy()
+        self._unsent.clear()
+        if not self._connection.send(messages.encode_to_core(sent), attachment):
+            for message in sent:
+                asked = self._asked.get(message.number) if isinstance(message, Operation) else None
+                if asked is not None and not asked.done():
+                    asked.set_exception(EngineUnavailable("the engine process does not read"))
+            self._on_undelivered(sent)
 
     async def ask(self, operation: Operation) -> Answer:
         """The answer. Raises the error that it has, and `EngineUnavailable` where none comes."""
-        if self._sockets is None:
+        if self._connection is None:
             raise _ended()
         answer = self._asked[operation.number] = self._loop.create_future()
         try:
@@ -689,21 +723,13 @@ class _Core:
             raise messages.decode_error(found.error)
         return found
 
-    def _receive(self) -> None:
-        for _ in range(_MAX_READ_AT_ONCE):
-            if self._sockets is None:
-                return
-            try:
-                (data, *_) = self._sockets[1].recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:  # the descriptor tells of changes alone, so that all had to be read
-                return
-            try:
-                self._take(messages.decode_from_core(data))
-            except msgspec.MsgspecError:
-                _log.exception("a message of core %d cannot be read: it runs another build", self.index)
-            except Exception:
-                _log.exception("a message of core %d failed", self.index)
-        self._loop.call_soon(self._receive)
+    def _receive(self, data: bytes) -> None:
+        try:
+            self._take(messages.decode_from_core(data))
+        except msgspec.MsgspecError:
+            _log.exception("a message of core %d cannot be read: it runs another build", self.index)
+        except Exception:
+            _log.exception("a message of core %d failed", self.index)
 
     def _take(self, message: FromCore) -> None:
         if isinstance(message, Welcome):
@@ -739,19 +765,16 @@ def _decoding_bytes(header: ImageHeader) -> int:
 
 def _send_pixels(core: _Core, number: int, done: Future[tuple[int, int, bytes]]) -> None:
     error = EngineUnavailable("the caller has gone") if done.cancelled() else done.exception()
-    try:
-        if error is None:
-            width_px, height_px, pixels = done.result()
-            core.send(Pixels(number, width_px, height_px), pixels)
-            return
-        if isinstance(error, Interrupted):
-            error = EngineUnavailable("the caller has gone")
-        elif not isinstance(error, KestrelError):
-            _log.error("an image cannot be decoded", exc_info=error)
-            error = InternalError(error)
-        core.send(Pixels(number, 0, 0, messages.encode_error(error)))
-    except EngineUnavailable:
-        _log.warning("the pixels of an image cannot be sent: core %d does not read", core.index)
+    if error is None:
+        width_px, height_px, pixels = done.result()
+        core.send(Pixels(number, width_px, height_px), pixels)
+        return
+    if isinstance(error, Interrupted):
+        error = EngineUnavailable("the caller has gone")
+    elif not isinstance(error, KestrelError):
+        _log.error("an image cannot be decoded", exc_info=error)
+        error = InternalError(error)
+    core.send(Pixels(number, 0, 0, messages.encode_error(error)))
 
 
 def _sum_of(loads: Sequence[Load]) -> Load:

@@ -1,11 +1,11 @@
 """The server of an engine core: takes requests of front ends from a socket, and sends them the engine's events.
 
-     front end                      event loop                          engine thread
-     requests ──── ROUTER `.in` ──▶ decode, submit ───────────────────▶ …
-     events ◀───── ROUTER `.out` ◀─ answers, state ◀─ (one lock) ─────◀ events of a turn, once to each front end
+     front end                 event loop                       engine thread
+     requests ───────────────▶ decode, submit ────────────────▶ …
+     events ◀───────────────── answers, state ◀── (a lock) ───◀ events of a turn, once to each front end
 
-The event loop alone reads; any thread sends, so that events take no detour through the event loop. Each socket has
-one direction. A front end that does not read is dropped: sending never waits.
+The event loop alone reads; any thread sends, so that events take no detour through the event loop. A front end that
+does not read is dropped: sending never waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import logging
 import os
-import threading
+import socket
 import time
 from collections.abc import Callable, Coroutine, Hashable, Iterable
 from concurrent.futures import Future
@@ -23,7 +23,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import zmq
 
 from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError
 from kestrel_runtime.api.events import Event, Finished
@@ -31,7 +30,8 @@ from kestrel_runtime.api.images import PixelFormat, RawImage, RemoteImage
 from kestrel_runtime.api.stream import Delivery, Stream
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.processes import messages
-from kestrel_runtime.processes.endpoint import MAX_WAITING_MESSAGES, CoreEndpoint
+from kestrel_runtime.processes.connection import Connection
+from kestrel_runtime.processes.endpoint import CoreEndpoint
 from kestrel_runtime.processes.messages import (
     Acquitted,
     AdapterNames,
@@ -61,9 +61,9 @@ from kestrel_runtime.processes.messages import (
 
 _STATE_INTERVAL_S = 0.1
 _WANTED_INTERVAL_S = 0.1
-_LINGER_MS = 1_000
-_MAX_READ_AT_ONCE = 32
-"""Messages; then timers and other callbacks of the event loop have their turn."""
+_LINGER_S = 1.0
+_ACCEPT_AGAIN_S = 0.1
+_MAX_UNACCEPTED = 128
 
 _log = logging.getLogger(__name__)
 
@@ -81,12 +81,11 @@ class CoreServer:
         self._endpoint = endpoint
         self._on_lost = on_lost
         self._build = messages.build_id()
-        self._context = zmq.Context()
-        self._requests = self._context.socket(zmq.ROUTER)
-        self._events = self._context.socket(zmq.ROUTER)
-        self._lock = threading.Lock()
-        """Of `_events`."""
-        self._frontends: dict[bytes, _Frontend] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._frontends: dict[str, _Frontend] = {}
+        """Those that have greeted, by identity."""
+        self._strangers: set[_Frontend] = set()
+        """Those that have connected and not greeted."""
         self._state: CoreState | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -94,20 +93,18 @@ class CoreServer:
     async def start(self) -> None:
         """Listen."""
         self._loop = asyncio.get_running_loop()
-        for socket in (self._requests, self._events):
-            socket.sndhwm = socket.rcvhwm = MAX_WAITING_MESSAGES
-            socket.linger = _LINGER_MS
-        self._events.router_mandatory = True
-        self._requests.bind(self._endpoint.requests)
-        self._events.bind(self._endpoint.events)
-        self._loop.add_reader(self._requests.FD, self._receive)
+        self._endpoint.path.unlink(missing_ok=True)
+        self._listener.bind(str(self._endpoint.path))
+        self._listener.listen(_MAX_UNACCEPTED)
+        self._listener.setblocking(False)
+        self._listen()
         self._engine.on_status_change(lambda _: self.call(self._publish_state))
         self._engine.on_acquitted(lambda fingerprint: self.call(lambda: self._send_all(Acquitted(fingerprint))))
         self.run(self._publish_states())
 
     def drop_frontend(self, identity: str) -> None:
         """A front end has died: cancel its requests."""
-        frontend = self._frontends.pop(identity.encode(), None)
+        frontend = self._frontends.pop(identity, None)
         if frontend is not None:
             frontend.end()
 
@@ -115,34 +112,30 @@ class CoreServer:
         """Send what waits to be sent, at most for a second, and stop listening."""
         if self._is_closed:
             return
-        for identity in list(self._frontends):
-            self.drop_frontend(identity.decode())
+        self._is_closed = True
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        frontends = [*self._frontends.values(), *self._strangers]
+        for frontend in frontends:
+            frontend.cancel()
         for task in self._tasks:
             task.cancel()
-        self._loop.remove_reader(self._requests.FD)
-        with self._lock:
-            self._is_closed = True
-            self._requests.close()
-            self._events.close()
-        await asyncio.to_thread(self._context.term)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                await asyncio.gather(*(frontend.connection.sent() for frontend in frontends))
+        for frontend in frontends:
+            frontend.end()
 
     def send(self, frontend: _Frontend, message: messages.FromCore) -> bool:
         """From any thread: send, without waiting. False if the front end cannot be reached."""
-        data = messages.encode(message)
-        try:
-            with self._lock:
-                if not self._is_closed:
-                    self._events.send_multipart((frontend.identity, data), zmq.NOBLOCK)
+        if frontend.is_gone:
+            return False
+        if frontend.connection.send(messages.encode(message)):
             return True
-        except zmq.Again:
-            if not frontend.is_gone:
-                frontend.is_gone = True
-                _log.error("%s does not read, and is dropped", frontend.identity.decode())
-                self._on_lost(frontend.identity.decode())
-                self.call(lambda: self.drop_frontend(frontend.identity.decode()))
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
+        frontend.is_gone = True
+        _log.error("%s does not read, and is dropped", frontend.identity)
+        self._on_lost(frontend.identity)
+        self.call(lambda: self.drop(frontend))
         return False
 
     def call(self, callback: Callable[[], object]) -> None:
@@ -157,28 +150,49 @@ class CoreServer:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _receive(self) -> None:
-        for _ in range(_MAX_READ_AT_ONCE):
-            if self._is_closed:
-                return
-            try:
-                identity, data, *frames = self._requests.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:  # the descriptor tells of changes alone, so that all had to be read
-                return
-            try:
-                self._take(identity, messages.decode_to_core(data), frames)
-            except msgspec.MsgspecError:
-                _log.exception("a message of %s cannot be read: it runs another build", identity.decode())
-            except Exception:
-                _log.exception("a message of %s failed", identity.decode())
-        self._loop.call_soon(self._receive)
+    def _listen(self) -> None:
+        if not self._is_closed:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
 
-    def _take(self, identity: bytes, message: ToCore, frames: list[bytes]) -> None:
-        if isinstance(message, Hello):
-            self._greet(identity, message)
+    def _accept(self) -> None:
+        try:
+            stream, _ = self._listener.accept()
+        except BlockingIOError:
             return
-        frontend = self._frontends.get(identity)
-        if frontend is None:  # it was dropped, or speaks to the process that was here before
+        except OSError as error:  # this process has no descriptor left
+            _log.warning("a front end cannot be accepted: %s", error)
+            self._loop.remove_reader(self._listener.fileno())
+            self._loop.call_later(_ACCEPT_AGAIN_S, self._listen)
+            return
+        self._strangers.add(_Frontend(stream, self))
+
+    def receive(self, frontend: _Frontend, data: bytes, attachment: bytes) -> None:
+        """Messages of a front end have come. The attachment belongs to the last one."""
+        if self._is_closed:
+            return
+        try:
+            received = messages.decode_to_core(data)
+        except msgspec.MsgspecError:
+            _log.exception("a message of %s cannot be read: it runs another build", frontend.identity)
+            return
+        for message in received:
+            try:
+                self._take(frontend, message, attachment)
+            except Exception:
+                _log.exception("a message of %s failed", frontend.identity)
+
+    def drop(self, frontend: _Frontend) -> None:
+        """A front end has closed its connection, or does not read: cancel its requests."""
+        if self._frontends.get(frontend.identity) is frontend:
+            del self._frontends[frontend.identity]
+        self._strangers.discard(frontend)
+        frontend.end()
+
+    def _take(self, frontend: _Frontend, message: ToCore, attachment: bytes) -> None:
+        if isinstance(message, Hello):
+            self._greet(frontend, message)
+            return
+        if self._frontends.get(frontend.identity) is not frontend:  # it runs another build
             return
         if isinstance(message, Submit):
             self._submit(frontend, message)
@@ -191,7 +205,7 @@ class CoreServer:
                 if (stream := frontend.streams.get(id)) is not None:
                     stream.wants_only_end = True
         elif isinstance(message, Pixels):
-            frontend.take_pixels(message, frames)
+            frontend.take_pixels(message, attachment)
         elif isinstance(message, Suspect):
             self._engine.suspect(message.fingerprints)
         elif isinstance(message, Refuse):
@@ -202,11 +216,12 @@ class CoreServer:
             frontend.tasks[message.number] = task = self.run(self._operate(frontend, message))
             task.add_done_callback(lambda _: frontend.tasks.pop(message.number, None))
 
-    def _greet(self, identity: bytes, message: Hello) -> None:
-        frontend = self._frontends.get(identity) or _Frontend(identity, self)
+    def _greet(self, frontend: _Frontend, message: Hello) -> None:
+        frontend.identity = message.identity
         welcome = Welcome(self._build, self._engine.info, os.getpid())
         if self.send(frontend, welcome) and message.build == self._build:
-            self._frontends[identity] = frontend
+            self._strangers.discard(frontend)
+            self._frontends[frontend.identity] = frontend
             self.send(frontend, self._current_state())
 
     def _submit(self, frontend: _Frontend, message: Submit) -> None:
@@ -280,9 +295,15 @@ class CoreServer:
 class _Frontend:
     """One front end: what it has asked for and what it has been asked for. Belongs to the event loop."""
 
-    def __init__(self, identity: bytes, server: CoreServer) -> None:
-        self.identity = identity
+    def __init__(self, stream: socket.socket, server: CoreServer) -> None:
+        self.identity = ""
+        """Known when it has greeted."""
         self.is_gone = False
+        self.connection = Connection(
+            stream,
+            lambda data, attachment: server.receive(self, data, attachment),
+            lambda: server.drop(self),
+        )
         self.streams: dict[int, _ForwardedStream] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """Of operations, by number."""
@@ -325,7 +346,7 @@ class _Frontend:
         """From any thread: nobody waits for them any more."""
         self._awaited.pop(number, None)
 
-    def take_pixels(self, message: Pixels, frames: list[bytes]) -> None:
+    def take_pixels(self, message: Pixels, pixels: bytes) -> None:
         """Pixels have come, or an error."""
         arrival = self._awaited.pop(message.number, None)
         if arrival is None or arrival.done():
@@ -333,7 +354,7 @@ class _Frontend:
         if message.error is not None:
             arrival.set_exception(messages.decode_error(message.error))
         else:
-            arrival.set_result(RawImage.packed(frames[0], message.width_px, message.height_px, PixelFormat.RGB8))
+            arrival.set_result(RawImage.packed(pixels, message.width_px, message.height_px, PixelFormat.RGB8))
 
     def release(self, number: int) -> None:
         """Give a place in the queue back, or stop waiting for it."""
@@ -345,6 +366,11 @@ class _Frontend:
     def end(self) -> None:
         """It has gone: end all that it has asked for."""
         self.is_gone = True
+        self.connection.close()
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End all that it has asked for."""
         for stream in list(self.streams.values()):
             stream.cancel()
         for task in list(self.tasks.values()):

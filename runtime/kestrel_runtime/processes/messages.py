@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -56,8 +56,10 @@ from kestrel_runtime.api.events import (
     Usage,
 )
 from kestrel_runtime.api.images import RemoteImage
-from kestrel_runtime.api.requests import REQUEST_TYPES, BoxRef, PointRef, Request
+from kestrel_runtime.api.requests import REQUEST_TYPES, BoxRef, PointRef, Request, RequestOptions
+from kestrel_runtime.api.sampling_params import SamplingParams
 
+_MAX_REPEATED = 256
 _PACKAGES = ("kestrel_client", "kestrel_grpc", "kestrel_ops", "kestrel_runtime")
 
 
@@ -79,9 +81,20 @@ class ImageSummary(msgspec.Struct, array_like=True):
 # Requests: a struct for each skill, with the fields of its request. Their image travels on its own.
 
 
+_REPEATED: Mapping[str, Callable[[bytes], Any]] = MappingProxyType(
+    {
+        "sampling": lru_cache(_MAX_REPEATED)(msgspec.msgpack.Decoder(SamplingParams).decode),
+        "options": lru_cache(_MAX_REPEATED)(msgspec.msgpack.Decoder(RequestOptions).decode),
+    }
+)
+"""Fields that are equal in most requests, each encoded on its own: the values of equal bytes are decoded once."""
+
+
 def _wire_type(name: str, hint: Any) -> Any:
     if name == "image":
         return ImageSummary | None
+    if name in _REPEATED:
+        return msgspec.Raw
     return tuple[tuple[float, ...], ...] if name == "spatial_refs" else hint
 
 
@@ -112,6 +125,8 @@ _request_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 def encode_request(request: Request, image: ImageSummary | None) -> bytes:
     """A request, with `image` in place of its image."""
     values = {name: getattr(request, name) for name in _REQUEST_FIELDS[type(request)]}
+    for name in _REPEATED:
+        values[name] = msgspec.Raw(_encoder.encode(values[name]))
     if "image" in values:
         values["image"] = image
     if "spatial_refs" in values:
@@ -129,7 +144,9 @@ def decode_request(data: bytes, new_image: Callable[[ImageSummary], RemoteImage]
     request = object.__new__(kind)
     for name in _REQUEST_FIELDS[kind]:
         value: Any = getattr(wire, name)
-        if name == "image" and value is not None:
+        if name in _REPEATED:
+            value = _REPEATED[name](bytes(value))
+        elif name == "image" and value is not None:
             value = new_image(value)
         elif name == "spatial_refs":
             value = tuple(PointRef(*ref) if len(ref) == 2 else BoxRef(*ref) for ref in wire.spatial_refs)
@@ -466,17 +483,22 @@ class Answer(Message):
 
 FromCore = Welcome | CoreState | Events | NeedPixels | Acquitted | Answer
 
-_to_core_decoder = msgspec.msgpack.Decoder(ToCore)
+_to_core_decoder = msgspec.msgpack.Decoder(list[ToCore])
 _from_core_decoder = msgspec.msgpack.Decoder(FromCore)
 
 
-def encode(message: ToCore | FromCore) -> bytes:
-    """The bytes of a message."""
+def encode(message: FromCore) -> bytes:
+    """The bytes of a message of a core."""
     return _encoder.encode(message)
 
 
-def decode_to_core(data: bytes | memoryview) -> ToCore:
-    """A message of a front end. Raises `msgspec.ValidationError` where the builds differ."""
+def encode_to_core(sent: Sequence[ToCore]) -> bytes:
+    """The bytes of messages of a front end that travel together."""
+    return _encoder.encode(sent)
+
+
+def decode_to_core(data: bytes | memoryview) -> list[ToCore]:
+    """Messages of a front end. Raises `msgspec.ValidationError` where the builds differ."""
     return _to_core_decoder.decode(data)
 
 

@@ -39,9 +39,12 @@ from kestrel_runtime.engine.offending_requests import fingerprint_of
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.processes import client as client_module
+from kestrel_runtime.processes import connection as connection_module
+from kestrel_runtime.processes import core as core_module
 from kestrel_runtime.processes.client import BuildMismatch, EngineClient
 from kestrel_runtime.processes.core import CoreServer
 from kestrel_runtime.processes.endpoint import CoreEndpoint
+from kestrel_runtime.processes.messages import ToCore
 from kestrel_runtime.processes.routing import home_order
 from kestrel_runtime.scheduling.batch import Batch
 from tests.reference_fixtures import MD3_SMALL
@@ -207,6 +210,42 @@ async def test_requests_of_a_front_end_that_has_died_are_cancelled(one: Cores) -
     one.servers[0].drop_frontend("frontend-0.1")
     await until_idle(one.engines[0])
     assert one.engines[0].load().num_used_pages == 0
+
+
+async def test_requests_of_a_front_end_that_does_not_read_are_cancelled(
+    one: Cores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await anext(submit(one.client, ENDLESS))
+    monkeypatch.setattr(connection_module, "MAX_UNSENT_BYTES", -1)
+    while one.engines[0].load().num_running:
+        await until_idle(one.engines[0])
+    assert one.engines[0].load().num_used_pages == 0
+
+
+async def test_requests_to_a_core_that_does_not_read_are_refused(
+    one: Cores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "MAX_UNSENT_BYTES", -1)
+    assert type(await error_of(submit(one.client, ENDLESS))) is EngineUnavailable
+    with pytest.raises(EngineUnavailable):
+        await one.client.adapter_names()
+
+
+async def test_requests_of_one_turn_travel_together_and_each_is_answered(
+    one: Cores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[int] = []
+    decode = core_module.messages.decode_to_core
+
+    def counting(data: bytes) -> list[ToCore]:
+        received = decode(data)
+        batches.append(len(received))
+        return received
+
+    monkeypatch.setattr(core_module.messages, "decode_to_core", counting)
+    streams = [submit(one.client, Query(f"what {number}?", sampling=GREEDY)) for number in range(5)]
+    assert len(await asyncio.gather(*(stream.result() for stream in streams))) == 5
+    assert batches[0] == 5
 
 
 async def test_pixels_of_a_front_end_that_has_died_are_not_waited_for(
