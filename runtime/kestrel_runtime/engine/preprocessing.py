@@ -81,6 +81,7 @@ class Preprocessor:
         tiles are freed.
         """
         self._config = config
+        self._positions_per_image = config.positions_per_image
         self._skills = skills
         self._tokenizer = tokenizer
         self._prompts = Prompts(config, skills, tokenizer)
@@ -233,7 +234,7 @@ class Preprocessor:
         config, skill = self._config, self._skills[request.skill]
         request.sampling.check_vocabulary(config.vocab_size)
         prompt = self._prompts.tokens(request, namespace)
-        num_image_tokens = 0 if request.image is None else config.positions_per_image
+        num_image_tokens = 0 if request.image is None else self._positions_per_image
         num_positions = len(prompt) + num_image_tokens
         if num_positions >= self._max_context:
             raise ContextLengthExceeded(skill.text_field, num_positions, self._max_context)

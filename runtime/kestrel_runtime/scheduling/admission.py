@@ -75,7 +75,7 @@ class Admission:
         with self._lock:
             if self._costs:
                 self._check_bounds(cost, now)
-                wait_s = self.estimated_wait_s(cost, now)
+                wait_s = None if wait_limit_s is None else self.estimated_wait_s(cost, now)
                 if wait_s is not None and wait_limit_s is not None and wait_s > wait_limit_s:
                     raise Overloaded(wait_limit_s, wait_s, QueueBound.WAIT)
             self._costs[key] = cost
@@ -96,6 +96,8 @@ class Admission:
 
     def leave(self, key: Hashable) -> None:
         """The request leaves without having started. No effect if it is not in the queue."""
+        if key not in self._costs:  # most often, at the end of a request: do not wait for another thread then
+            return
         with self._lock:
             cost = self._costs.pop(key, None)
             if cost is not None:
@@ -146,7 +148,8 @@ class Admission:
 
     def _book(self, cost: Cost, sign: int) -> None:
         for (_, limit), amount in zip(self._limits, _amounts(cost), strict=True):
-            limit.count(cost.tenant, sign * amount)
+            if amount:
+                limit.count(cost.tenant, sign * amount)
         line = (cost.tenant, cost.priority, cost.standing)
         count = self._lines.get(line, 0) + sign
         if count:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple, NewType, TypeAlias
+from typing import NamedTuple, NewType, TypeAlias, cast
 
 from kestrel_runtime.scheduling.prefix_keys import EVERYBODY, CacheScope, Digest, PrefixKeys
 
@@ -126,12 +126,9 @@ class PageManager:
 
     def match(self, keys: PrefixKeys, max_positions: int) -> PrefixMatch:
         """The longest published prefix of at most `max_positions` positions that splits no span."""
-        # A prefix with an image has dozens of pages, so the loop over them is left to `map`.
-        pages: list[PageId] = []
-        for page in map(self._index.get, keys.pages[: max_positions // self.page_size]):
-            if page is None:
-                break
-            pages.append(page)
+        # A prefix with an image has dozens of pages, so no loop goes over them.
+        found = list(map(self._index.get, keys.pages[: max_positions // self.page_size]))
+        pages = cast("list[PageId]", found[: found.index(None)] if None in found else found)
         matched = len(pages) * self.page_size
         most = min(max_positions, matched + self.page_size - 1)
         for share_point in sorted(keys.boundaries, reverse=True):
@@ -161,7 +158,10 @@ class PageManager:
         assert owner not in self._owners, "a sequence is given its first pages once"
         own = self._owners[owner] = _Owner()
         for page in match.pages:
-            self._take(page)
+            state = self._pages[page]
+            if not state.references:
+                self._cached.pop(page, None)
+            state.references += 1
         num_shared = len(match.pages) - match.is_partial_last
         own.pages, own.sources = list(match.pages[:num_shared]), list(match.pages[num_shared:])
         own.num_shared = own.num_published = num_shared
@@ -234,7 +234,11 @@ class PageManager:
                 self._steps[step].append(page)
         # The end of the chain comes first, so that it is evicted before what it continues.
         for page in (*reversed(own.pages), *own.sources):
-            self._drop(page)
+            state = self._pages[page]
+            if state.references > 1:
+                state.references -= 1
+            else:
+                self._drop(page)
 
     def complete(self, step: StepId) -> None:
         """A step is complete: ends quarantines and copy references that name it."""
@@ -307,10 +311,6 @@ class PageManager:
             if page in self._cached:
                 del self._cached[page]
                 self._free.append(page)
-
-    def _take(self, page: PageId) -> None:
-        self._pages[page].references += 1
-        self._cached.pop(page, None)
 
     def _drop(self, page: PageId) -> None:
         state = self._pages[page]

@@ -199,7 +199,10 @@ def key_parts(config: EngineConfig, **others: object) -> dict[str, str]:
 
 
 def _content(tokens: Sequence[Token], num_image_tokens: int, image: bytes, start: int, end: int) -> bytes:
-    """Positions [start, end) as bytes: each record begins with its type and has a length that follows from it."""
+    """Positions [start, end) as bytes: each record begins with its type and has a length that follows from it.
+
+    Tokens of text without any value among them are one record, which is made several times as fast.
+    """
     records: list[bytes] = []
     if num_image_tokens and start <= num_image_tokens:
         # The first token sees the image too, so every page within the span depends on the whole image.
@@ -209,7 +212,11 @@ def _content(tokens: Sequence[Token], num_image_tokens: int, image: bytes, start
     if start == 0:
         records.append(_record(tokens[0]))
     first_token = max(start, 1 + num_image_tokens) - num_image_tokens
-    records += map(_record, tokens[first_token : end - num_image_tokens])
+    text = tokens[first_token : end - num_image_tokens]
+    if any(token.value for token in text):
+        records += map(_record, text)
+    else:
+        records.append(struct.pack(f"<cq{len(text)}q", b"r", len(text), *(token.id for token in text)))
     return b"".join(records)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum, auto
 from heapq import heapify, heappop, heappush
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from kestrel_runtime.scheduling.page_manager import PageCopy, PageId, StepId
 from kestrel_runtime.scheduling.prefix_keys import Digest, EmbeddingKey, PrefixKeys
 
 
-class SequenceState(Enum):
+class SequenceState(IntEnum):
     """The states of a sequence."""
 
     WAITING = auto()

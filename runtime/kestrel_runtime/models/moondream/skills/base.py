@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from kestrel_runtime.api.engine import SkillDefaults
@@ -94,7 +95,6 @@ class TextEmitter:
     def flush(self) -> list[TextDelta]:
         """End a run of text: the bytes of an incomplete character become U+FFFD."""
         text = self._decoder.flush()
-        self._decoder = self._tokenizer.text_decoder()
         self._num_decoded += len(text)
         return self._emit(text if self._stop is None else self._stop.push(text) + self._stop.flush())
 
@@ -133,7 +133,7 @@ class AnswerParser(OutputParser):
     """
 
     def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, sampling: SamplingParams) -> None:
-        self.grammar = Grammar(answer_states(config))
+        self.grammar = _answer_grammar(_suppressed_later(config))
         stop = StopMatcher(sampling.stop, includes_match=sampling.include_stop) if sampling.stop else None
         self._emitter = TextEmitter(tokenizer, TextChannel.ANSWER, stop, sampling.logprobs)
         self.end_id = config.tokenizer.eos_id
@@ -169,10 +169,23 @@ class AnswerParser(OutputParser):
 
 def answer_states(config: MoondreamConfig, start: int = 0) -> tuple[GrammarState, ...]:
     """The grammar states of text until the end token; `start` is the index of the first one."""
-    # Moondream 2 must not begin a second answer. Its first token is not restricted.
-    suppressed = (config.tokenizer.answer_id,) if config.generation == 2 else ()
+    return _text_states(_suppressed_later(config), start)
+
+
+def _suppressed_later(config: MoondreamConfig) -> tuple[int, ...]:
+    """What text must not have behind its first token: Moondream 2 must not begin a second answer."""
+    return (config.tokenizer.answer_id,) if config.generation == 2 else ()
+
+
+def _text_states(suppressed: tuple[int, ...], start: int) -> tuple[GrammarState, ...]:
     later = start + 1
     return (GrammarState(TokenRule(), later), GrammarState(TokenRule(suppressed=suppressed), later))
+
+
+@cache
+def _answer_grammar(suppressed: tuple[int, ...]) -> Grammar:
+    """The grammar of an answer without reasoning, the same for all requests of a model."""
+    return Grammar(_text_states(suppressed, 0))
 
 
 def framed_prompt(
