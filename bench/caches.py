@@ -8,9 +8,9 @@ is that of the last round, since a cache fills up in the course of a run.
 
 `host` tells how much processor time of the host a request takes whose image is known: many questions about one
 image are asked at once, and steps after the first return at once (`instant_steps.py`), so that the model and the
-launching of its kernels have no part. First the engine alone is asked, in this process, then a server through gRPC;
-its time is that of all its threads, beside it that of the event loop alone. To compare two checkouts, run this in
-each of them, in turns.
+launching of its kernels have no part. First the engine alone is asked, in this process, then an engine core by two
+clients of its own, then a server through gRPC; its time is that of all its threads, beside it that of the event
+loop alone. To compare two checkouts, run this in each of them, in turns.
 
 `stored` tells from which size on naming a stored image saves time, compared with sending it again. Calls of both
 kinds take turns over the loopback; a network adds the time in which it carries the bytes. All images are one small
@@ -55,8 +55,10 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
+import uvloop
 from PIL import Image
 
+from bench.harness.core_clients import CoreClients, question
 from bench.harness.engines import closed_loop
 from bench.harness.instant_steps import leave_out_model
 from bench.harness.load import LoadProcesses
@@ -64,15 +66,18 @@ from bench.harness.output import write_json
 from bench.harness.rounds import Load, ask_once, rounds
 from bench.harness.serving import machine_facts, started_server
 from bench.harness.summary import Row
-from bench.harness.workload import QUESTIONS, WORKLOADS, chart
+from bench.harness.workload import WORKLOADS, chart
 from kestrel_client import Client
 from kestrel_grpc.access.token_file import Scope, line_for, new_secret
+from kestrel_grpc.host.child import SWITCH_INTERVAL_S as CORE_SWITCH_INTERVAL_S
 from kestrel_grpc.process import SWITCH_INTERVAL_S
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Finished
-from kestrel_runtime.api.requests import Query, SamplingParams
+from kestrel_runtime.api.requests import Query
 from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.processes.core import CoreServer
+from kestrel_runtime.processes.endpoint import CoreEndpoint
 
 _IMAGE_PX = 64
 """Sides of the images of `stored` and `leak`, one tile each."""
@@ -146,15 +151,13 @@ def tiers(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_NUM_TOKENS = WORKLOADS["cached"].num_tokens
 _WARM_UP_REQUESTS = 500
 
 
 def _questions(count: int, image: bytes) -> Iterator[Query]:
     """Questions about one image in turn."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=_NUM_TOKENS)
     for number in range(count):
-        yield Query(QUESTIONS[number % len(QUESTIONS)], image, sampling=sampling)
+        yield question(image, number)
 
 
 def engine_costs(num_requests: int, num_at_once: int, num_rounds: int) -> Iterator[dict[str, float]]:
@@ -185,6 +188,42 @@ def engine_costs(num_requests: int, num_at_once: int, num_rounds: int) -> Iterat
     finally:
         sys.setswitchinterval(interval_s)
         engine.close()
+
+
+async def core_costs(
+    num_requests: int, num_at_once: int, num_rounds: int, *, is_streamed: bool, num_clients: int = 2
+) -> list[dict[str, float]]:
+    """Processor µs of a request in an engine core by thread, and in the clients that stand for front ends.
+
+    Raises RuntimeError where a request fails or misses the cache.
+    """
+    found: list[dict[str, float]] = []
+    interval_s = sys.getswitchinterval()
+    with tempfile.TemporaryDirectory() as name:
+        endpoint = CoreEndpoint(Path(name), 0)
+        config = EngineConfig(device="cpu", max_batch_size=num_at_once)
+        engine = LocalEngine.start(config, flight_record=endpoint.flight_record)
+        server = CoreServer(engine, endpoint)
+        await server.start()
+        try:
+            sys.setswitchinterval(CORE_SWITCH_INTERVAL_S)  # as in the server
+            folder, image = endpoint.folder, chart(0)
+            clients = CoreClients.started(folder, num_clients, num_at_once, image, is_streamed=is_streamed)
+            with leave_out_model(), clients as asked:
+                await asked.ask(_WARM_UP_REQUESTS)
+                for _ in range(num_rounds):
+                    before = _thread_times()
+                    clients_s = await asked.ask(num_requests)
+                    after = _thread_times()
+                    names = ("event loop", "engine thread")
+                    by_thread = {name: 1e6 * (after[name] - before[name]) / num_requests for name in names}
+                    clients_us = 1e6 * clients_s / num_requests
+                    found.append({"all": sum(by_thread.values()), **by_thread, "front ends": clients_us})
+        finally:
+            sys.setswitchinterval(interval_s)
+            await server.close()
+            await asyncio.to_thread(engine.close)
+    return found
 
 
 def server_costs(name: str, seconds: float, num_at_once: int, num_rounds: int) -> Iterator[dict[str, float]]:
@@ -243,8 +282,11 @@ def _host_line(name: str, rounds: Sequence[Mapping[str, float]]) -> str:
 
 
 def host(arguments: argparse.Namespace) -> int:
-    """Measure processor time of the engine, then of a server."""
-    found = {"engine": list(engine_costs(arguments.requests, arguments.at_once, arguments.rounds))}
+    """Measure processor time of the engine, of an engine core, then of a server."""
+    how_many = arguments.requests, arguments.at_once, arguments.rounds
+    found = {"engine": list(engine_costs(*how_many))}
+    for name, is_streamed in (("core, streamed", True), ("core, whole", False)):
+        found[name] = uvloop.run(core_costs(*how_many, is_streamed=is_streamed))
     for name, workload in (("server, streamed", "cached"), ("server, whole", "cached-whole")):
         found[name] = list(server_costs(workload, arguments.seconds, arguments.at_once, arguments.rounds))
     print("processor time of a request in µs, medians (and that of all threads by round)")

@@ -27,7 +27,7 @@ from kestrel_runtime.processes.messages import build_id
 OTHER_BUILD = 75
 """The exit status of a process that runs other code than its supervisor, since the packages have changed."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0005
 """For `sys.setswitchinterval`: ten times that of a server of one process, since these event loops take turns that
 are short. Each switch costs more than it saves."""
 _LOOK_MS = 500
@@ -56,7 +56,7 @@ def begin(title: str) -> tuple[Begin, socket.socket]:
     if said.build != build_id():
         _log.error("the installed package is another than the one that the server was started with")
         sys.exit(OTHER_BUILD)
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     raise_descriptor_limit()
     return said, connection
 

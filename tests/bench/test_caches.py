@@ -19,9 +19,11 @@ from kestrel_client import Client
 from tests.reference_fixtures import CHECKOUT
 
 HOST_COSTS = """
+import asyncio
 import json
-from bench.caches import engine_costs, server_costs
-print(json.dumps([*engine_costs(20, 4, 1), *server_costs("cached-whole", 0.3, 4, 1)]))
+from bench.caches import core_costs, engine_costs, server_costs
+in_core = asyncio.run(core_costs(20, 4, 1, is_streamed=True, num_clients=1))
+print(json.dumps([*engine_costs(20, 4, 1), *in_core, *server_costs("cached-whole", 0.3, 4, 1)]))
 """
 
 NUM_TRIALS = 8
@@ -56,13 +58,15 @@ def test_a_picture_that_comes_again_is_a_hit_with_the_cache_alone(tmp_path: Path
     assert "| cached, 1 at once | prefixes |" in answer.stdout
 
 
-def test_the_host_costs_of_engine_and_server_are_measured_without_the_model() -> None:
+def test_the_host_costs_of_engine_core_and_server_are_measured_without_the_model() -> None:
     # In a process of its own: it replaces the launching of steps.
     run = subprocess.run(
         (sys.executable, "-c", HOST_COSTS), capture_output=True, text=True, timeout=120, check=True
     )
-    engine, server = json.loads(run.stdout)
+    engine, core, server = json.loads(run.stdout)
     assert 0 < engine["event loop"] < engine["all"]
+    assert 0 < core["event loop"] < core["all"]
+    assert core["front ends"] > 0
     assert 0 < server["event loop"] < server["all"]
     assert server["requests/s"] > 0
 
