@@ -84,7 +84,7 @@ def ended_with_supervisor(connection: socket.socket) -> Iterator[None]:
         poll = select.poll()
         poll.register(connection, select.POLLHUP | select.POLLRDHUP)
         while not is_loaded.is_set():
-            if poll.poll(_LOOK_MS):
+            if poll.poll(_LOOK_MS) and not is_loaded.is_set():  # else requests are finished first
                 _log.error("the supervisor is gone")
                 logging.shutdown()
                 os._exit(1)
