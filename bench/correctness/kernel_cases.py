@@ -470,16 +470,17 @@ def _add_up_terms(draw: random.Random) -> Case:
 
 def _add_down_terms(draw: random.Random) -> Case:
     block = _AdaptedBlock(draw)
-    out, attended, inner = (
-        _rows(draw, block.count, width, dtype=block.dtype) for width in (block.dim, block.dim, block.inner)
-    )
+    out = _rows(draw, block.count, block.dim, dtype=block.dtype)
+    rows, scale = _rows(draw, block.count, block.dim + block.inner, dtype=block.dtype), None
+    if draw.random() < 0.5:
+        rows, scale = reference.quantise_rows(rows)
 
     def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
-        changed, *others = _on(device, out, attended, inner)
-        function(changed, *others, block.on(device))
+        changed, own = _on(device, out, rows)
+        function(changed, own, None if scale is None else scale.to(device), block.on(device))
         return [changed]
 
-    return Case("add_down_terms", block.name, run, 2 * TOLERANCES[block.dtype])
+    return Case("add_down_terms", f"{block.name} {_short(rows.dtype)}", run, 2 * TOLERANCES[block.dtype])
 
 
 def _rows_by_slot(draw: random.Random) -> Case:

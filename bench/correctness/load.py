@@ -2,15 +2,17 @@
 
 Runs the engine in this process. First every distinct request is asked alone, without the prefix cache; then
 they are drawn at random, so many at once, with it, all greedy: every skill, pictures of every number of tiles,
-several formats, answers of a few tokens. With few pages (`--set kv-pages=…`) what is cached is evicted all the
-time. In the end no request may have failed and no page may be taken, memory of host and device may not have
-risen in the second half, and every answer must be, token for token, that of the quiet engine. Batches of other
-sizes round otherwise; so where an answer parts from its quiet one, a second copy of the model is led along to
-that place, alone and on the same paths: it is a tie if neither token's logit lies further below the best one
-than the tolerance, a share of it, else a real difference.
+several formats, answers of a few tokens, and among them requests with adapters, constraints, several samples and
+logprobs (`--features`). There are more adapters than slots, and with few pages (`--set kv-pages=…`) what is cached
+is evicted all the time. In the end no request may have failed and no page may be taken, memory of host and device
+may not have risen in the second half, and every answer must be, token for token, that of the quiet engine, with its
+logprobs. Batches of other sizes round otherwise; so where an answer parts from its quiet one, a second copy of the
+model is led along to that place, alone and on the same paths: it is a tie if neither token's logit lies further
+below the best one than the tolerance, a share of it, else a real difference.
 
     python -m bench.correctness.load --model /tmp/md2
     python -m bench.correctness.load --requests 60 --distinct 12 --at-once 8
+    python -m bench.correctness.load --features    # none
 
 Prints the SHA-256 of the answers of the quiet engine, which two runs on one machine have in common. Wants Linux.
 """
@@ -26,19 +28,20 @@ import math
 import os
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from bench.correctness.mixed_requests import mixed_requests, noted_tokens
+from bench.correctness.mixed_requests import FEATURES, features_of, mixed_requests, noted_tokens, with_features
+from bench.correctness.tie_judge import TOLERANCES, TieJudge
+from bench.harness.checkpoints import write_adapters_of
 from bench.harness.engines import add_engine_options, closed_loop, engine_config
 from bench.harness.output import Progress, write_json
 from bench.harness.serving import machine_facts
@@ -47,90 +50,40 @@ from kestrel_grpc.process import SWITCH_INTERVAL_S
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Finished
-from kestrel_runtime.api.requests import CachePolicy, Request, RequestOptions
+from kestrel_runtime.api.requests import CachePolicy, Request
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
 from kestrel_runtime.scheduling.output_parser import Token
-from kestrel_runtime.verify.preparing import preparing
 
-TOLERANCES: Mapping[str, float] = MappingProxyType(
-    {"float32": 1e-4, "float16": 5e-3, "bfloat16": 0.02, "float8": 0.1}
-)
-"""How far below the best logit a token may lie that rounding makes the best, as a share of that logit, by the
-shortest type that computes."""
 LARGEST_SLOPE_MIB = 4.0
 """What memory may rise by per 1,000 requests."""
 FEWEST_JUDGED = 2000
 """Over fewer requests memory may well rise: it still fills what it will reuse."""
 NUM_LOOKS = 100
-_WITHOUT_CACHE = RequestOptions(cache=CachePolicy.BYPASS)
+LARGEST_LOGIT = 40.0
+"""Of a head, about: what tolerances of logprobs follow from, which are differences of logits."""
+NUM_ADAPTERS, NUM_SLOTS, RANK = 6, 4, 8
 _MIB = 2**20
 
 
 def first_difference(one: Sequence[Token], other: Sequence[Token]) -> int | None:
-    """Where two answers part; None where they do not."""
+    """Where two answers part; None where they do not. Logprobs do not count."""
     for place, (left, right) in enumerate(itertools.zip_longest(one, other)):
-        if left != right:
+        if left is None or right is None or left[:2] != right[:2]:
             return place
     return None
 
 
-class TieJudge:
-    """A second copy of the model, on the paths that `config` names and all alone, that is led along an answer."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        """Load the model."""
-        loaded = LoadedModel.load(config)
-        self._resources = ExitStack()
-        prepare = self._resources.enter_context(preparing(loaded, config))
-        self._run = PromptRun(loaded.model, config, prepare)
-
-    def close(self) -> None:
-        """End its thread."""
-        self._resources.close()
-
-    @torch.inference_mode()
-    def margin(self, request: Request, common: Sequence[Token], one: Token | None, other: Token | None) -> float:
-        """How far the logit of either token lies below the best there is, after the `common` tokens of an answer.
-
-        As a share of the best, since some heads have logits of 4 and others of 40, and rounding goes by their size.
-        Tokens of one id differ by their values, and the logits are those of the values. Infinite where one answer
-        goes on and the other does not.
-        """
-        if one is None or other is None:
+def logprob_distance(one: Sequence[Token], other: Sequence[Token]) -> float:
+    """The largest distance of logprobs of tokens that two answers begin with alike, and of the most likely ones."""
+    distances = [0.0]
+    for left, right in itertools.takewhile(lambda pair: pair[0][:2] == pair[1][:2], zip(one, other, strict=False)):
+        if left.logprob is None or right.logprob is None or len(left.top) != len(right.top):
             return math.inf
-        self._run.begin(request)
-        model = self._run.model
-        hidden = self._run.hidden_after(common).to(model.dtype)
-        if one.id != other.id:
-            logits = model.text.logits(hidden)[0]
-            rule = self._run.sequence.parser.rule
-            if rule.allowed is not None:
-                logits = torch.full_like(logits, -math.inf).index_copy_(
-                    0, torch.tensor(rule.allowed, device=logits.device), logits[list(rule.allowed)]
-                )
-            logits[list(rule.suppressed)] = -math.inf
-            return _margin(logits, one.id, other.id)
-        region = model.region
-        if len(one.value) == 1:
-            rows, values_of = region.coordinate_logits(hidden), region.coordinates
-        else:
-            rows, values_of = region.size_logits(hidden)[0], region.sizes
-        values = values_of(torch.arange(rows.shape[-1], device=rows.device), rows.shape[-1])
-        pairs = zip(rows, one.value, other.value, strict=True)
-        return max(_margin(row, _bin(values, left), _bin(values, right)) for row, left, right in pairs)
-
-
-def _margin(logits: Tensor, one: int, other: int) -> float:
-    if one == other:
-        return 0.0
-    best = logits.max().item()
-    return (best - min(logits[one].item(), logits[other].item())) / max(abs(best), 1.0)
-
-
-def _bin(values: Tensor, value: float) -> int:
-    return int((values - value).abs().argmin())
+        distances.append(abs(left.logprob - right.logprob))
+        # Of two that are equally likely, either may come first.
+        distances += [abs(mine[1] - others[1]) for mine, others in zip(left.top, right.top, strict=True)]
+    return max(distances)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +133,8 @@ class Outcome:
     errors: Counter[str] = field(default_factory=Counter)
     differences: Counter[Difference] = field(default_factory=Counter)
     looks: list[Look] = field(default_factory=list)
+    logprob_distance: float = 0.0
+    """The largest of logprobs from the quiet ones."""
     num_used_pages: int = 0
     num_left: int = 0
     """Requests that the engine still holds."""
@@ -213,7 +168,8 @@ class Stress:
 
         # Nothing cached is used, so that a wrong page in the cache cannot be wrong in both answers.
         alone = (
-            replace(request, options=_WITHOUT_CACHE) for request in self._with_seeds(range(len(self._requests)))
+            replace(request, options=replace(request.options, cache=CachePolicy.BYPASS))
+            for request in self._with_seeds(range(len(self._requests)))
         )
         asyncio.run(closed_loop(self._engine, alone, 1, note))
 
@@ -226,7 +182,11 @@ class Stress:
         """Ask `count`, drawn at random from the distinct ones."""
         outcome, first_seed, num_done = self.outcome, self._num_asked, 0
         chance = random.Random(1)
-        drawn = [chance.randrange(len(self._requests)) for _ in range(count)]
+        drawn: list[int] = []
+        while len(drawn) < count:
+            place = chance.randrange(len(self._requests))
+            drawn += [place] * (self._requests[place].sampling.n or 1)  # frontends ask for samples one by one, too
+        del drawn[count:]
         stride = max(count // NUM_LOOKS, 1)
         outcome.looks.append(Look.now(0))
 
@@ -257,12 +217,15 @@ class Stress:
         for place in places:
             request = self._requests[place]
             seed, self._num_asked = self._num_asked, self._num_asked + 1
-            yield replace(request, sampling=replace(request.sampling, seed=seed))
+            yield replace(request, sampling=replace(request.sampling, seed=seed, n=None))
 
     def _compare(self, request: int, loaded: list[Token]) -> None:
         quiet = self.quiet[request]
         if quiet is None:
             return
+        if self._requests[request].sampling.logprobs is not None:
+            distance = logprob_distance(quiet, loaded)
+            self.outcome.logprob_distance = max(self.outcome.logprob_distance, distance)
         place = first_difference(quiet, loaded)
         if place is not None:
             ours, theirs = (answer[place] if place < len(answer) else None for answer in (loaded, quiet))
@@ -312,7 +275,9 @@ def is_flat(rises: Mapping[str, float]) -> bool:
     return all(slope <= LARGEST_SLOPE_MIB for slope in rises.values())
 
 
-def verdicts(outcome: Outcome, num_real: int, rises: Mapping[str, float]) -> dict[str, bool | None]:
+def verdicts(
+    outcome: Outcome, num_real: int, rises: Mapping[str, float], tolerance: float
+) -> dict[str, bool | None]:
     """What had to hold, and whether it does; None where it cannot be told."""
     is_long = bool(outcome.looks) and outcome.looks[-1].requests >= FEWEST_JUDGED
     return {
@@ -320,6 +285,7 @@ def verdicts(outcome: Outcome, num_real: int, rises: Mapping[str, float]) -> dic
         "no page left": not outcome.num_used_pages and not outcome.num_left,
         "memory flat": is_flat(rises) if is_long else None,
         "answers equal": not num_real,
+        "logprobs equal": outcome.logprob_distance <= 2 * tolerance * LARGEST_LOGIT,
     }
 
 
@@ -349,6 +315,7 @@ def print_summary(
         f"{num_ties} answers part at a tie ({len(ties)} places, margins to {widest:.2g} of {tolerance:g}), ", end=""
     )
     print(f"{num_real} differ")
+    print(f"logprobs differ by {outcome.logprob_distance:.2g} at most")
     for item in judged[:10]:
         if item.margin > tolerance:
             print(f"  margin {item.margin:.3g}, {item.count} times: {item.difference}")
@@ -366,6 +333,9 @@ def parser() -> argparse.ArgumentParser:
         "--tolerance", type=float, help=f"of a tie, as a share of the best logit (default: {described})"
     )
     result.add_argument(
+        "--features", nargs="*", choices=FEATURES, default=FEATURES, help="what some requests have (all of them)"
+    )
+    result.add_argument(
         "--json", type=Path, default=Path(os.environ.get("OUT", "bench/out")) / "load.json", help="%(default)s"
     )
     return result
@@ -378,8 +348,20 @@ def main() -> int:
     config = engine_config(options, arguments)
     config = replace(config, max_queued_requests=max(config.max_queued_requests, arguments.at_once))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with tempfile.TemporaryDirectory() as folder:
+        return _run(arguments, config, Path(folder))
+
+
+def _run(arguments: argparse.Namespace, config: EngineConfig, folder: Path) -> int:
+    """As `main`; `folder`: for adapters."""
     loaded = LoadedModel.load(config)
+    names: tuple[str, ...] = ()
+    if "adapters" in arguments.features:
+        names = write_adapters_of(folder, loaded.model.config.text, NUM_ADAPTERS, RANK)
+        config = replace(config, adapters=str(folder), num_adapter_slots=NUM_SLOTS, max_adapter_rank=RANK)
     requests = mixed_requests(arguments.distinct, loaded.model.config)
+    requests = with_features(requests, arguments.features, names)
+    print(", ".join(f"{count} with {name}" for name, count in features_of(requests).items()), flush=True)
     progress = Progress(11)
     with noted_tokens() as tokens:
         engine = LocalEngine(loaded, config)
@@ -398,13 +380,13 @@ def main() -> int:
     judged = judge(config, stress, requests)
     outcome, rises = stress.outcome, slopes(stress.outcome.looks)
     num_real = sum(item.count for item in judged if item.margin > tolerance)
-    found = verdicts(outcome, num_real, rises)
+    found = verdicts(outcome, num_real, rises, tolerance)
     print_summary(outcome, judged, tolerance, rises, arguments.requests)
     print(f"answers alone: SHA-256 {stress.quiet_digest}")
     print(", ".join(f"{name}: {_WORDS[value]}" for name, value in found.items()))
     write_json(
         arguments.json,
-        {"verdicts": found, "quiet_digest": stress.quiet_digest}
+        {"verdicts": found, "quiet_digest": stress.quiet_digest, "features": features_of(requests)}
         | as_json(arguments, engine, outcome, judged, tolerance, rises),
     )
     print(arguments.json)
@@ -445,6 +427,7 @@ def as_json(
         "ties": sum(item.count for item in judged if item.margin <= tolerance),
         "real_differences": sum(item.count for item in judged if item.margin > tolerance),
         "differences": [asdict(item) for item in judged],
+        "logprob_distance": outcome.logprob_distance,
         "mib_per_1000_requests": dict(rises),
         "memory_mib": [asdict(look) for look in outcome.looks],
     }

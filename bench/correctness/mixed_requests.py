@@ -1,4 +1,6 @@
-"""Mixed requests of every skill, with pictures of every number of tiles, and the tokens of their answers."""
+"""Mixed requests of every skill, with pictures of every number of tiles, what else may be asked of them, and the
+tokens of their answers.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,18 @@ import contextlib
 import functools
 import io
 import itertools
+import json
 import random
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from PIL import Image
 
 from bench.harness.engines import Method, wrapped
 from bench.harness.workload import QUESTIONS, TEXT_QUESTIONS, chart
+from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.requests import (
     BoxRef,
     Caption,
@@ -63,6 +70,60 @@ def mixed_requests(count: int, config: MoondreamConfig, *, seed: int = 0) -> lis
     kinds = itertools.cycle(_kinds(config))
     pictures = _pictures(config.vision, chance)
     return [_request(next(kinds), chance, pictures) for _ in range(count)]
+
+
+FEATURES = ("adapters", "constraints", "samples", "logprobs")
+"""What requests may have beside their skill."""
+_SCHEMA = {
+    "type": "object",
+    "properties": {"count": {"type": "integer"}, "is_red": {"type": "boolean"}},
+    "required": ["count", "is_red"],
+    "additionalProperties": False,
+}
+CONSTRAINTS = (
+    Constraint(choices=("yes", "no", "neither of both")),
+    Constraint(regex="(red|green|blue) [0-9]{2,4}"),
+    Constraint(json_schema=json.dumps(_SCHEMA)),
+)
+_CONSTRAINED_TOKENS = 48
+_MOST_SAMPLES, _MOST_LOGPROBS = 3, 5
+
+
+def with_features(
+    requests: Iterable[Request], features: Collection[str], adapters: Seq[str], *, seed: int = 0
+) -> list[Request]:
+    """The same with `features`: adapters for two of three, logprobs and constraints for every second one that can
+    have them, several samples for every fourth."""
+    chance, found = random.Random(seed), []
+    for request in requests:
+        shares = (2 / 3, 1 / 2, 1 / 4, 1 / 2)
+        drawn = [name for name, share in zip(FEATURES, shares, strict=True) if chance.random() < share]
+        has = {name: name in drawn and name in features for name in FEATURES}
+        if has["adapters"]:
+            request = replace(request, options=replace(request.options, adapter=chance.choice(adapters)))
+        if isinstance(request, Query | Caption):
+            sampling = request.sampling
+            if has["samples"]:
+                sampling = replace(sampling, n=chance.randint(2, _MOST_SAMPLES))
+            if has["logprobs"]:
+                sampling = replace(sampling, logprobs=chance.randint(0, _MOST_LOGPROBS))
+            request = replace(request, sampling=sampling)
+        if isinstance(request, Query) and has["constraints"]:
+            sampling = replace(request.sampling, max_tokens=_CONSTRAINED_TOKENS)
+            request = replace(request, constraint=chance.choice(CONSTRAINTS), sampling=sampling)
+        found.append(request)
+    return found
+
+
+def features_of(requests: Iterable[Request]) -> Counter[str]:
+    """How many requests have each of `FEATURES`."""
+    counts: Counter[str] = Counter(dict.fromkeys(FEATURES, 0))
+    for request in requests:
+        counts["adapters"] += request.options.adapter != ""
+        counts["constraints"] += request.constraint is not None
+        counts["samples"] += request.sampling.n is not None
+        counts["logprobs"] += request.sampling.logprobs is not None
+    return counts
 
 
 def _kinds(config: MoondreamConfig) -> list[str]:

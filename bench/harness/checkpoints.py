@@ -43,6 +43,11 @@ def write_random_adapters(folder: Path, model: Path, count: int, rank: int) -> t
     `rank` is that of a dense layer; the experts that a token uses share it.
     """
     config = MoondreamConfig.from_dict(json.loads((model / "config.json").read_text())).text
+    return write_adapters_of(folder, config, count, rank)
+
+
+def write_adapters_of(folder: Path, config: TextConfig, count: int, rank: int) -> tuple[str, ...]:
+    """The same for a decoder."""
     names = tuple(f"tenant-{number}" for number in range(count))
     for seed, name in enumerate(names):
         (folder / name).mkdir(parents=True)

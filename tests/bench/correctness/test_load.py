@@ -4,6 +4,7 @@ import io
 import json
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -14,16 +15,27 @@ from bench.correctness.load import (
     Look,
     Outcome,
     Stress,
-    TieJudge,
     first_difference,
     is_flat,
+    logprob_distance,
     slopes,
     verdicts,
 )
-from bench.correctness.mixed_requests import FORMATS, mixed_requests, noted_tokens, sizes_by_tiles
+from bench.correctness.mixed_requests import (
+    FEATURES,
+    FORMATS,
+    features_of,
+    mixed_requests,
+    noted_tokens,
+    sizes_by_tiles,
+    with_features,
+)
+from bench.correctness.tie_judge import TOLERANCES, TieJudge
+from bench.harness.checkpoints import write_adapters_of
 from bench.harness.output import Progress
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.requests import Detect, Query, SamplingParams
+from kestrel_runtime.api.constraints import Constraint
+from kestrel_runtime.api.requests import Detect, Query, RequestOptions, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.family import FAMILY
@@ -51,7 +63,9 @@ def test_sixty_mixed_requests_leave_nothing_behind(tmp_path, monkeypatch, capsys
         "no page left": True,
         "memory flat": None,
         "answers equal": True,
+        "logprobs equal": True,
     }
+    assert min(result["features"].values()) > 0
     assert (result["errors"], result["pages_left"], result["requests_left"]) == ({}, 0, 0)
     assert result["tokens"] >= 60
     assert len(result["memory_mib"]) == 61
@@ -79,6 +93,25 @@ def test_the_requests_are_of_every_skill_and_format():
     assert mixed_requests(30, config) == requests
 
 
+def test_some_requests_have_each_feature_and_none_that_is_not_asked_for():
+    requests = mixed_requests(24, LoadedModel.load(EngineConfig(device="cpu")).model.config)
+    every = with_features(requests, FEATURES, ["one", "two"])
+    assert min(features_of(every).values()) > 0
+    assert {request.options.adapter for request in every} == {"", "one", "two"}
+    assert with_features(requests, (), []) == requests
+    assert set(+features_of(with_features(requests, ["logprobs"], []))) == {"logprobs"}
+
+
+def test_logprobs_are_compared_where_tokens_are_equal():
+    one = [Token(1, logprob=-0.5, top=((1, -0.5), (2, -0.75))), Token(2, logprob=-1.0)]
+    assert logprob_distance(one, list(one)) == 0
+    assert logprob_distance(one, [one[0]._replace(logprob=-0.25), one[1]]) == 0.25
+    assert logprob_distance(one, [one[0]._replace(top=((2, -0.5), (1, -0.625))), one[1]]) == 0.125
+    assert logprob_distance(one, [one[0], Token(3, logprob=-9.0)]) == 0
+    assert logprob_distance(one, [one[0]._replace(top=()), one[1]]) == math.inf
+    assert first_difference(one, [Token(1), Token(2)]) is None
+
+
 def test_an_answer_that_is_not_the_quiet_one_is_told_and_judged():
     loaded = LoadedModel.load(CONFIG)
     requests = [Query("What is this?", sampling=GREEDY), Query("Who is that?", sampling=GREEDY)]
@@ -100,7 +133,7 @@ def test_an_answer_that_is_not_the_quiet_one_is_told_and_judged():
     assert 0 < count < 8
     (judged,) = load.judge(CONFIG, run, requests)
     assert judged.count == count
-    assert judged.margin > load.TOLERANCES["float32"]
+    assert judged.margin > TOLERANCES["float32"]
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +168,23 @@ def test_margins_are_those_of_values_where_the_tokens_are_alike(judge):
     assert judge.margin(request, answer[:1], answer[1], ended) == math.inf  # where only a coordinate may come
 
 
+def test_a_judge_applies_adapters_and_looks_at_what_a_constraint_allows(tmp_path):
+    text = LoadedModel.load(CONFIG).model.config.text
+    write_adapters_of(tmp_path, text, 1, 4)
+    judge = TieJudge(replace(CONFIG, adapters=str(tmp_path), num_adapter_slots=1, max_adapter_rank=4))
+    try:
+        plain = Query("What is this?", sampling=GREEDY)
+        adapted = replace(plain, options=RequestOptions(adapter="tenant-0"))
+        margins = [judge.margin(request, [], Token(5), Token(6)) for request in (plain, adapted, plain)]
+        assert margins[0] == margins[2] != margins[1]
+        constrained = replace(plain, constraint=Constraint(choices=("yes", "no")))
+        one, others = Token(5), [Token(number) for number in range(6, 30)]
+        assert min(judge.margin(constrained, [], one, other) for other in others) < 0.1
+        assert min(judge.margin(plain, [], one, other) for other in others) > 0.1
+    finally:
+        judge.close()
+
+
 def test_an_answer_that_goes_on_where_the_other_ended_is_no_tie(judge):
     assert judge.margin(Query("What?", sampling=GREEDY), [], Token(5), None) == math.inf
 
@@ -156,10 +206,11 @@ def test_memory_is_flat_where_it_rises_only_at_first():
 
 def test_each_thing_that_must_hold_can_fail():
     good = Outcome(looks=looks(*[1.0] * 31))
-    assert set(verdicts(good, 0, slopes(good.looks)).values()) == {True}
-    assert verdicts(good, 1, {})["answers equal"] is False
+    assert set(verdicts(good, 0, slopes(good.looks), 1e-4).values()) == {True}
+    assert verdicts(good, 1, {}, 1e-4)["answers equal"] is False
+    assert verdicts(Outcome(logprob_distance=0.1), 0, {}, 1e-4)["logprobs equal"] is False
     failed = Outcome(num_left=1, looks=looks(*range(31)))
     failed.errors["InternalError"] += 1
-    found = verdicts(failed, 0, slopes(failed.looks))
+    found = verdicts(failed, 0, slopes(failed.looks), 1e-4)
     assert (found["no error"], found["no page left"], found["memory flat"]) == (False, False, False)
-    assert verdicts(Outcome(num_used_pages=3), 0, {})["no page left"] is False
+    assert verdicts(Outcome(num_used_pages=3), 0, {}, 1e-4)["no page left"] is False

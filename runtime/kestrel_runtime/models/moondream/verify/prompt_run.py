@@ -13,6 +13,7 @@ from torch import Tensor
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.executor import new_step_runner
 from kestrel_runtime.models.moondream.memory import new_cache
@@ -44,16 +45,22 @@ class PromptRun:
     """A runner of one sequence with a cache for its whole context. `begin` a request first."""
 
     def __init__(
-        self, model: Moondream, config: EngineConfig, prepare: Prepare, cache: KVCache | None = None
+        self,
+        model: Moondream,
+        config: EngineConfig,
+        prepare: Prepare,
+        cache: KVCache | None = None,
+        adapters: AdapterSlabs | None = None,
     ) -> None:
-        """`cache` has `pages_of_context` pages and replaces the cache that `config` describes."""
+        """`cache` has `pages_of_context` pages and replaces the cache that `config` describes. A sequence uses
+        `adapters` if it gets a lease of one."""
         self.model = model
         self._prepare = prepare
         self.cache = new_cache(model, config, pages_of_context(model, config)) if cache is None else cache
         paths = ExecutionConfig.of(config, model.device.type, model)
         self._model_paths = ModelPaths.of(model, paths, max_batch_size=1)
         bounds = StepBounds(max_batch_size=1, max_prefill_tokens=model.config.text.max_context, max_tiles=1)
-        self._runner = new_step_runner(model, self.cache, paths, bounds, self._model_paths)
+        self._runner = new_step_runner(model, self.cache, paths, bounds, self._model_paths, adapters=adapters)
         self._sequence: Sequence | None = None
         self._num_runs = _NUM_RUNS_WITH_GRAPHS if paths.with_graphs else 1
 
