@@ -2,9 +2,12 @@
 
 Full-size random weights of a Moondream 2 and random adapters of all targets. Whole decode steps and prefills are
 timed without adapters and with several mixtures of them, then the operations at the sizes that they have there, in
-captured graphs, over all layers in turns. `--tune` times the products of adapters over other cuts.
+captured graphs, over all layers in turns. `--tune` times the products of adapters over other cuts. `--experts`
+takes a Moondream 3, and steps and prefills alone.
 
     python -m bench.adapter_steps --json adapter_steps.json
+    python -m bench.adapter_steps --experts --batches 1 2 64 --prompts
+    TRITON_INTERPRET=1 python -m bench.adapter_steps --tiny --batches 2 --prompts 1
 """
 
 from __future__ import annotations
@@ -22,23 +25,33 @@ from torch import Tensor
 
 from bench.harness.decode_steps import FLOAT8, Contexts
 from bench.harness.output import write_json
-from bench.harness.prefill_inputs import Prompts, new_cache, random_text
+from bench.harness.prefill_inputs import Prompts, new_cache, random_text, random_text_with_experts
 from bench.harness.timing import attempted, time_us
 from kestrel_ops import Kernels
+from kestrel_ops.reference.rows import quantise_rows
 from kestrel_ops.triton import low_rank_products
-from kestrel_ops.triton.low_rank_products import Expand, Shrink, Source
+from kestrel_ops.triton.low_rank_products import Expand, Shrink
 from kestrel_ops.triton.rows_by_slot import rows_by_slot
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs, RowAdapters
-from kestrel_runtime.models.moondream.config import TextConfig
+from kestrel_runtime.models.moondream.config import MoeConfig, TextConfig
 from kestrel_runtime.models.moondream.fused.decode import FusedDecoder
 from kestrel_runtime.models.moondream.fused.prefill import FusedPrefill
-from kestrel_runtime.models.moondream.fused.weights import FusedBlock, fused_blocks, prompt_blocks
+from kestrel_runtime.models.moondream.fused.weights import fused_blocks, prompt_blocks
 from kestrel_runtime.models.moondream.text.decoder import TextModel
-from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2
+from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2, MOONDREAM_3
 
 TINY = replace(
     MOONDREAM_2.text, dim=64, ff_dim=128, n_layers=2, n_heads=4, n_kv_heads=4, vocab_size=64, max_context=128
 )
+TINY_WITH_EXPERTS = replace(
+    TINY, moe=MoeConfig(num_experts=4, start_layer=1, experts_per_token=2, expert_inner_dim=32), tau_attn=True
+)
+
+_OPERATIONS = (
+    *("add_layer_norm", "rows_by_slot", "add_up_terms", "add_down_terms"),
+    *("decode_expand", "decode_contract"),
+)
+"""Which apply adapters. Without a device Triton interprets them."""
 
 
 def random_slabs(
@@ -48,9 +61,10 @@ def random_slabs(
     slabs = AdapterSlabs(config, num_slots, max_rank, device, torch.bfloat16)
     for layer in slabs.layers:
         for a, b, _ in layer:
+            own = max(1, rank * a.shape[-2] // max_rank)  # the experts of a token share it
             for weights, width in ((a, a.shape[-1]), (b, 10 * rank)):
                 weights.normal_(0.0, width**-0.5)
-                weights[:, rank:] = 0
+                weights[..., own:, :] = 0
     slabs.ranks.fill_(rank)
     return slabs
 
@@ -71,8 +85,9 @@ class Bench:
 
     def __init__(self, config: TextConfig, device: torch.device, precision: Literal["model", "float8"]) -> None:
         self.config, self.device = config, device
-        self.kernels = Kernels.select(device.type, {})
-        self.text: TextModel = random_text(config, device)
+        self.kernels = Kernels.select(device.type, dict.fromkeys(_OPERATIONS, "triton"))
+        random_model = random_text if config.moe is None else random_text_with_experts
+        self.text: TextModel = random_model(config, device)
         self.blocks = fused_blocks(self.text, precision)
         self.prompt_blocks = prompt_blocks(self.text, self.blocks)
         self.results: dict[str, float] = {}
@@ -130,24 +145,23 @@ class Bench:
         grouped = adapters.grouped(self.kernels, config.dim, is_decode=is_decode)
         group = partial(rows_by_slot, slots, slabs.ranks, slabs.max_rank, is_decode=is_decode, dtype=torch.bfloat16)
         self.note(f"{where} rows_by_slot", time_us([group]))
-        layers = range(config.n_layers)
+        layers, blocks = range(config.n_layers), self.blocks
         terms = [grouped.of_block(layer, block.ln) for layer, block in enumerate(self.blocks)]
         attended_dim, dtype = config.n_heads * config.head_dim, torch.float16 if is_decode else torch.bfloat16
         hidden = torch.randn(num_rows, config.dim, device=device)
         grouped.normed.normal_()
-        inner = torch.randn(num_rows, config.ff_dim, device=device).to(dtype)
-        activations = torch.randn(num_rows, attended_dim + config.ff_dim, device=device).to(dtype)
-        attended = activations[:, :attended_dim]
-        second = activations[:, attended_dim:] if is_decode else inner
+        activations, scale = torch.randn(num_rows, attended_dim + config.ff_dim, device=device).to(dtype), None
+        if not is_decode and blocks[0].down.weight.dtype == FLOAT8:
+            activations, scale = quantise_rows(activations)
         product = torch.empty(num_rows, config.qkv_dim + config.ff_dim, device=device, dtype=dtype)
 
         def shrink(side: str, cut: Shrink | None, block_rows: int | None, layer: int) -> Tensor:
             own = terms[layer]
             rows = own.rows if block_rows is None else others[block_rows]
             if side == "up":
-                return low_rank_products.shrink((Source(own.normed),) * 2, own.up, rows, cut=cut)
-            sources = (Source(attended), Source(second, not is_decode))
-            return low_rank_products.shrink(sources, own.down, rows, own, cut=cut)
+                return low_rank_products.shrink((own.normed,) * 2, own.up, rows, cut=cut)
+            sources = activations.tensor_split((attended_dim,), dim=1)
+            return low_rank_products.shrink(sources, own.down, rows, own, scale=scale, cut=cut)
 
         others = {size: group(block_rows=size) for size in (16, 32, 64, 128)}
         for side in ("up", "down"):
@@ -155,7 +169,6 @@ class Bench:
                 with attempted(f"shrink {side} {cut}"):
                     us = time_us([partial(shrink, side, cut, block_rows, layer) for layer in layers])
                     self.note(f"{where} shrink {side} rows {block_rows} {cut and tuple(cut)}", us)
-        blocks: tuple[FusedBlock, ...] = self.blocks
         if is_decode:
             pending = torch.randn(8, num_rows, config.dim, device=device)
 
@@ -180,13 +193,11 @@ class Bench:
                         self.note(f"{where} decode_{name} {'with' if has_terms else 'without'} terms", us)
             return
         with attempted("products"):
-            scale = torch.rand(num_rows, 1, device=device)
-            for name, left, side in (("up", hidden.to(FLOAT8), "up"), ("down", activations.to(FLOAT8), "down")):
-                matrices = [getattr(block, side) for block in blocks]
-                call = self.kernels.scaled_linear
-                us = time_us(
-                    [partial(call, left, scale, m.weight, m.scale, m.bias.bfloat16(), dtype) for m in matrices]
-                )
+            normed = (hidden.to(dtype), None) if scale is None else quantise_rows(hidden)
+            for name, rows in (("up", normed), ("down", (activations, scale))):
+                matrices = [getattr(block, name) for block in blocks]
+                call = partial(self.kernels.scaled_linear, *rows)
+                us = time_us([partial(call, m.weight, m.scale, m.bias.bfloat16(), dtype) for m in matrices])
                 self.note(f"{where} base product {name}", us)
         out = torch.empty(num_rows, config.dim, device=device, dtype=dtype)
         for side, target in (("up", product), ("down", out)):
@@ -206,7 +217,10 @@ def _shrink_cuts(tunes: bool, is_decode: bool) -> Iterator[tuple[int | None, Shr
     if is_decode:
         cuts = ((512, 128, 32, 4, 4), (1024, 128, 16, 4, 6))
     else:
-        cuts = ((512, 64, 32, 4, 5), (1024, 64, 32, 4, 5), (2048, 32, 32, 4, 6))
+        cuts = (
+            *((512, 64, 32, 4, 4), (1024, 64, 32, 4, 4), (1024, 128, 32, 4, 3)),
+            *((2048, 32, 32, 4, 6), (2048, 64, 32, 4, 4), (2048, 128, 32, 4, 3)),
+        )
     for block_rows in (16,) if is_decode else (32, 64):
         for cut in cuts:
             yield block_rows, Shrink(*cut)
@@ -215,9 +229,9 @@ def _shrink_cuts(tunes: bool, is_decode: bool) -> Iterator[tuple[int | None, Shr
 def _expand_cuts(tunes: bool) -> Iterator[tuple[int | None, Expand | None]]:
     yield None, None
     if tunes:
-        for block_rows in (32, 64):
-            for columns, warps in ((128, 4), (256, 4), (256, 8), (512, 8)):
-                yield block_rows, Expand(columns, warps)
+        for block_rows in (32, 64, 128):
+            for cut in ((64, 4), (128, 4), (128, 8), (256, 4), (256, 8)):
+                yield block_rows, Expand(*cut)
 
 
 def main() -> int:
@@ -229,11 +243,14 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 64])
     parser.add_argument("--prompts", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--tune", action="store_true", help="time the products of adapters over other cuts")
+    parser.add_argument("--experts", action="store_true", help="a Moondream 3 with experts in float8")
     parser.add_argument("--tiny", action="store_true", help="a few thousand weights, to see that it runs")
     parser.add_argument("--json", type=Path, default=Path("bench/out/adapter_steps.json"))
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     config = TINY if arguments.tiny else MOONDREAM_2.text
+    if arguments.experts:
+        config = TINY_WITH_EXPERTS if arguments.tiny else MOONDREAM_3.text
     prompts = Prompts(2, 40, 26) if arguments.tiny else Prompts(2, 746, 730)
     with torch.inference_mode():
         bench = Bench(config, device, arguments.precision)
@@ -242,7 +259,7 @@ def main() -> int:
             name = f"rank {rank} of {max_rank}"
             bench.steps(slabs, name, arguments.batches)
             bench.prefills(slabs, name, arguments.prompts, prompts)
-            if rank == max_rank:
+            if rank == max_rank and not arguments.experts:
                 for batch in arguments.batches:
                     bench.operations(slabs, batch, 1, tunes=arguments.tune and batch == arguments.batches[-1])
                 for count in arguments.prompts:

@@ -241,11 +241,14 @@ def add_up_terms(count: int, dim: int, qkv: int, inner: int, num_slots: int, ran
     _operation(of, "add_up_terms")(_empty(count, qkv + inner, dtype="bf16"), low_rank)
 
 
-def add_down_terms(count: int, dim: int, inner: int, num_slots: int, rank: int, of: str = "triton") -> None:
-    """Rows in bfloat16."""
-    rows = _empty(count, dim, dtype="bf16"), _empty(count, dim, dtype="bf16"), _empty(count, inner, dtype="bf16")
+def add_down_terms(
+    count: int, dim: int, inner: int, num_slots: int, rank: int, operand: str = "bf16", of: str = "triton"
+) -> None:
+    """Activations of a type, with scales where that is float8, added to rows in bfloat16."""
+    activations = _empty(count, dim + inner, dtype=operand)
+    scale = _empty(count, 1) if operand == "fp8" else None
     low_rank = _block_low_rank(count, dim, dim, inner, num_slots, rank, of, is_decode=False)
-    _operation(of, "add_down_terms")(*rows, low_rank)
+    _operation(of, "add_down_terms")(_empty(count, dim, dtype="bf16"), activations, scale, low_rank)
 
 
 def step_with_adapters(

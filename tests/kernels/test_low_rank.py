@@ -156,12 +156,15 @@ def test_blocks_of_prompts_get_what_the_definition_adds(
         if of == "triton":
             names = ("add_layer_norm", "add_up_terms", "add_down_terms")
             modules = [import_module(f"kestrel_ops.triton.{name}") for name in names]
-        product, attended, out = draw.rows(count, qkv + inner), draw.rows(count, dim), draw.rows(count, dim)
+        product, out = draw.rows(count, qkv + inner), draw.rows(count, dim)
+        activations, scale = draw.rows(count, dim + inner), None
+        if kind == "prompts":
+            activations, scale = reference.quantise_rows(activations)
         hidden = draw.rows(count, dim, dtype=torch.float32)
         before = product.clone(), out.clone()
         modules[0].add_layer_norm(hidden, None, EPSILON, dtype, None, low_rank)
         modules[1].add_up_terms(product, low_rank)
-        modules[2].add_down_terms(out, attended, before[0][:, qkv:], low_rank)
+        modules[2].add_down_terms(out, activations, scale, low_rank)
         for found, old in zip((product, out), before, strict=True):
             assert torch.equal(found[slots == 0], old[slots == 0])
         results.append([(found - old).float() for found, old in zip((product, out), before, strict=True)])

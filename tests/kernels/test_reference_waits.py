@@ -52,7 +52,7 @@ OPERANDS = {
         *(blank(6, 16), blank(6, 16)),
         *(LowRank(blank(2, 4, 16), blank(2, 4, 16)), longs(6)),
     ),
-    "add_down_terms": lambda: (*(blank(6, 16) for _ in range(3)), adapters()),
+    "add_down_terms": lambda: (blank(6, 16), blank(6, 32), None, adapters()),
     "add_layer_norm": lambda: (blank(6, 16), blank(6, 16), 1e-5, torch.float32),
     "add_up_terms": lambda: (blank(6, 32), adapters()),
     "concat_gelu": lambda: (blank(6, 16), blank(6, 16), torch.float32),

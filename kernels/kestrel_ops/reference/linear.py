@@ -137,8 +137,7 @@ def decode_contract(
     wide = weight.float() if weight_scale is None else weight.float() * weight_scale[:, None]
     product = linear(activations.float(), wide, bias)
     if low_rank is not None:
-        attended, inner = activations.tensor_split((low_rank.down[0].a.shape[-1],), dim=1)
-        add_down_terms(product, attended, inner, low_rank, activate=False)
+        add_down_terms(product, activations, None, low_rank)
     if delta is not None:
         product = product + delta
     torch.add(hidden, product, out=hidden if total is None else total)

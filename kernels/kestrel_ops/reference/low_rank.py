@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu
 
 from kestrel_ops.low_rank import BlockLowRank, LowRank, RowsBySlot
 
@@ -48,19 +47,23 @@ def add_up_terms(
 
 def add_down_terms(
     out: Tensor,  # [T, dim], changed in place
-    attended: Tensor,  # [T, H * D]
-    inner: Tensor,  # [T, ff_dim], before the activation where `activate`
+    activations: Tensor,  # [T, H * D + ff_dim]: what the block's second product reads
+    scale: Tensor | None,  # [T, 1] float32: activations * scale is meant
     low_rank: BlockLowRank,
-    activate: bool = True,
 ) -> None:
-    """Add each row's terms to what a block adds to the stream. The activation is the tanh form of GELU."""
+    """Add each row's terms to what a block adds to the stream. Rows in slot 0 stay as they are.
+
+    The first columns of the activations are the attention's result.
+    """
+    if scale is not None:
+        activations = activations.float() * scale
+    attended, inner = activations.tensor_split((low_rank.down[0].a.shape[-1],), dim=1)
     if attended.shape == low_rank.normed.shape:
         reads_block_input = low_rank.reads_block_input[low_rank.rows.slots]
         attended = torch.where(reads_block_input[:, None], low_rank.normed, attended.to(low_rank.normed.dtype))
     _add(out, attended, low_rank.down[0], low_rank.rows)
     if len(low_rank.down) > 1:
-        activated = gelu(inner.float(), approximate="tanh") if activate else inner
-        _add(out, activated, low_rank.down[1], low_rank.rows)
+        _add(out, inner, low_rank.down[1], low_rank.rows)
 
 
 def _add(out: Tensor, rows: Tensor, weights: LowRank, grouped: RowsBySlot) -> None:

@@ -6,23 +6,22 @@ from torch import Tensor
 
 from kestrel_ops.low_rank import BlockLowRank
 from kestrel_ops.shapes import ModelShape
-from kestrel_ops.triton.low_rank_products import Source, expand_add, shrink
+from kestrel_ops.triton.low_rank_products import expand_add, shrink
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
 from kestrel_ops.triton.rows_by_slot import with_plan
 
 
 def add_down_terms(
     out: Tensor,  # [T, dim], changed in place
-    attended: Tensor,  # [T, H * D], rows may be strided
-    inner: Tensor,  # [T, ff_dim], rows may be strided
+    activations: Tensor,  # [T, H * D + ff_dim], rows may be strided
+    scale: Tensor | None,  # [T, 1] float32
     low_rank: BlockLowRank,
-    activate: bool = True,
 ) -> None:
     """As the reference. Does not synchronise."""
     low_rank = with_plan(low_rank, is_decode=False)
     layers, rows = low_rank.down, low_rank.rows
-    sources = (Source(attended), Source(inner, activate))[: len(layers)]
-    coefficients = shrink(sources, layers, rows, low_rank)
+    sources = activations.tensor_split((layers[0].a.shape[2],), dim=1)[: len(layers)]
+    coefficients = shrink(sources, layers, rows, low_rank, scale=scale)
     expand_add(out, coefficients, layers, rows, adds_both=True)
 
 

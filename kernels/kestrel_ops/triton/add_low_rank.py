@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kestrel_ops.low_rank import LowRank
 from kestrel_ops.shapes import ModelShape
-from kestrel_ops.triton.low_rank_products import Source, expand_add, shrink
+from kestrel_ops.triton.low_rank_products import expand_add, shrink
 from kestrel_ops.triton.requirements import unsupported_device
 from kestrel_ops.triton.rows_by_slot import rows_by_slot
 
@@ -24,7 +24,7 @@ def add_low_rank(
     num_slots, max_rank, _ = weights.a.shape
     ranks = torch.full((4, num_slots), max_rank, dtype=torch.int32, device=slots.device)
     grouped = rows_by_slot(slots, ranks, max_rank, is_decode=False, dtype=weights.a.dtype)
-    coefficients = shrink((Source(rows),), (weights,), grouped)
+    coefficients = shrink((rows,), (weights,), grouped)
     expand_add(out, coefficients, (weights,), grouped, adds_both=False)
 
 

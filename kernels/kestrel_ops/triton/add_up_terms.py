@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kestrel_ops.low_rank import BlockLowRank
 from kestrel_ops.shapes import ModelShape
-from kestrel_ops.triton.low_rank_products import Source, expand_add, shrink
+from kestrel_ops.triton.low_rank_products import expand_add, shrink
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
 from kestrel_ops.triton.rows_by_slot import with_plan
 
@@ -18,7 +18,7 @@ def add_up_terms(
     """As the reference. Does not synchronise."""
     low_rank = with_plan(low_rank, is_decode=False)
     layers, rows = low_rank.up, low_rank.rows
-    coefficients = shrink((Source(low_rank.normed),) * len(layers), layers, rows)
+    coefficients = shrink((low_rank.normed,) * len(layers), layers, rows)
     expand_add(product, coefficients, layers, rows, adds_both=False)
 
 

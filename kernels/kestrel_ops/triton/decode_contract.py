@@ -14,7 +14,7 @@ from torch import Tensor
 from kestrel_ops.low_rank import BlockLowRank
 from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
-from kestrel_ops.triton.low_rank_products import Source, Terms, add_terms, shrink
+from kestrel_ops.triton.low_rank_products import Terms, add_terms, shrink
 from kestrel_ops.triton.pending_sums import add_pending
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
 from kestrel_ops.triton.rows_by_slot import with_plan
@@ -63,8 +63,7 @@ def decode_contract(
     if low_rank is not None:
         low_rank = with_plan(low_rank, is_decode=True)
         layers, rows = low_rank.down, low_rank.rows
-        attended, inner = activations.tensor_split((layers[0].a.shape[2],), dim=1)
-        sources = (Source(attended), Source(inner))[: len(layers)]
+        sources = activations.tensor_split((layers[0].a.shape[2],), dim=1)[: len(layers)]
         shrink(sources, layers, rows, low_rank, is_dependent=is_dependent)
         terms, kinds = Terms.of(layers, rows)
     launch(
@@ -182,40 +181,30 @@ def _contract(
         product *= tl.load(weight_scale + rows, mask=in_range, other=0.0)[:, None]
     if share == 0:
         product += tl.load(bias + rows, mask=in_range, other=0.0)[:, None]
-    if coefficients_0 is not None:  # each share adds the terms of some ranks
-        product = add_terms(
-            product,
-            rows,
-            num_rows,
-            tokens,
-            batch,
-            share * block_rank,
-            num_shares * block_rank,
-            tl.load(counts + kind_0),
-            coefficients_0,
-            coefficient_stride,
-            places_0,
-            b_0,
-            block_rank,
-            has_even_terms,
-        )
-        if b_1 is not None:
-            product = add_terms(
-                product,
-                rows,
-                num_rows,
-                tokens,
-                batch,
-                share * block_rank,
-                num_shares * block_rank,
-                tl.load(counts + kind_1),
-                coefficients_1,
-                coefficient_stride,
-                places_1,
-                b_1,
-                block_rank,
-                has_even_terms,
-            )
+    product = add_terms(
+        product,
+        tokens,
+        batch,
+        first_row,
+        first_row,
+        num_rows,
+        num_rows,
+        share,
+        coefficients_0,
+        coefficients_1,
+        places_0,
+        places_1,
+        b_0,
+        b_1,
+        counts,
+        coefficient_stride,
+        kind_0,
+        kind_1,
+        num_shares,
+        block_n,
+        block_rank,
+        has_even_terms,
+    )
     place = (share * batch + tokens).to(tl.int64) * num_rows
     tl.store(
         pending + place[None, :] + rows[:, None],

@@ -14,7 +14,7 @@ from torch import Tensor
 from kestrel_ops.low_rank import BlockLowRank
 from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
-from kestrel_ops.triton.low_rank_products import Source, Terms, add_terms, shrink
+from kestrel_ops.triton.low_rank_products import Terms, add_terms, shrink
 from kestrel_ops.triton.pending_sums import add_and_normalise, add_pending
 from kestrel_ops.triton.requirements import unsupported_device, unsupported_rows
 from kestrel_ops.triton.rows_by_slot import with_plan
@@ -82,7 +82,7 @@ def decode_expand(
     if low_rank is not None:
         low_rank = with_plan(low_rank, is_decode=True)
         layers, rows = low_rank.up, low_rank.rows
-        shrink((Source(low_rank.normed),) * len(layers), layers, rows, is_dependent=is_dependent)
+        shrink((low_rank.normed,) * len(layers), layers, rows, is_dependent=is_dependent)
         terms, kinds = Terms.of(layers, rows)
     launch(
         _expand,
@@ -188,42 +188,30 @@ def _expand(
     if weight_scale is not None:
         product *= tl.load(weight_scale + rows, mask=in_range, other=0.0)[:, None]
     product += tl.load(bias + rows, mask=in_range, other=0.0)[:, None]
-    if coefficients_0 is not None:
-        if first_row < num_plain:
-            product = add_terms(
-                product,
-                rows,
-                num_plain,
-                tokens,
-                batch,
-                0,
-                block_rank,
-                tl.load(counts + kind_0),
-                coefficients_0,
-                coefficient_stride,
-                places_0,
-                b_0,
-                block_rank,
-                has_even_terms,
-            )
-        if b_1 is not None:  # noqa: SIM102 - decided when the kernel is compiled
-            if first_row + block_n > num_plain:
-                product = add_terms(
-                    product,
-                    rows - num_plain,
-                    num_rows - num_plain,
-                    tokens,
-                    batch,
-                    0,
-                    block_rank,
-                    tl.load(counts + kind_1),
-                    coefficients_1,
-                    coefficient_stride,
-                    places_1,
-                    b_1,
-                    block_rank,
-                    has_even_terms,
-                )
+    product = add_terms(
+        product,
+        tokens,
+        batch,
+        first_row,
+        first_row - num_plain,
+        num_plain,
+        num_rows - num_plain,
+        0,
+        coefficients_0,
+        coefficients_1,
+        places_0,
+        places_1,
+        b_0,
+        b_1,
+        counts,
+        coefficient_stride,
+        kind_0,
+        kind_1,
+        1,
+        block_n,
+        block_rank,
+        has_even_terms,
+    )
     is_token = (tokens < batch)[None, :]
     if first_row < num_plain:
         tl.store(

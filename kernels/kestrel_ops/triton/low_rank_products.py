@@ -37,17 +37,8 @@ class Shrink(NamedTuple):
 class Expand(NamedTuple):
     """Divides the second product into programs."""
 
-    block_columns: int = 128
-    num_warps: int = 4
-
-
-class Source(NamedTuple):
-    """The rows that go into one layer."""
-
-    rows: Tensor
-    """[T, in] of any floating type, rows may be strided."""
-    activate: bool = False
-    """Whether they go through the tanh form of GELU first."""
+    block_columns: int
+    num_warps: int
 
 
 def plan_of(grouped: RowsBySlot) -> Plan:
@@ -57,11 +48,12 @@ def plan_of(grouped: RowsBySlot) -> Plan:
 
 
 def shrink(
-    sources: tuple[Source, ...],
+    sources: tuple[Tensor, ...],  # [T, in] of one floating type for each layer, rows may be strided
     layers: tuple[LowRank, ...],
     grouped: RowsBySlot,
     block: BlockLowRank | None = None,  # where the first layer may read the block's input
     *,
+    scale: Tensor | None = None,  # [T, 1] float32: sources * scale is meant
     is_dependent: bool = False,
     cut: Shrink | None = None,
 ) -> Tensor:  # [layers, T, R] of the weights' type, or the plan's for decode steps
@@ -70,7 +62,7 @@ def shrink(
     plan = plan_of(grouped)
     num_rows, dtype = len(grouped.slots), layers[0].a.dtype
     max_rank, both = layers[0].a.shape[1], len(layers) > 1
-    cut = cut or shrink_cut(num_rows)
+    cut = cut or shrink_cut(num_rows, dtype.itemsize)
     widths = [layer.a.shape[2] for layer in layers]
     num_parts = [triton.cdiv(width, cut.part_columns) for width in widths]
     block_rank = _block_rank(max_rank, cut.most_ranks)
@@ -84,22 +76,23 @@ def shrink(
     else:
         coefficients = plan.coefficients
         outs = [coefficients[layer.kind] for layer in layers]
-    assert all(source.rows.stride(1) == 1 for source in sources)
-    normed, flags = None, None
+    assert all(source.stride(1) == 1 for source in sources)
+    assert scale is None or scale.is_contiguous()
+    normed, flags = sources[0], None  # without flags it is not read
     if block is not None and block.normed.shape[1] == widths[0]:
         normed, flags = block.normed, block.reads_block_input.view(torch.uint8)
         assert normed.is_contiguous()
     launch(
         _shrink,
         (plan.num_items, sum(num_parts), triton.cdiv(max_rank, block_rank)),
-        *(sources[0].rows, sources[1].rows if both else None),
+        *(sources[0], sources[1] if both else None, scale),
         *(normed, flags),
         *(layers[0].a, layers[1].a if both else None),
         *(plan.order, plan.items, plan.counts, plan.counters, parts),
         *(outs[0], outs[1] if both else None),
         plan.num_items,
-        sources[0].rows.stride(0),
-        sources[1].rows.stride(0) if both else 0,
+        sources[0].stride(0),
+        sources[1].stride(0) if both else 0,
         outs[0].stride(0),
         max_rank=max_rank,
         width_0=widths[0],
@@ -113,8 +106,6 @@ def shrink(
         block_rank=block_rank,
         block_k=cut.block_k,
         is_spread=plan.coefficients is not None,
-        activate_0=sources[0].activate,
-        activate_1=sources[-1].activate,
         is_dependent=is_dependent,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
@@ -122,13 +113,12 @@ def shrink(
     return coefficients
 
 
-def shrink_cut(num_rows: int) -> Shrink:
-    """The cut for a number of rows."""
+def shrink_cut(num_rows: int, itemsize: int) -> Shrink:
+    """The cut for a number of rows and the size of a weight."""
     if num_rows <= 512:
         return Shrink(512, 128, 32, num_warps=4, num_stages=4)
-    if num_rows <= 2048:
-        return Shrink(512, 64, 32, num_warps=4, num_stages=5)
-    return Shrink(2048, 32, 32, num_warps=4, num_stages=6)
+    part_columns = 1024 if num_rows <= 2048 else 2048
+    return Shrink(part_columns, 64 if itemsize < 4 else 32, 32, num_warps=4, num_stages=4)
 
 
 def expand_add(
@@ -143,7 +133,7 @@ def expand_add(
     """Add coefficients times the second matrices of each row's slot."""
     assert out.stride(1) == 1
     plan = plan_of(grouped)
-    block_columns, num_warps = cut or Expand()
+    block_columns, num_warps = cut or Expand(128, num_warps=4)
     max_rank, both = layers[0].b.shape[1], len(layers) > 1
     widths = [layer.b.shape[2] for layer in layers]
     blocks = [triton.cdiv(width, block_columns) for width in widths]
@@ -162,7 +152,7 @@ def expand_add(
         adds_both=adds_both and both,
         block_rows=plan.block_rows,
         block_columns=block_columns,
-        block_rank=_block_rank(max_rank, 32),
+        block_rank=_block_rank(max_rank, 64),
         num_warps=num_warps,  # pyright: ignore[reportCallIssue]
     )
 
@@ -211,14 +201,11 @@ def _block_rank(max_rank: int, most: int) -> int:
 
 
 @triton.jit
-def _activated(values):
-    bent = 1.5957691216057308 * (values + 0.044715 * values * values * values)
-    return values * tl.sigmoid(bent)
-
-
-@triton.jit
 def _times_a(
-    rows_in,
+    source,
+    rows,
+    stride,
+    scale,
     a,
     in_range,
     ranks,
@@ -229,9 +216,8 @@ def _times_a(
     block_rows: tl.constexpr,
     block_rank: tl.constexpr,
     block_k: tl.constexpr,
-    activate: tl.constexpr,
 ):
-    """A part of the sum: rows at `rows_in` [block_rows] times the matrix at `a`."""
+    """A part of the sum: rows of `source` [block_rows], each with its scale, times the matrix at `a`."""
     total = tl.zeros((block_rows, block_rank), tl.float32)
     is_rank = ranks < max_rank
     for step in range(0, part_columns, block_k):
@@ -240,11 +226,11 @@ def _times_a(
         if width % block_k != 0 or width % part_columns != 0:
             left_mask = left_mask & (columns < width)[None, :]
             right_mask = right_mask & (columns < width)[:, None]
-        tile = tl.load(rows_in[:, None] + columns[None, :], mask=left_mask, other=0.0)
+        tile = tl.load(source + (rows * stride)[:, None] + columns[None, :], mask=left_mask, other=0.0)
         matrix = tl.load(a + ranks[None, :] * width + columns[:, None], mask=right_mask, other=0.0)
-        if activate:
-            tile = _activated(tile.to(tl.float32))
         total = tl.dot(tile.to(matrix.dtype), matrix, total, input_precision="ieee")
+    if scale is not None:
+        total *= tl.load(scale + rows, mask=in_range, other=0.0)[:, None]
     return total
 
 
@@ -280,6 +266,7 @@ def _finish(
 def _shrink(
     rows_0,
     rows_1,
+    scale,
     normed,
     reads_block_input,
     a_0,
@@ -307,8 +294,6 @@ def _shrink(
     block_rank: tl.constexpr,
     block_k: tl.constexpr,
     is_spread: tl.constexpr,
-    activate_0: tl.constexpr,
-    activate_1: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     item, part, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -337,69 +322,61 @@ def _shrink(
         out_offsets = rows[:, None] * out_stride + start + ranks[None, :]
         mask = in_range[:, None] & (ranks < rank)[None, :]
         counter = counters + (kind * num_items + item) * ((max_rank + block_rank - 1) // block_rank) + block
+        begin = tl.where(is_first, part, part - parts_0) * part_columns
         if is_first:
-            if reads_block_input is not None:
-                if tl.load(reads_block_input + slot) != 0:
-                    total = _times_a(
-                        normed + rows * width_0,
-                        a_0 + matrix * width_0,
-                        in_range,
-                        ranks,
-                        part * part_columns,
-                        width_0,
-                        max_rank,
-                        part_columns,
-                        block_rows,
-                        block_rank,
-                        block_k,
-                        False,
-                    )
-                else:
-                    total = _times_a(
-                        rows_0 + rows * stride_0,
-                        a_0 + matrix * width_0,
-                        in_range,
-                        ranks,
-                        part * part_columns,
-                        width_0,
-                        max_rank,
-                        part_columns,
-                        block_rows,
-                        block_rank,
-                        block_k,
-                        activate_0,
-                    )
-            else:
+            reads_input = 0 if reads_block_input is None else tl.load(reads_block_input + slot)
+            if reads_input != 0:
                 total = _times_a(
-                    rows_0 + rows * stride_0,
+                    normed,
+                    rows,
+                    width_0,
+                    None,
                     a_0 + matrix * width_0,
                     in_range,
                     ranks,
-                    part * part_columns,
+                    begin,
                     width_0,
                     max_rank,
                     part_columns,
                     block_rows,
                     block_rank,
                     block_k,
-                    activate_0,
+                )
+            else:
+                total = _times_a(
+                    rows_0,
+                    rows,
+                    stride_0,
+                    scale,
+                    a_0 + matrix * width_0,
+                    in_range,
+                    ranks,
+                    begin,
+                    width_0,
+                    max_rank,
+                    part_columns,
+                    block_rows,
+                    block_rank,
+                    block_k,
                 )
             _finish(total, parts, part, part_stride, parts_0, offsets, mask, counter, out_0 + out_offsets)
         else:
             if a_1 is not None:
                 total = _times_a(
-                    rows_1 + rows * stride_1,
+                    rows_1,
+                    rows,
+                    stride_1,
+                    scale,
                     a_1 + matrix * width_1,
                     in_range,
                     ranks,
-                    (part - parts_0) * part_columns,
+                    begin,
                     width_1,
                     max_rank,
                     part_columns,
                     block_rows,
                     block_rank,
                     block_k,
-                    activate_1,
                 )
                 own_parts = parts + parts_0 * part_stride
                 _finish(
@@ -426,11 +403,11 @@ def _times_b(
     columns,
     width: tl.constexpr,
     max_rank: tl.constexpr,
-    block_columns: tl.constexpr,
+    is_even: tl.constexpr,
     block_rank: tl.constexpr,
 ):
     """Add the coefficients of rows times the matrix at `b` to a product [rows, columns]."""
-    for begin in range(0, rank, block_rank):
+    for begin in range(0, 1 if max_rank <= block_rank else rank, block_rank):
         ranks = begin + tl.arange(0, block_rank)
         is_rank = ranks < rank
         left = tl.load(
@@ -439,11 +416,69 @@ def _times_b(
             other=0.0,
         )
         right_mask = is_rank[:, None]
-        if width % block_columns != 0:
+        if not is_even:
             right_mask = right_mask & (columns < width)[None, :]
         right = tl.load(b + ranks[:, None] * width + columns[None, :], mask=right_mask, other=0.0)
         product = tl.dot(left, right, product, input_precision="ieee")
     return product
+
+
+@triton.jit
+def _add_columns(
+    out,
+    stride,
+    rows,
+    in_range,
+    block,
+    coefficients_0,
+    coefficients_1,
+    rank_0,
+    rank_1,
+    b_0,
+    b_1,
+    width: tl.constexpr,
+    max_rank: tl.constexpr,
+    block_columns: tl.constexpr,
+    block_rank: tl.constexpr,
+):
+    """Add terms of one or two layers of one width to a block of columns."""
+    is_even: tl.constexpr = width % block_columns == 0
+    columns = block * block_columns + tl.arange(0, block_columns)
+    pointers = out + rows[:, None] * stride + columns[None, :]
+    inside = in_range[:, None]
+    if not is_even:
+        inside = inside & (columns < width)[None, :]
+    # It is loaded before the factors, whose addresses are known at the same time.
+    product = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    product = _times_b(
+        product,
+        coefficients_0,
+        rows,
+        in_range,
+        b_0,
+        rank_0,
+        columns,
+        width,
+        max_rank,
+        is_even,
+        block_rank,
+    )
+    if b_1 is not None:
+        product = _times_b(
+            product,
+            coefficients_1,
+            rows,
+            in_range,
+            b_1,
+            rank_1,
+            columns,
+            width,
+            max_rank,
+            is_even,
+            block_rank,
+        )
+    tl.debug_barrier()  # `out` is changed in place
+    tl.store(pointers, product.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -471,71 +506,79 @@ def _expand_add(
     block, item = tl.program_id(0), tl.program_id(1)
     if item < tl.load(counts + NUM_KINDS):
         about = items + item * ITEM_SIZE
-        slot = tl.load(about)
-        is_first = block < blocks_0
+        matrix = (tl.load(about) - 1).to(tl.int64) * max_rank
         rank_0 = tl.load(about + 3 + kind_0)
         rank_1 = tl.load(about + 3 + kind_1)
-        if adds_both:  # noqa: SIM108 - decided when the kernel is compiled
-            changes = rank_0 + rank_1 > 0
-        else:
-            changes = tl.where(is_first, rank_0, rank_1) > 0
-        if changes:
-            places = tl.arange(0, block_rows)
-            in_range = places < tl.load(about + 2)
-            rows = tl.load(order + tl.load(about + 1) + places, mask=in_range, other=0).to(tl.int64)
-            matrix = (slot - 1).to(tl.int64) * max_rank
-            product = tl.zeros((block_rows, block_columns), tl.float32)
-            columns = block * block_columns + tl.arange(0, block_columns)
-            written, end = columns, width_0
-            if is_first:
-                product = _times_b(
-                    product,
-                    coefficients_0,
+        places = tl.arange(0, block_rows)
+        in_range = places < tl.load(about + 2)
+        rows = tl.load(order + tl.load(about + 1) + places, mask=in_range, other=0).to(tl.int64)
+        if adds_both:
+            if rank_0 + rank_1 > 0:
+                _add_columns(
+                    out,
+                    stride,
                     rows,
                     in_range,
-                    b_0 + matrix * width_0,
+                    block,
+                    coefficients_0,
+                    coefficients_1,
                     rank_0,
-                    columns,
+                    rank_1,
+                    b_0 + matrix * width_0,
+                    b_1 + matrix * width_1,
                     width_0,
                     max_rank,
                     block_columns,
                     block_rank,
                 )
-            if b_1 is not None:  # noqa: SIM102 - decided when the kernel is compiled
-                if adds_both or block >= blocks_0:
-                    if not adds_both:
-                        columns -= blocks_0 * block_columns
-                        written, end = width_0 + columns, width_0 + width_1
-                    product = _times_b(
-                        product,
-                        coefficients_1,
-                        rows,
-                        in_range,
-                        b_1 + matrix * width_1,
-                        rank_1,
-                        columns,
-                        width_1,
-                        max_rank,
-                        block_columns,
-                        block_rank,
-                    )
-            inside = in_range[:, None]
-            if width_0 % block_columns != 0 or width_1 % block_columns != 0:
-                inside = inside & (written < end)[None, :]
-            pointers = out + rows[:, None] * stride + written[None, :]
-            before = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-            tl.debug_barrier()  # `out` is changed in place
-            tl.store(pointers, (before + product).to(out.dtype.element_ty), mask=inside)
+        elif block < blocks_0:
+            if rank_0 > 0:
+                _add_columns(
+                    out,
+                    stride,
+                    rows,
+                    in_range,
+                    block,
+                    coefficients_0,
+                    None,
+                    rank_0,
+                    0,
+                    b_0 + matrix * width_0,
+                    None,
+                    width_0,
+                    max_rank,
+                    block_columns,
+                    block_rank,
+                )
+        elif b_1 is not None:  # noqa: SIM102 - decided when the kernel is compiled
+            if rank_1 > 0:
+                _add_columns(
+                    out + width_0,
+                    stride,
+                    rows,
+                    in_range,
+                    block - blocks_0,
+                    coefficients_1,
+                    None,
+                    rank_1,
+                    0,
+                    b_1 + matrix * width_1,
+                    None,
+                    width_1,
+                    max_rank,
+                    block_columns,
+                    block_rank,
+                )
 
 
 @triton.jit
-def add_terms(
+def _add_layer(
     product,
     columns,
     width,
     tokens,
     batch,
-    first,
+    begin,
     step,
     count,
     coefficients,
@@ -545,14 +588,14 @@ def add_terms(
     block_rank: tl.constexpr,
     is_even: tl.constexpr,
 ) -> tl.tensor:
-    """Add terms to a product [columns, tokens] of a decode step: blocks of listed ranks from `first` on, in steps.
+    """Add blocks of listed ranks from `begin` on, in steps, to a product [columns, tokens].
 
     `b` has `width` columns. Those of `columns` that are none of them are left out, unless `is_even` says that all
     are.
     """
     is_token = (tokens < batch)[None, :]
-    for begin in range(first, count, step):
-        each = begin + tl.arange(0, block_rank)
+    for first in range(begin, count, step):
+        each = first + tl.arange(0, block_rank)
         place = tl.load(places + each).to(tl.int64)
         addresses = b + place[None, :] * width + columns[:, None]
         if is_even:
@@ -561,4 +604,75 @@ def add_terms(
             left = tl.load(addresses, mask=((columns >= 0) & (columns < width))[:, None], other=0.0)
         right = tl.load(coefficients + tokens[None, :] * stride + each[:, None], mask=is_token, other=0.0)
         product = tl.dot(left, right, product, input_precision="ieee")
+    return product
+
+
+@triton.jit
+def add_terms(
+    product,
+    tokens,
+    batch,
+    first_0,
+    first_1,
+    width_0,
+    width_1,
+    share,
+    coefficients_0,
+    coefficients_1,
+    places_0,
+    places_1,
+    b_0,
+    b_1,
+    counts,
+    stride,
+    kind_0: tl.constexpr,
+    kind_1: tl.constexpr,
+    num_shares: tl.constexpr,
+    block_n: tl.constexpr,
+    block_rank: tl.constexpr,
+    is_even: tl.constexpr,
+) -> tl.tensor:
+    """Add the terms of one or two layers, if there are any, to a product [columns, tokens] of a decode step.
+
+    `first_0` and `first_1` say where the product's columns begin among the layer's, which are `width_0` and
+    `width_1`. Of blocks of listed ranks one in `num_shares` is added. `is_even`: no product lies partly in a layer.
+    """
+    if coefficients_0 is not None:
+        each = tl.arange(0, block_n)
+        begin, step = share * block_rank, num_shares * block_rank
+        if first_0 < width_0:
+            product = _add_layer(
+                product,
+                first_0 + each,
+                width_0,
+                tokens,
+                batch,
+                begin,
+                step,
+                tl.load(counts + kind_0),
+                coefficients_0,
+                stride,
+                places_0,
+                b_0,
+                block_rank,
+                is_even,
+            )
+        if b_1 is not None:  # noqa: SIM102 - decided when the kernel is compiled
+            if first_1 + block_n > 0:
+                product = _add_layer(
+                    product,
+                    first_1 + each,
+                    width_1,
+                    tokens,
+                    batch,
+                    begin,
+                    step,
+                    tl.load(counts + kind_1),
+                    coefficients_1,
+                    stride,
+                    places_1,
+                    b_1,
+                    block_rank,
+                    is_even,
+                )
     return product

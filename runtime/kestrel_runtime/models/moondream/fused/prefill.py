@@ -210,12 +210,12 @@ class FusedPrefill:
         """What attention, and the MLP where there is one, add to the stream."""
         operand = block.down.weight.dtype
         if block.experts is None:
-            rows = self._kernels.concat_gelu(attended, inner, operand)
+            activations = self._kernels.concat_gelu(attended, inner, operand)
         else:
-            rows = self._kernels.concat_gelu(None, attended, operand, activate=False)
-        out = self._product(block.down, *rows)
+            activations = self._kernels.concat_gelu(None, attended, operand, activate=False)
+        out = self._product(block.down, *activations)
         if low_rank is not None:
-            self._kernels.add_down_terms(out, attended, inner, low_rank)
+            self._kernels.add_down_terms(out, *activations, low_rank)
         return out
 
 
