@@ -2,22 +2,25 @@
 
 Writes random adapters of all targets for the model, starts one server with slots for them, and loads it in turns:
 requests of `none` name no adapter, those of `mixed` name all adapters in turn. Rows, ratios and spreads are those
-of `alternate.py`. With `--slotless` a second comparison tells what the slots cost requests that use none: `plain`
-is a server without slots, which must fit on the same device.
+of `alternate.py`. `--compare slots` tells what the slots cost requests that use none: `plain` is a server without
+slots, which must fit on the same device.
 
     python -m bench.adapters --model /tmp/md2 -- --kv-pages 12000
+    python -m bench.adapters --model /tmp/md2 --compare slots -- --kv-pages 12000
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from bench.alternate import Comparison, as_text, measure
@@ -29,6 +32,8 @@ from bench.harness.serving import machine_facts, started_server
 
 _NUMBERS_APART = 10**9
 ROWS = "direct:64,cot:64,text:64"
+PAIRS: Mapping[str, tuple[str, str]] = MappingProxyType({"adapters": ("none", "mixed"), "slots": ("plain", "none")})
+"""What is compared, by what the second of both costs more."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--pictures", type=int, default=128, help="drawings to make (default: %(default)s)")
     result.add_argument("--processes", type=int, default=4, help="load processes of each (default: %(default)s)")
     result.add_argument(
-        "--slotless", action="store_true", help="compare a server without slots with requests without adapters"
+        "--compare", nargs="+", choices=PAIRS, default=["adapters"], help="what costs what (default: adapters)"
     )
     result.add_argument(
         "--most-slower", type=float, default=0.11, help="exit with 1 beyond this share (default: %(default)s)"
@@ -57,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Measure, print and write; 1 if requests with adapters take more time than allowed."""
+    """Measure, print and write; 1 if the second of a pair takes more time than allowed."""
     arguments = parser().parse_args()
     loads = [Load.of(text) for text in arguments.rows.split(",")]
     most = max(load.concurrency for load in loads)
@@ -71,17 +76,18 @@ def main() -> int:
         print(f"{len(names)} adapters, {num_bytes / 1e6:.1f} MB, {time.perf_counter() - started:.1f} s", flush=True)
         slots = ("--adapter-slots", str(len(names)), "--max-adapter-rank", str(arguments.rank))
         server = stack.enter_context(started_server((*plain, "--adapters", str(folder), *slots)))
+        pairs = [PAIRS[name] for name in arguments.compare]
         servers = {"none": (server.address, ()), "mixed": (server.address, names)}
-        if arguments.slotless:
-            servers = {"plain": (stack.enter_context(started_server(plain)).address, ()), **servers}
+        if "slots" in arguments.compare:
+            servers["plain"] = (stack.enter_context(started_server(plain)).address, ())
+        asked = dict.fromkeys(itertools.chain.from_iterable(pairs))
         processes = {
             name: stack.enter_context(
                 # No picture comes twice: a server keeps embeddings of pictures, whatever the adapter.
                 LoadProcesses(address, arguments.processes, arguments.pictures, own, place * _NUMBERS_APART)
             )
-            for place, (name, (address, own)) in enumerate(servers.items())
+            for place, (name, (address, own)) in enumerate((name, servers[name]) for name in asked)
         }
-        pairs = [("none", "mixed"), *([("plain", "none")] if arguments.slotless else [])]
         results: list[tuple[tuple[str, str], list[Comparison]]] = []
         for pair in pairs:
             chosen = {name: processes[name] for name in pair}
@@ -94,7 +100,8 @@ def main() -> int:
                 write_json(arguments.json, facts | {"rows": _as_json(results)})
     for pair, compared in results:
         print(as_text(compared, pair))
-    return 1 if any(each.slowdown > arguments.most_slower for each in results[0][1]) else 0
+    slowdowns = [each.slowdown for _, compared in results for each in compared]
+    return 1 if max(slowdowns) > arguments.most_slower else 0
 
 
 def _as_json(results: Sequence[tuple[tuple[str, str], Sequence[Comparison]]]) -> dict[str, list[dict[str, Any]]]:
