@@ -60,9 +60,9 @@ class TieJudge:
 
         As a share of the best, since some heads have logits of 4 and others of 40, and rounding goes by their size.
         Tokens of one id differ by their values, and the logits are those of the values. Infinite where one answer
-        goes on and the other does not.
+        goes on and the other does not, or where only one token carries values.
         """
-        if one is None or other is None:
+        if one is None or other is None or (one.id == other.id and len(one.value) != len(other.value)):
             return math.inf
         hidden = self._hidden(request, common)
         model = self._run.model
