@@ -28,6 +28,7 @@ from kestrel_runtime.execution.step_inputs import (
 )
 from kestrel_runtime.imaging.tiles import max_kept_bytes
 from kestrel_runtime.memory.plan import MemoryNeeds, image_cache_bytes
+from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
@@ -136,13 +137,21 @@ def _device_image_bytes(model: Moondream, bounds: StepBounds) -> int:
     return bounds.max_batch_size * (2 * tile_bytes + embedding_bytes) + feature_bytes + tiling_bytes
 
 
-def step_bytes(model: Moondream, paths: ModelPaths, bounds: StepBounds, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of the largest step within `bounds`, with a cache of `dtype`.
+def step_bytes(
+    model: Moondream,
+    paths: ModelPaths,
+    bounds: StepBounds,
+    page_size: int,
+    dtype: torch.dtype,
+    slabs: AdapterSlabs | None = None,
+) -> int:
+    """Bytes of the largest step within `bounds`, with a cache of `dtype`; with `slabs`, of rows that use the first
+    of these slots.
 
     Measured on a CUDA device with a fused text path. Estimated elsewhere, or if the measurement fails, for example
     for lack of memory.
     """
-    estimate = estimated_step_bytes(model.config, bounds, model.dtype.itemsize)
+    estimate = estimated_step_bytes(model.config, bounds, model.dtype.itemsize, with_adapters=slabs is not None)
     on_device, is_invariant = model.device.type == "cuda", isinstance(paths.text, InvariantText)
     if is_invariant and not on_device:
         text = model.config.text
@@ -151,7 +160,7 @@ def step_bytes(model: Moondream, paths: ModelPaths, bounds: StepBounds, page_siz
         return estimate
     try:
         cache = KVCache(model.config.text, 1, page_size, model.device, dtype)
-        works = (largest_prefill(model, paths, cache, bounds), largest_encode(model, paths, bounds))
+        works = (largest_prefill(model, paths, cache, bounds, slabs), largest_encode(model, paths, bounds))
         measured = max(map(peak_bytes, works))
     except RuntimeError as error:
         _log.warning("activations are estimated, not measured: %s", str(error).partition("\n")[0])
@@ -160,17 +169,22 @@ def step_bytes(model: Moondream, paths: ModelPaths, bounds: StepBounds, page_siz
     return measured
 
 
-def estimated_step_bytes(config: MoondreamConfig, bounds: StepBounds, itemsize: int) -> int:
+def estimated_step_bytes(
+    config: MoondreamConfig, bounds: StepBounds, itemsize: int, *, with_adapters: bool = False
+) -> int:
     """An upper estimate of the activations of the largest step. Tiles and prompts use the same memory, one after
     the other.
 
     A block holds the residual stream and its delta in float32, its products, and copies of them for the next
-    product.
+    product. Adapters take the rows that go into a layer once more, and what they add to it.
     """
     text, vision = config.text, config.vision
     token_bytes = 4 * text.dim * 4 + (2 * (text.qkv_dim + text.ff_dim) + 4 * text.dim) * itemsize
     if text.moe is not None:
         token_bytes += text.moe.experts_per_token * (4 * text.moe.expert_inner_dim + 3 * text.dim) * itemsize
+    if with_adapters:
+        inner = text.ff_dim if text.moe is None else text.moe.experts_per_token * 2 * text.moe.expert_inner_dim
+        token_bytes += (max(text.qkv_dim, inner) + inner + text.dim) * itemsize
     patch_bytes = (2 * (3 * vision.enc_dim + vision.enc_ff_dim) + 6 * vision.enc_dim) * itemsize
     num_tokens = max(bounds.max_prefill_tokens, text.prefix_attn)
     num_patches = max(bounds.max_tiles, 1 + vision.max_crops) * vision.num_image_tokens
@@ -178,14 +192,19 @@ def estimated_step_bytes(config: MoondreamConfig, bounds: StepBounds, itemsize: 
 
 
 def largest_prefill(
-    model: Moondream, paths: ModelPaths, cache: KVCache, bounds: StepBounds
+    model: Moondream, paths: ModelPaths, cache: KVCache, bounds: StepBounds, slabs: AdapterSlabs | None = None
 ) -> Callable[[], Tensor]:
-    """A prefill of as many tokens as a step may have, in chunks of a part of the longest context."""
+    """A prefill of as many tokens as a step may have, in chunks of a part of the longest context. With `slabs` all
+    tokens use the first of these slots."""
     text, tokens = model.config.text, bounds.max_prefill_tokens
     max_pages = -(-text.max_context // cache.page_size)
     num_chunks = -(-tokens // text.max_context) * _CHUNKS_PER_CONTEXT
     size = largest_size(tokens, num_chunks, max_pages)._replace(max_chunk=-(-tokens // num_chunks))
-    return blank_prefill(model, paths, cache, size)
+    prefill = blank_prefill(model, paths, cache, size)
+    if slabs is None:
+        return prefill
+    slots = torch.ones(size.num_tokens, dtype=torch.int64, device=model.device)
+    return partial(prefill, adapters=slabs.for_rows(slots))
 
 
 def blank_prefill(model: Moondream, paths: ModelPaths, cache: KVCache, size: PrefillSize) -> Callable[..., Tensor]:

@@ -68,7 +68,10 @@ class PreparedMoondream:
     def plan_cache(self, host_image_bytes: int) -> tuple[int, MemoryPlan]:
         """Pages of the cache, and the plan of all memory."""
         model, config, bounds = self._model, self._config, self._bounds
-        step = step_bytes(model, self._paths, bounds, config.page_size, cache_dtype(model, config))
+        # All slots are only allocated once the cache is sized.
+        slabs = None if self._adapters is None else self._adapters.one_slot()
+        step = step_bytes(model, self._paths, bounds, config.page_size, cache_dtype(model, config), slabs)
+        del slabs
         reading = MemoryReading.of(model.device, self._loaded_bytes, config.memory_limit)
         needs = memory_needs(
             model,

@@ -23,6 +23,7 @@ from kestrel_runtime.memory import plan as memory_plan
 from kestrel_runtime.memory.plan import MemoryNeeds
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream import memory
+from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.memory import (
     estimated_step_bytes,
@@ -222,6 +223,30 @@ def test_the_largest_prefill_has_as_many_tokens_as_a_step_may_carry_and_needs_on
 
 
 @torch.inference_mode()
+def test_where_there_are_adapters_the_largest_step_is_measured_with_one(
+    shallow2: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, paths = shallow2.model.config, fused_paths(shallow2)
+    slabs = AdapterSlabs(config.text, 1, 4, torch.device("cpu"), torch.float32)
+    for layer in slabs.layers:
+        for weights in layer:
+            weights.a.fill_(0.1)
+            weights.b.fill_(0.1)
+    measured: list[Tensor] = []
+
+    def measure(work: Any) -> int:
+        measured.append(work())
+        return 1
+
+    monkeypatch.setattr(memory, "peak_bytes", measure)
+    for given in (slabs, None):
+        model: Any = OnADevice(shallow2)
+        step_bytes(model, paths, LARGEST_BOUNDS, 16, torch.float32, given)
+    assert not torch.equal(measured[0], measured[2])
+    assert torch.equal(measured[1], measured[3]), "images use no adapters"
+
+
+@torch.inference_mode()
 def test_the_largest_encoding_has_as_many_tiles_as_one_image_or_one_step(shallow2: LoadedModel) -> None:
     vision, paths = shallow2.model.config.vision, fused_paths(shallow2)
     most_of_image = 1 + vision.max_crops
@@ -311,3 +336,8 @@ def test_on_the_host_it_is_estimated(moondream2: LoadedModel, monkeypatch: pytes
 def test_a_step_that_carries_more_is_estimated_to_need_more(moondream3: LoadedModel, larger: StepBounds) -> None:
     config = moondream3.model.config
     assert estimated_step_bytes(config, larger, 2) > estimated_step_bytes(config, LARGEST_BOUNDS, 2)
+
+
+def test_prompts_with_adapters_are_estimated_to_need_more(moondream3: LoadedModel) -> None:
+    config, long = moondream3.model.config, replace(LARGEST_BOUNDS, max_prefill_tokens=777_777)
+    assert estimated_step_bytes(config, long, 2, with_adapters=True) > estimated_step_bytes(config, long, 2)

@@ -41,6 +41,10 @@ class MoondreamAdapters:
             self._slabs = AdapterSlabs(self._config, self._num_slots, self._max_rank, self._device, self._dtype)
         return self._slabs
 
+    def one_slot(self) -> AdapterSlabs:
+        """Slots of the same size, but only one, for a measurement before the others are allocated."""
+        return AdapterSlabs(self._config, 1, self._max_rank, self._device, self._dtype)
+
     def check(self, files: AdapterFiles) -> AdapterWeights:
         """The weights, on the host. Raises `AdapterInvalid` with every problem."""
         return read_adapter(files, self._config, self._max_rank, self._dtype)
