@@ -286,7 +286,8 @@ class EngineLoop:
         for sequence in self._scheduler.take_without_tiles():
             self._have_decoded(sequence)
         if self._launch_decodes(plan, now):
-            self._launch(plan.prefill, self._prefills)
+            # A restricted step completes those before it, and sequences that leave by this free their rows.
+            self._launch(self._scheduler.behind_tail_steps(plan.prefill), self._prefills)
         if not self._runner.is_asynchronous:
             self._complete_all()
         if oldest is not None and self._decodes and self._decodes[0] is oldest:  # younger ones keep the device busy

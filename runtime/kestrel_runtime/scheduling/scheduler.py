@@ -222,6 +222,12 @@ class Scheduler:
             if sequence.state is SequenceState.PREFILLED:
                 sequence.move_to(SequenceState.RUNNING)
 
+    def behind_tail_steps(self, batch: Batch) -> Batch:
+        """A prefill step, which runs after the decode steps in flight of sequences that have left if a sequence
+        starts in it: these may still write to the pages and the row of the request state that it takes over."""
+        starts = any(chunk.is_first for chunk in batch.prefill)
+        return batch._replace(after=frozenset(self._tail_steps)) if starts else batch
+
     def complete(self, step: StepId, batch: Batch, tokens: list[Token], now: float = 0.0) -> list[Sequence]:
         """A step is complete: take its tokens, in the order of `batch.sampled`. `now` is as for `schedule`.
 
@@ -587,11 +593,7 @@ class Scheduler:
         self._start_or_park(sequence, match)
 
     def _prefill_batch(self, encode: Iterable[EncodeItem] = (), prefill: Iterable[Chunk] = ()) -> Batch:
-        """A step. Where a sequence starts in it, it runs after the decode steps in flight of sequences that have
-        left: these may still write to the pages and the row of the request state that the sequence takes over."""
-        chunks = list(prefill)
-        after = self._tail_steps if any(chunk.is_first for chunk in chunks) else ()
-        return Batch.of_prefill(encode, chunks, after=frozenset(after))
+        return self.behind_tail_steps(Batch.of_prefill(encode, prefill))
 
     def _plan_prefill(self, *, bounded: bool) -> tuple[list[EncodeItem], list[Chunk]]:
         tiles_left = self._max_tiles_per_step

@@ -320,12 +320,19 @@ class RecordingRunner(FakeRunner):
             self.decodes_in_flight.remove(step)
 
 
+class AnyToken:
+    """The `TokenMatcher` of a constraint that allows everything."""
+
+    def take(self, generated: Iterable[Token]) -> None: ...
+
+
 def new_loop(runner: Any) -> EngineLoop:
     scheduler = Scheduler(PageManager(64, 4), max_batch_size=4, max_prefill_tokens=64, max_tiles_per_step=8)
     isolation = Isolation(
         scheduler, runner, OffendingRequests(), new_probes=list, on_restart=lambda: None, on_restarted=lambda: None
     )
-    return EngineLoop(scheduler, runner, isolation, Admission(QueueLimits(100, 10**9, 10**6)))
+    admission = Admission(QueueLimits(100, 10**9, 10**6))
+    return EngineLoop(scheduler, runner, isolation, admission, make_masks=lambda asked: [None] * len(asked))
 
 
 async def test_no_token_is_sampled_that_a_parser_does_not_take() -> None:
@@ -343,11 +350,15 @@ async def test_no_token_is_sampled_that_a_parser_does_not_take() -> None:
     assert [sampled.count(sequence) for sequence in sequences] == limits
 
 
-async def test_a_prefill_step_waits_for_the_tail_steps_and_for_no_other_decode_step() -> None:
+@pytest.mark.parametrize("every", [None, 1, 3], ids=["no masks", "all with masks", "some with masks"])
+async def test_a_prefill_step_waits_for_the_tail_steps_and_for_no_other_decode_step(every: int | None) -> None:
     runner = RecordingRunner()
     loop = new_loop(runner)
     for number in range(60):
         sequence = new_sequence(6)
+        if every is not None and number % every == 0:
+            # Before a step with masks is sampled, those before it are completed, by which sequences leave.
+            sequence.matcher = AnyToken()
         sequence.parser = ShortParser(3 + number % 5)
         loop.add(sequence, Stream())
         for _ in range(1 + number % 4):
