@@ -6,14 +6,14 @@
 #
 #   parts        decode step, vision, prefill, images        serve        the server under load
 #   peer         Kestrel, where its wheels are               caching      pictures that come again, by tier
-#   tests        the tests that need a GPU                   adapters     eight adapters over none
+#   tests        the tests that need a GPU                   adapters     eight adapters over none, slots over no slots
 #   verify       FOLDERS against the reference, in five      constraints  what constrained answers cost per token
 #                precisions, one at a time and all at once   outlines     outlines per second
 #   experts      a layer of experts, and Moondream 3's step  determinism  --deterministic: equal bytes, and its cost
 #   accept       the built-in model in all precisions: its page of acceptance
 #   start        a first start and another one by stage, and the traffic right after them
 #   before       another checkout, BEFORE, and this one in turns, as servers of MODEL
-#   stress       cached answers against computed ones, in float32
+#   stress       cached answers against computed ones, in float32, with adapters, constraints, samples and logprobs
 #   processes    one process and 1, 2 and 4 front ends: a known picture, and the usual workloads
 #   batch        the rate of `kestrel-grpc batch` over the closed loop's, in process and with --address
 #   frontends    1, 2 and 4 front ends of an engine whose steps cost nothing; needs processors, no GPU
@@ -220,7 +220,7 @@ for stage in $stages; do
             --json "$out/gpu-faults.json"
         ;;
     adapters)
-        measure 300 adapters python3 -m bench.adapters --model "$folder" --rounds 3 --seconds 4 \
+        measure 420 adapters python3 -m bench.adapters --model "$folder" --compare adapters slots --rounds 3 --seconds 4 \
             --json "$out/adapters.json" -- --kv-pages 12000 "${options[@]}"
         ;;
     constraints)
