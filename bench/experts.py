@@ -389,7 +389,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     result.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     result.add_argument("--routing", nargs="+", choices=ROUTINGS, default=ROUTINGS)
-    result.add_argument("--implementations", nargs="+", default=("library", "triton"))
+    result.add_argument("--implementations", nargs="+", default=("library", "triton", "cuda"))
     result.add_argument("--layers", type=int, default=4, help="layers whose weights take turns (%(default)s)")
     result.add_argument("--check", action="store_true", help="compare with the definition in float32")
     result.add_argument("--parts", action="store_true", help="show the kernels of each implementation")

@@ -11,7 +11,6 @@ import venv
 import zipfile
 from collections.abc import Iterator, Sequence
 from importlib.metadata import Distribution, distribution, version
-from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -88,18 +87,9 @@ def requirements(name: str) -> list[Distribution]:
 def link_files(needed: Distribution, packages: Path) -> None:
     """Put links to the modules and the metadata of a distribution, without its commands, into a `site-packages`."""
     for file in needed.files or ():
-        if ".." not in file.parts and file.suffix != ".pyc":
-            module = Path(str(needed.locate_file(file)))
-            link(packages / file, module)
-            if file.suffix == ".py":  # and to what was compiled, by pip or when it was imported
-                compiled = Path(cache_from_source(str(module)))
-                if compiled.exists():
-                    link((packages / file).parent / "__pycache__" / compiled.name, compiled)
-
-
-def link(name: Path, target: Path) -> None:
-    name.parent.mkdir(parents=True, exist_ok=True)
-    name.symlink_to(target)
+        if ".." not in file.parts:
+            (packages / file).parent.mkdir(parents=True, exist_ok=True)
+            (packages / file).symlink_to(Path(str(needed.locate_file(file))))
 
 
 @pytest.fixture(scope="module")

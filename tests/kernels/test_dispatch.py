@@ -117,6 +117,7 @@ def test_every_implementation_says_what_it_cannot_serve():
         (replace(MODEL, dtype=torch.float32), "scaled_linear_add", "reference", "not to torch.float32"),
         (replace(MODEL, dtype=torch.float32, text=None), "crop_attention", "library", "float32"),
         (replace(MODEL, capability=(10, 0)), "crop_attention", "library", "written for compute capability 9.0"),
+        (replace(with_text(num_experts=64), capability=(8, 9)), "mixture_of_experts", "triton", "for compute"),
         (replace(MODEL, capability=(8, 0)), "scaled_linear", "reference", "needs compute capability 8.9"),
         (replace(MODEL, capability=(8, 0)), "decode_expand", "reference", "float8 in Triton needs"),
         (replace(MODEL, capability=(7, 5)), "resample", "reference", "Triton needs compute capability 8.0"),

@@ -90,7 +90,7 @@ class Experts:
 
 
 def tolerance(operation, dtype):
-    rounds = implementation_name(operation) == "triton" and dtype != torch.float32
+    rounds = implementation_name(operation) in ("triton", "cuda") and dtype != torch.float32
     return FLOAT8_TOLERANCE if rounds else TOLERANCES[dtype]
 
 

@@ -4,13 +4,43 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint32, c_uint64, c_void_p
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 _MOST_DYNAMIC_SHARED_BYTES = 8  # CUfunction_attribute
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_MAP_BYTES = 128
+_MAP_ALIGNMENT = 64
+_UINT8, _NO_INTERLEAVE, _SWIZZLE_128_BYTES, _L2_256_BYTES, _FILL_ZEROS = 0, 0, 3, 3, 0  # of cuTensorMapEncodeTiled
+
+
+TensorMap = ctypes.Array[c_ubyte]
+"""A parameter that says how the bulk copy engine finds blocks of a tensor, of the type CUtensorMap."""
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, whose value is an integer."""
+
+    _fields_ = [("id", c_int), ("pad", c_int), ("value", c_int), ("unused", c_int * 15)]
+
+
+class _Configuration(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", c_uint),
+    ]
 
 
 class Program:
@@ -31,24 +61,70 @@ class Program:
         self._call("cuFuncSetAttribute", self._function, c_int(_MOST_DYNAMIC_SHARED_BYTES), c_int(shared_bytes))
         self._shared_bytes = shared_bytes
 
-    def launch(self, num_programs: int, num_threads: int, *arguments: ctypes._SimpleCData[Any]) -> None:
-        """Launch on the current stream. Arguments have the types and the order of the kernel's parameters."""
+    def launch(
+        self,
+        num_programs: int,
+        num_threads: int,
+        *arguments: ctypes._SimpleCData[Any] | TensorMap,
+        is_dependent: bool = False,
+    ) -> None:
+        """Launch on the current stream. Arguments have the types and the order of the kernel's parameters. One that
+        `is_dependent` starts before the previous kernel has ended and waits for it itself."""
         pointers = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        self._call(
-            "cuLaunchKernel",
-            self._function,
-            *(c_uint(number) for number in (num_programs, 1, 1, num_threads, 1, 1, self._shared_bytes)),
-            c_void_p(torch.cuda.current_stream().cuda_stream),
-            pointers,
-            None,
+        attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        configuration = _Configuration(
+            (num_programs, 1, 1),
+            (num_threads, 1, 1),
+            self._shared_bytes,
+            torch.cuda.current_stream().cuda_stream,
+            ctypes.pointer(attribute),
+            int(is_dependent),
         )
+        self._call("cuLaunchKernelEx", byref(configuration), self._function, pointers, None)
 
     def _call(self, name: str, *arguments: object) -> None:
-        status = getattr(self._driver, name)(*arguments)
-        if status != 0:
-            message = c_char_p()
-            self._driver.cuGetErrorString(status, byref(message))
-            raise RuntimeError(f"{name} failed: {(message.value or b'unknown error').decode()}")
+        _call(self._driver, name, *arguments)
+
+
+def compile_together(sources: Sequence[str], architecture: str) -> None:
+    """Compile what has not been compiled before, in as many threads. Raises as `Program` does."""
+    with ThreadPoolExecutor(max(1, len(sources))) as pool:
+        list(pool.map(partial(_kept, architecture=architecture), sources))
+
+
+def tensor_map(
+    address: int,  # a multiple of 16
+    sizes: Sequence[int],  # of each dimension, the contiguous one first; elements are bytes
+    strides: Sequence[int],  # of each dimension but the first, multiples of 16
+    box: Sequence[int],  # of a block: the first at most 128, others at most 256
+) -> TensorMap:
+    """Blocks of a tensor of bytes, whose rows lie in shared memory in the hardware's swizzle of 128 bytes. Raises
+    OSError or RuntimeError as `Program` does."""
+    memory = (c_ubyte * (_MAP_BYTES + _MAP_ALIGNMENT))()
+    result = (c_ubyte * _MAP_BYTES).from_buffer(memory, -ctypes.addressof(memory) % _MAP_ALIGNMENT)
+    rank = len(sizes)
+    _call(
+        ctypes.PyDLL("libcuda.so.1"),
+        "cuTensorMapEncodeTiled",
+        byref(result),
+        c_int(_UINT8),
+        c_uint32(rank),
+        c_void_p(address),
+        (c_uint64 * rank)(*sizes),
+        (c_uint64 * (rank - 1))(*strides),
+        (c_uint32 * rank)(*box),
+        (c_uint32 * rank)(*(1,) * rank),
+        *(c_int(each) for each in (_NO_INTERLEAVE, _SWIZZLE_128_BYTES, _L2_256_BYTES, _FILL_ZEROS)),
+    )
+    return result
+
+
+def _call(driver: ctypes.PyDLL, name: str, *arguments: object) -> None:
+    status = getattr(driver, name)(*arguments)
+    if status != 0:
+        message = c_char_p()
+        driver.cuGetErrorString(status, byref(message))
+        raise RuntimeError(f"{name} failed: {(message.value or b'unknown error').decode()}")
 
 
 def _kept(source: str, architecture: str) -> bytes:

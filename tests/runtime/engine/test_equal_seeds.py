@@ -27,7 +27,7 @@ MAX_WAIT_S = 120
 def drawn(number: int) -> Query:
     """One of many requests whose answers depend on the seed."""
     question = QUESTIONS[number % len(QUESTIONS)]
-    image = image_paths(MD3_SMALL)[1].read_bytes() if "image" in question else None
+    image = image_paths(MD3_SMALL)[0].read_bytes() if "image" in question else None
     sampling = SamplingParams(temperature=2.0, max_tokens=33, seed=number // 2, logit_bias=NO_END)
     return Query(question, image, sampling=sampling)
 

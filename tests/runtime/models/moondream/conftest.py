@@ -25,14 +25,14 @@ def moondream3() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def shallow2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Moondream 2 with few blocks in its image encoder."""
-    return shallow_copy(MD2_SMALL, tmp_path_factory.mktemp("shallow") / "2", vision_blocks=5, text_blocks=4)
+    """Moondream 2 with few blocks in its image encoder (`shallow_copy`)."""
+    return shallow_copy(MD2_SMALL, tmp_path_factory.mktemp("shallow") / "2")
 
 
 @pytest.fixture(scope="session")
 def shallow3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Moondream 3 with few blocks, of which those of its decoder are one without experts and one with them."""
-    return shallow_copy(MD3_SMALL, tmp_path_factory.mktemp("shallow") / "3", vision_blocks=5, text_blocks=2)
+    """Moondream 3 with few blocks in its image encoder (`shallow_copy`)."""
+    return shallow_copy(MD3_SMALL, tmp_path_factory.mktemp("shallow") / "3")
 
 
 @pytest.fixture(scope="session")

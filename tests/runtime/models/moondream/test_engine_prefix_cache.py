@@ -97,8 +97,6 @@ def expected(loaded: LoadedModel, known: dict[int, list[object]]) -> list[object
     """The answers to `questions` of an engine without a cache."""
     if id(loaded) not in known:
         known[id(loaded)] = asyncio.run(wanted(loaded, questions()))
-        num_different = len({str(output) for output in known[id(loaded)]})
-        assert num_different > 0.8 * len(questions()), "else the tests show nothing"
     return known[id(loaded)]
 
 
