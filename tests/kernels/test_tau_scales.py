@@ -71,6 +71,16 @@ def test_very_many_tokens_are_scaled_as_few_are(tau_scales):
 
 
 @every_implementation
+@pytest.mark.parametrize("num_tokens", [2, 20])
+def test_weights_one_behind_the_other_give_the_same(tau_scales, num_tokens):
+    packed, positions, query, value, alpha = operands(num_tokens, 8, 384)
+    stacked = torch.cat([query, value])
+    found = tau_scales(packed, positions, stacked[:8], stacked[8:], alpha)
+    for own, weight in zip(found, (query, value), strict=True):
+        torch.testing.assert_close(own, written_out(packed, positions, weight, alpha), rtol=1e-5, atol=1e-5)
+
+
+@every_implementation
 def test_no_token_has_no_scale(tau_scales):
     packed, positions, query, value, alpha = operands(1, 2, 17)
     assert [part.shape for part in tau_scales(packed[:0], positions[:0], query, value, alpha)] == [(0, 2), (0, 2)]

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.shapes import ModelShape
 from kestrel_ops.triton.dependent_launch import has_dependent_launch, launch, let_next_start, wait_for_previous
 from kestrel_ops.triton.exact_gelu import exact_gelu
@@ -14,6 +15,7 @@ from kestrel_ops.triton.requirements import unsupported_device
 from kestrel_ops.triton.small_batch import triton_type
 
 _FEW_TOKENS = 4  # up to which each scale has a program of its own
+_MOST_COLUMNS = 8192  # of a scale that are multiplied at once
 _COLUMNS = 128
 _MOST_HEADS = 128  # a program holds the sums of all heads
 
@@ -39,11 +41,18 @@ def tau_scales(
     operands = packed, positions, query_weight, value_weight, alpha
     sizes = {"num_heads": num_heads, "width": width, "is_dependent": is_dependent}
     if num_tokens <= _FEW_TOKENS:
-        columns = min(2048, triton.next_power_of_2(width))
-        grid = 2 * num_heads, num_tokens
-        launch(_scale, grid, *operands, out, packed.stride(0), columns=columns, **sizes, num_warps=4, num_stages=1)
+        launch(
+            _scale,
+            (2 * num_heads, num_tokens),
+            *(*operands, out, packed.stride(0)),
+            columns=min(_MOST_COLUMNS, triton.next_power_of_2(width)),
+            **sizes,
+            num_warps=8,
+            num_stages=1,
+        )
         return out[0], out[1]
-    block_tokens, programs, num_warps = _plan_for(num_tokens)
+    block_tokens, programs, num_warps = _plan_for(num_tokens, DeviceLimits.of(device))
+    block_rows = max(16, triton.next_power_of_2(2 * num_heads))
     num_blocks, num_steps = triton.cdiv(num_tokens, block_tokens), triton.cdiv(width, _COLUMNS)
     steps = triton.cdiv(num_steps, max(1, min(num_steps, programs // num_blocks)))
     num_shares = triton.cdiv(num_steps, steps)
@@ -57,8 +66,9 @@ def tau_scales(
         *(out, shares, packed.stride(0), num_tokens, steps),
         operand_dtype=triton_type(query_weight.dtype),
         block_tokens=block_tokens,
-        block_rows=max(16, triton.next_power_of_2(2 * num_heads)),
+        block_rows=block_rows,
         columns=_COLUMNS if query_weight.itemsize == 2 else _COLUMNS // 2,
+        is_even=_is_stacked(query_weight, value_weight) and width % _COLUMNS == 0 and 2 * num_heads == block_rows,
         **sizes,
         num_warps=num_warps,
         num_stages=3,
@@ -76,9 +86,17 @@ def tau_scales(
     return out[0], out[1]
 
 
-def _plan_for(num_tokens: int) -> tuple[int, int, int]:
+def _plan_for(num_tokens: int, limits: DeviceLimits) -> tuple[int, int, int]:
     """Tokens of a program, programs that keep a device busy, and warps of a program."""
-    return (16, 512, 4) if num_tokens <= 128 else (64, 512, 4)
+    if num_tokens <= 128:
+        return 16, 512, 4
+    return (128, 264, 4) if limits.is_hopper else (64, 512, 4)
+
+
+def _is_stacked(first: Tensor, second: Tensor) -> bool:
+    """Whether both lie one behind the other, so that they can be loaded as one."""
+    is_shared = first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    return is_shared and second.storage_offset() == first.storage_offset() + first.numel()
 
 
 def unsupported(model: ModelShape) -> str | None:
@@ -117,14 +135,17 @@ def _scale(
     if row >= num_heads:
         weight = value_weight + head * width
     own_alpha = tl.load(alpha + head)
+    places = tl.arange(0, columns)
+    first_factors = tl.load(weight + places, mask=places < width, other=0.0)
     if is_dependent:
         wait_for_previous()
         let_next_start()
-    places = tl.arange(0, columns)
     total = tl.zeros((columns,), tl.float32)
     for begin in tl.static_range(0, width, columns):
         inside = begin + places < width
-        factors = tl.load(weight + begin + places, mask=inside, other=0.0).to(tl.float32)
+        factors = first_factors.to(tl.float32)
+        if begin:
+            factors = tl.load(weight + begin + places, mask=inside, other=0.0).to(tl.float32)
         values = tl.load(packed + token * stride + begin + places, mask=inside, other=0.0).to(tl.float32)
         total += exact_gelu(values) * factors
     scale = _with_position(tl.sum(total, axis=0), own_alpha, tl.load(positions + token))
@@ -150,6 +171,7 @@ def _share(
     block_tokens: tl.constexpr,
     block_rows: tl.constexpr,
     columns: tl.constexpr,
+    is_even: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     first_column = tl.program_id(1) * (steps * 128)
@@ -165,13 +187,20 @@ def _share(
         let_next_start()
     product = tl.zeros((block_tokens, block_rows), tl.float32)
     for begin in range(0, steps * 128, columns):
-        own = first_column + begin + places
-        inside = own < width
-        values = tl.load(own_rows + own[None, :], mask=is_token[:, None] & inside[None, :], other=0.0)
-        places_of_weight = heads[None, :] * width + own[:, None]
-        is_weight = is_row[None, :] & inside[:, None]
-        factors = tl.load(query_weight + places_of_weight, mask=is_weight & is_query, other=0.0)
-        factors += tl.load(value_weight + places_of_weight, mask=is_weight & (is_query == 0), other=0.0)
+        column = first_column + begin
+        if is_even:  # behind the last column values are 0, by whatever factors
+            own = tl.minimum(column, width - columns) + places
+            is_present = tokens < tl.where(column < width, num_tokens, 0)
+            values = tl.load(own_rows + own[None, :], mask=is_present[:, None], other=0.0)
+            factors = tl.load(query_weight + rows[None, :] * width + own[:, None])
+        else:
+            own = column + places
+            inside = own < width
+            values = tl.load(own_rows + own[None, :], mask=is_token[:, None] & inside[None, :], other=0.0)
+            places_of_weight = heads[None, :] * width + own[:, None]
+            is_weight = is_row[None, :] & inside[:, None]
+            factors = tl.load(query_weight + places_of_weight, mask=is_weight & is_query, other=0.0)
+            factors += tl.load(value_weight + places_of_weight, mask=is_weight & (is_query == 0), other=0.0)
         activated = exact_gelu(values.to(tl.float32)).to(operand_dtype)
         product = tl.dot(activated, factors, product, input_precision="ieee")
     inside = is_token[:, None] & is_row[None, :]

@@ -133,6 +133,8 @@ def _fused(block: Any, precision: Literal["model", "float8"], own_dtype: torch.d
         return torch.float8_e4m3fn if fits else own_dtype
 
     ln, attention, mlp = block.ln, block.attn, block.mlp
+    if attention.tau is not None:
+        attention.tau.stack()
     up_weight, up_bias = attention.qkv.weight.float(), attention.qkv.bias.float()
     down_weight, down_bias = attention.proj.weight.float(), attention.proj.bias.float()
     # Prefill also uses the rows of each stacked layer separately.

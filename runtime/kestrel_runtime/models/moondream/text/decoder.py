@@ -140,6 +140,11 @@ class Tau(nn.Module):
         self.wv = nn.Parameter(torch.empty(config.n_heads, config.qkv_dim))
         self.alpha = nn.Parameter(torch.empty(config.n_heads))
 
+    @torch.no_grad()
+    def stack(self) -> None:
+        """Have both weights lie one behind the other in memory, where operations can load them as one."""
+        self.wq.data, self.wv.data = torch.cat([self.wq, self.wv]).split(len(self.wq))
+
     def forward(
         self,
         packed: Tensor,
