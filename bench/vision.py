@@ -272,28 +272,30 @@ def time_parts(
     of = f"{precision}, {num_tiles} tiles"
     timer = PartTimer(device, limits, "model" if precision == "model" else "float8", of)
 
-    def known_product(name: str, operation: Callable[..., Any], out_dim: int, in_dim: int) -> None:
-        weight, _, bias = random_linear(out_dim, in_dim, "float8", device)
-        one = torch.full((1,), 0.01, device=device)
+    def whole_product(name: str, operation: Callable[..., Any], out_dim: int, in_dim: int) -> None:
+        # A product that applies the GELU, or adds to the stream, itself.
+        weight, _, bias = random_linear(out_dim, in_dim, "model" if precision == "model" else "float8", device)
+        one = None if precision == "model" else torch.full((1,), 0.01, device=device)
 
         def inputs() -> tuple[Any, ...]:
-            x = torch.randn(rows, in_dim, device=device).mul(50).to(FLOAT8)
+            x = torch.randn(rows, in_dim, device=device)
+            x = x.bfloat16() if one is None else x.mul(50).to(FLOAT8)
             if operation is kernels.scaled_linear_gelu:
                 return x, one, weight, one, bias, one
             if operation is kernels.scaled_linear_add:
                 return x, one, weight, one, bias, torch.zeros(rows, out_dim, device=device, dtype=torch.bfloat16)
-            return x, one[:, None], weight, one, bias, torch.bfloat16
+            return x, None if one is None else one[:, None], weight, one, bias, torch.bfloat16
 
-        out_bytes = {kernels.scaled_linear_gelu: 1, kernels.scaled_linear_add: 4}.get(operation, 2)
-        size = in_dim * (rows + out_dim) + out_bytes * rows * out_dim
+        out_bytes = {kernels.scaled_linear_gelu: dtype.itemsize, kernels.scaled_linear_add: 4}.get(operation, 2)
+        size = dtype.itemsize * in_dim * (rows + out_dim) + out_bytes * rows * out_dim
         flops = 2.0 * rows * in_dim * out_dim
         timer.time(f"product {name}", operation, inputs, calls=layers, flops=flops, size=size)
 
-    if precision == "calibrated":
-        known_product("qkv", kernels.scaled_linear, 3 * dim, dim)
-        known_product("proj, added", kernels.scaled_linear_add, dim, dim)
-        known_product("fc1, activated", kernels.scaled_linear_gelu, inner, dim)
-        known_product("fc2, added", kernels.scaled_linear_add, dim, inner)
+    if precision != "float8":
+        whole_product("qkv", kernels.scaled_linear, 3 * dim, dim)
+        whole_product("proj, added", kernels.scaled_linear_add, dim, dim)
+        whole_product("fc1, activated", kernels.scaled_linear_gelu, inner, dim)
+        whole_product("fc2, added", kernels.scaled_linear_add, dim, inner)
     else:
         for name, out_dim, in_dim in (
             ("qkv", 3 * dim, dim),
@@ -310,11 +312,11 @@ def time_parts(
     timer.time(
         "add_layer_norm",
         partial(kernels.add_layer_norm, **known),
-        lambda: (short(dim), None if known else short(dim), EPSILON, dtype),
+        lambda: (short(dim), short(dim) if precision == "float8" else None, EPSILON, dtype),
         calls=2 * layers,
-        size=rows * dim * ((2 if known else 6) + out_size),
+        size=rows * dim * ((6 if precision == "float8" else 2) + out_size),
     )
-    if not known:
+    if precision == "float8":
         timer.time(
             "gelu",
             kernels.concat_gelu,
@@ -322,7 +324,6 @@ def time_parts(
             calls=layers,
             size=rows * inner * (2 + out_size),
         )
-    if precision == "float8":
         timer.time(
             "quantise attended",
             kernels.concat_gelu,

@@ -52,7 +52,7 @@ def cases(seed: int) -> Iterator[Case]:
         _crop_attention,
         _scaled_linear,
         _invariant_linear,
-        _fixed_scales,
+        _whole_products,
         _mixture_of_experts,
         _invariant_experts,
         _add_low_rank,
@@ -359,12 +359,22 @@ def _invariant_linear(draw: random.Random) -> Case:
     return Case("invariant_linear", f"{count} x {width} to {num_rows} {_short(dtype)}", run, TOLERANCES[dtype])
 
 
-def _fixed_scales(draw: random.Random) -> Case:
-    count, width, num_rows = draw.choice((16, 48, 729)), 16 * draw.randint(1, 20), 16 * draw.randint(1, 20)
-    x, weight = (_rows(draw, rows, width, dtype=FLOAT8, size=40) for rows in (count, num_rows))
-    operands = (x, torch.tensor([0.025]), weight, torch.tensor([0.025 / width**0.5]))
+def _whole_products(draw: random.Random) -> Case:
+    dtype = draw.choice((FLOAT8, torch.bfloat16))
+    multiple = 16 if dtype == FLOAT8 else 8
+    count, width, num_rows = (
+        draw.choice((16, 48, 729)),
+        multiple * draw.randint(1, 20),
+        multiple * draw.randint(1, 20),
+    )
+    x, weight = (
+        _rows(draw, rows, width, dtype=dtype, size=40 if dtype == FLOAT8 else 1) for rows in (count, num_rows)
+    )
+    scales = (torch.tensor([0.025]), torch.tensor([0.025 / width**0.5])) if dtype == FLOAT8 else (None, None)
+    factor = torch.tensor([40.0]) if dtype == FLOAT8 else None
+    operands = (x, scales[0], weight, scales[1])
     bias, hidden = _rows(draw, num_rows, dtype=torch.bfloat16), _rows(draw, count, num_rows, dtype=torch.bfloat16)
-    name = f"{count} x {width} to {num_rows}"
+    name = f"{count} x {width} to {num_rows} {_short(dtype)}"
 
     def add(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
         (stream,) = _on(device, hidden)
@@ -372,11 +382,11 @@ def _fixed_scales(draw: random.Random) -> Case:
         return [stream]
 
     def gelu(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
-        return [function(*_on(device, *operands, bias, torch.tensor([40.0])))]
+        return [function(*_on(device, *operands, bias, factor))]
 
     if draw.random() < 0.5:
         return Case("scaled_linear_add", name, add, TOLERANCES[torch.bfloat16], needs_cuda=True)
-    return Case("scaled_linear_gelu", name, gelu, TOLERANCES[FLOAT8], needs_cuda=True)
+    return Case("scaled_linear_gelu", name, gelu, TOLERANCES[dtype], needs_cuda=True)
 
 
 def _mixture_of_experts(draw: random.Random) -> Case:

@@ -161,12 +161,23 @@ class Kernels:
         ) -> Tensor:
             return self.invariant_linear(x, weight, bias).to(out_dtype)
 
+        def scaled_linear_add(x: Tensor, _: None, weight: Tensor, __: None, bias: Tensor, hidden: Tensor) -> None:
+            hidden += self.invariant_linear(x, weight, bias)
+
+        def scaled_linear_gelu(
+            x: Tensor, _: None, weight: Tensor, __: None, bias: Tensor, out_factor: None
+        ) -> Tensor:
+            activated, _ = self.concat_gelu(None, self.invariant_linear(x, weight, bias), x.dtype, True)
+            return activated
+
         def prefill_attention(query: Tensor, _: Tensor, __: Tensor, *pages_and_chunks: Any) -> Tensor:
             return self.invariant_attention(query, *pages_and_chunks)
 
         return replace(
             self,
             scaled_linear=scaled_linear,
+            scaled_linear_add=scaled_linear_add,
+            scaled_linear_gelu=scaled_linear_gelu,
             prefill_attention=prefill_attention,
             crop_attention=partial(self.crop_attention, tile_by_tile=True),
             mixture_of_experts=self.invariant_experts,

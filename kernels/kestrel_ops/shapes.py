@@ -55,7 +55,7 @@ class VisionShape:
     """The widest row between the projector's products."""
     weight_dtype: torch.dtype
     has_fixed_scales: bool = False
-    """Whether products use scales that are known beforehand (`scaled_linear_gelu`, `scaled_linear_add`)."""
+    """Whether float8 products have scales known beforehand (`scaled_linear_gelu`, `scaled_linear_add`)."""
 
 
 @dataclass(frozen=True, slots=True)

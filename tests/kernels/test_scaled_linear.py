@@ -117,6 +117,29 @@ def test_what_does_not_fit_is_cut(scaled_linear_gelu):
     assert (out[written_out(*operands) > 0.01] == 448).all()
 
 
+SHORT = {dtype: TOLERANCES[dtype] for dtype in (torch.bfloat16, torch.float16)}
+every_short_type = pytest.mark.parametrize("dtype", SHORT, ids=str)
+every_odd_size = pytest.mark.parametrize(
+    ("rows", "in_dim", "out_dim"), [(3, 24, 40), (729, 144, 24), (1000, 384, 304), (2187, 1152, 432)]
+)
+
+
+def some_short_operands(rows, in_dim, out_dim, dtype):
+    x, weight = some_matrix(rows, in_dim, 0).to(dtype), some_matrix(out_dim, in_dim, 1).mul(in_dim**-0.5).to(dtype)
+    bias = some_matrix(1, out_dim, 2)[0].to(dtype)
+    return (x, None, weight, None, bias), x.double() @ weight.double().T + bias.double()
+
+
+@every_activation
+@every_short_type
+@every_odd_size
+def test_short_types_are_activated_without_scales(scaled_linear_gelu, rows, in_dim, out_dim, dtype):
+    operands, inner = some_short_operands(rows, in_dim, out_dim, dtype)
+    out = scaled_linear_gelu(*operands, None)
+    assert out.dtype == dtype
+    assert relative_error(out, gelu(inner, approximate="tanh")) < SHORT[dtype]
+
+
 every_sum = pytest.mark.parametrize(
     "scaled_linear_add", implementations("scaled_linear_add", NAMES), ids=implementation_name
 )
@@ -130,6 +153,17 @@ def test_the_product_and_its_bias_are_added(scaled_linear_add, rows):
     wanted = hidden.double() + x.double() * x_scale @ (weight.double() * weight_scale).T + bias.double()
     assert scaled_linear_add(x, x_scale, weight, weight_scale, bias, hidden) is None
     assert relative_error(hidden, wanted) < 4e-3
+
+
+@every_sum
+@every_short_type
+@every_odd_size
+def test_short_types_are_added_without_scales(scaled_linear_add, rows, in_dim, out_dim, dtype):
+    operands, product = some_short_operands(rows, in_dim, out_dim, dtype)
+    hidden = some_matrix(rows, out_dim, 3).to(dtype)
+    wanted = hidden.double() + product
+    scaled_linear_add(*operands, hidden)
+    assert relative_error(hidden, wanted) < SHORT[dtype]
 
 
 @every_sum

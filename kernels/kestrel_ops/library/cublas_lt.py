@@ -1,5 +1,5 @@
-"""Calls products of cuBLASLt that torch does not expose: a float8 product with a GELU or a residual addition, and
-products whose sums are not divided.
+"""Calls products of cuBLASLt that torch does not expose: those with a GELU or a residual addition, and those whose
+sums are not divided.
 
 Uses the library that torch has loaded. cuBLASLt stores matrices by columns, so it sees every matrix transposed:
 out.T [N, T] = weight [N, K] @ x.T [K, T].
@@ -106,10 +106,10 @@ class CublasLt:
 
     def multiply(
         self,
-        x: Tensor,  # [T, K] float8_e4m3fn, contiguous
-        x_scale: Tensor,  # [1] float32
-        weight: Tensor,  # [N, K] float8_e4m3fn, contiguous
-        weight_scale: Tensor,  # [1] float32
+        x: Tensor,  # [T, K] float8_e4m3fn, bfloat16 or float16, contiguous
+        x_scale: Tensor | None,  # [1] float32 where `x` is float8
+        weight: Tensor,  # [N, K], of the type of `x`, contiguous
+        weight_scale: Tensor | None,  # [1] float32 where `weight` is float8
         bias: Tensor,  # [N] bfloat16 or float16
         out: Tensor,  # [T, N], float8_e4m3fn or the type of `bias`, contiguous
         *,
@@ -133,7 +133,7 @@ class CublasLt:
             self._set_pointers(plan.description, x_scale, weight_scale, bias, out_factor)
             self._run(plan, x, weight, out, accumulate)
 
-        key = (*x.shape, len(weight), out.dtype, bias.dtype, gelu, accumulate)
+        key = (*x.shape, len(weight), x.dtype, out.dtype, bias.dtype, gelu, accumulate)
         plan = self._plans.get(key)
         measures = key not in self._measured and _measures.get() and not torch.cuda.is_current_stream_capturing()
         if plan is None or measures:
@@ -207,9 +207,9 @@ class CublasLt:
     def _candidates(
         self,
         x: Tensor,
-        x_scale: Tensor,
+        x_scale: Tensor | None,
         weight: Tensor,
-        weight_scale: Tensor,
+        weight_scale: Tensor | None,
         bias: Tensor,
         out: Tensor,
         out_factor: Tensor | None,
@@ -223,7 +223,8 @@ class CublasLt:
         self._set(description, _TRANSPOSE_B, c_int32(0))
         self._set(description, _EPILOGUE, c_int32(_ADD_BIAS_THEN_GELU if gelu else _ADD_BIAS))
         self._set(description, _BIAS_TYPE, c_int32(_TYPES[bias.dtype]))
-        self._set(description, _FAST_ACCUMULATION, c_int8(1))
+        if x_scale is not None:
+            self._set(description, _FAST_ACCUMULATION, c_int8(1))
         self._set_pointers(description, x_scale, weight_scale, bias, out_factor)
         weight_layout = self._layout(weight.dtype, in_dim, out_dim)
         x_layout = self._layout(x.dtype, in_dim, num_rows)
@@ -273,13 +274,17 @@ class CublasLt:
         return layout
 
     def _set_pointers(
-        self, description: c_void_p, x_scale: Tensor, weight_scale: Tensor, bias: Tensor, out_factor: Tensor | None
+        self,
+        description: c_void_p,
+        x_scale: Tensor | None,
+        weight_scale: Tensor | None,
+        bias: Tensor,
+        out_factor: Tensor | None,
     ) -> None:
-        self._set(description, _SCALE_A, c_void_p(weight_scale.data_ptr()))
-        self._set(description, _SCALE_B, c_void_p(x_scale.data_ptr()))
-        self._set(description, _BIAS, c_void_p(bias.data_ptr()))
-        if out_factor is not None:
-            self._set(description, _SCALE_D, c_void_p(out_factor.data_ptr()))
+        pointers = ((_SCALE_A, weight_scale), (_SCALE_B, x_scale), (_BIAS, bias), (_SCALE_D, out_factor))
+        for attribute, tensor in pointers:
+            if tensor is not None:
+                self._set(description, attribute, c_void_p(tensor.data_ptr()))
 
     def _set(self, description: c_void_p, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
         self._call("cublasLtMatmulDescSetAttribute", description, attribute, byref(value), sizeof(value))

@@ -1,4 +1,4 @@
-"""A linear layer in float8 whose product adds to the residual stream, by cuBLASLt."""
+"""A linear layer whose product adds to the residual stream, by cuBLASLt."""
 
 from torch import Tensor
 
@@ -7,10 +7,10 @@ from kestrel_ops.shapes import ModelShape
 
 
 def scaled_linear_add(
-    x: Tensor,  # [T, K] float8_e4m3fn
-    x_scale: Tensor,  # [1] float32
-    weight: Tensor,  # [N, K] float8_e4m3fn
-    weight_scale: Tensor,  # [1] float32
+    x: Tensor,  # [T, K] float8_e4m3fn, bfloat16 or float16
+    x_scale: Tensor | None,  # [1] float32 where `x` is float8
+    weight: Tensor,  # [N, K], of the type of `x`
+    weight_scale: Tensor | None,  # [1] float32 where `weight` is float8
     bias: Tensor,  # [N], of the type of `hidden`
     hidden: Tensor,  # [T, N] bfloat16 or float16, contiguous, changed in place
 ) -> None:

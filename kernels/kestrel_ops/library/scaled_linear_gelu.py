@@ -1,4 +1,4 @@
-"""A linear layer in float8 whose product applies GELU and rounding, by cuBLASLt."""
+"""A linear layer whose product applies GELU and rounding, by cuBLASLt."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,15 @@ from kestrel_ops.shapes import ModelShape
 
 
 def scaled_linear_gelu(
-    x: Tensor,  # [T, K] float8_e4m3fn
-    x_scale: Tensor,  # [1] float32
-    weight: Tensor,  # [N, K] float8_e4m3fn
-    weight_scale: Tensor,  # [1] float32
+    x: Tensor,  # [T, K] float8_e4m3fn, bfloat16 or float16
+    x_scale: Tensor | None,  # [1] float32 where `x` is float8
+    weight: Tensor,  # [N, K], of the type of `x`
+    weight_scale: Tensor | None,  # [1] float32 where `weight` is float8
     bias: Tensor,  # [N] bfloat16 or float16
-    out_factor: Tensor,  # [1] float32: factor of the result before rounding
-) -> Tensor:  # [T, N] float8_e4m3fn
+    out_factor: Tensor | None,  # [1] float32 where `x` is float8: factor of the result before rounding
+) -> Tensor:  # [T, N], of the type of `x`
     """As the reference. Raises RuntimeError if cuBLASLt has no such product."""
-    out = torch.empty(len(x), len(weight), dtype=torch.float8_e4m3fn, device=x.device)
+    out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     cublas_lt().multiply(x, x_scale, weight, weight_scale, bias, out, out_factor=out_factor, gelu=True)
     return out
 

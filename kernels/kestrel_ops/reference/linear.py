@@ -34,32 +34,35 @@ def scaled_linear(
 
 
 def scaled_linear_add(
-    x: Tensor,  # [T, K] float8_e4m3fn
-    x_scale: Tensor,  # [1] float32
-    weight: Tensor,  # [N, K] float8_e4m3fn
-    weight_scale: Tensor,  # [1] float32
+    x: Tensor,  # [T, K]
+    x_scale: Tensor | None,  # [1] float32 where `x` is float8_e4m3fn
+    weight: Tensor,  # [N, K], of the type of `x`
+    weight_scale: Tensor | None,  # [1] float32 where `weight` is float8_e4m3fn
     bias: Tensor,  # [N], of the type of `hidden`
-    hidden: Tensor,  # [T, N], changed in place
+    hidden: Tensor,  # [T, N], changed in place; of the type of `x` where that is not float8
 ) -> None:
-    """hidden += (x * x_scale) @ (weight * weight_scale).T + bias, rounded once. K and N are multiples of 16."""
-    delta = scaled_linear(x, x_scale[:, None], weight, weight_scale, bias, torch.float32)
+    """hidden += (x * x_scale) @ (weight * weight_scale).T + bias, rounded once.
+
+    float8 operands need K and N to be multiples of 16.
+    """
+    delta = scaled_linear(x, x_scale, weight, weight_scale, bias, torch.float32)
     hidden.copy_(hidden.float() + delta)
 
 
 def scaled_linear_gelu(
-    x: Tensor,  # [T, K] float8_e4m3fn
-    x_scale: Tensor,  # [1] float32
-    weight: Tensor,  # [N, K] float8_e4m3fn
-    weight_scale: Tensor,  # [1] float32
-    bias: Tensor,  # [N] bfloat16 or float16
-    out_factor: Tensor,  # [1] float32: factor of the result before rounding
-) -> Tensor:  # [T, N] float8_e4m3fn
+    x: Tensor,  # [T, K]
+    x_scale: Tensor | None,  # [1] float32 where `x` is float8_e4m3fn
+    weight: Tensor,  # [N, K], of the type of `x`
+    weight_scale: Tensor | None,  # [1] float32 where `weight` is float8_e4m3fn
+    bias: Tensor,  # [N] bfloat16 or float16, of the type of `x` where that is not float8
+    out_factor: Tensor | None,  # [1] float32 where `x` is float8_e4m3fn: factor of the result before rounding
+) -> Tensor:  # [T, N], of the type of `x`
     """gelu((x * x_scale) @ (weight * weight_scale).T + bias) * out_factor, the GELU in its tanh form.
 
-    Values beyond the range of float8 are clipped. K and N are multiples of 16.
+    Values beyond the range of float8 are clipped. float8 operands need K and N to be multiples of 16.
     """
-    inner = scaled_linear(x, x_scale[:, None], weight, weight_scale, bias, torch.float32)
-    return rounded_to_float8(gelu(inner, approximate="tanh") * out_factor)
+    activated = gelu(scaled_linear(x, x_scale, weight, weight_scale, bias, torch.float32), approximate="tanh")
+    return activated.to(x.dtype) if out_factor is None else rounded_to_float8(activated * out_factor)
 
 
 def layer_norm_linear(

@@ -19,6 +19,7 @@ from kestrel_runtime.models.moondream.vision.encoder import VisionModel
 
 # Products are fastest if every row starts at a multiple of 16 bytes.
 _PATCH_ALIGNMENT = 8
+_SHORT = (torch.bfloat16, torch.float16)
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +71,9 @@ class FusedVision:
         self._kernels = kernels
         self._dtype = vision.patch_emb.weight.dtype
         self._precision = precision
+        # Products in short types apply the GELU and the addition to the stream themselves. In float32, which serves
+        # comparisons, nothing would be gained, and rows of float8 need scales first.
+        self._products_add = precision == "model" and self._dtype in _SHORT
         self._post_ln = vision.post_ln
         self._epsilon = vision.post_ln.eps
         with torch.no_grad():
@@ -137,10 +141,21 @@ class FusedVision:
     def _run_block(self, layer: int, hidden: Tensor, delta: Tensor | None) -> Tensor | None:
         # Adds `delta` to `hidden` and returns the next `delta`.
         block = self._blocks[layer]
+        if self._products_add:
+            self._run_adding_block(block, hidden)
+            return None
         packed = self._product(*self._normed(hidden, delta, block.qkv), block.qkv)
         attended = self._product(*self._quantised(self._attend(packed), block.proj, activate=False), block.proj)
         inner = self._product(*self._normed(hidden, attended, block.fc1), block.fc1)
         return self._product(*self._quantised(inner, block.fc2), block.fc2)
+
+    def _run_adding_block(self, block: _Block, hidden: Tensor) -> None:
+        kernels, (qkv, proj, fc1, fc2) = self._kernels, (block.qkv, block.proj, block.fc1, block.fc2)
+        packed = self._product(*self._normed(hidden, None, qkv), qkv)
+        kernels.scaled_linear_add(self._attend(packed), None, proj.weight, None, proj.bias, hidden)
+        normed, _ = self._normed(hidden, None, fc1)
+        activated = kernels.scaled_linear_gelu(normed, None, fc1.weight, None, fc1.bias, None)
+        kernels.scaled_linear_add(activated, None, fc2.weight, None, fc2.bias, hidden)
 
     def _attend(self, packed: Tensor, out_scale: float | None = None) -> Tensor:
         config = self.config

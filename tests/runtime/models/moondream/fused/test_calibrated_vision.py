@@ -1,19 +1,11 @@
-import dataclasses
-
 import pytest
 import torch
 
-from kestrel_ops.reference.linear import scaled_linear_add, scaled_linear_gelu
 from kestrel_runtime.models.moondream.fused.calibrated_vision import CalibratedVision, calibration_tiles
 from kestrel_runtime.models.moondream.fused.vision import FusedVision
-from tests.runtime.models.moondream.fused import test_vision
-from tests.runtime.models.moondream.fused.test_vision import ALIGNED, TINY, relative_error, some_model
+from tests.runtime.models.moondream.fused.test_vision import ALIGNED, KERNELS, TINY, relative_error, some_model
 from tests.runtime.models.moondream.tiny import tiny_config
 from tests.runtime.models.moondream.vision.test_encoder import some_tiles
-
-KERNELS = dataclasses.replace(
-    test_vision.KERNELS, scaled_linear_gelu=scaled_linear_gelu, scaled_linear_add=scaled_linear_add
-)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -5,7 +5,7 @@ import torch
 
 from kestrel_ops import Kernels
 from kestrel_ops.reference.attention import crop_attention
-from kestrel_ops.reference.linear import scaled_linear
+from kestrel_ops.reference.linear import scaled_linear, scaled_linear_add, scaled_linear_gelu
 from kestrel_ops.reference.rows import add_layer_norm, concat_gelu
 from kestrel_runtime.models.moondream.fused.vision import FusedVision
 from kestrel_runtime.models.moondream.vision.encoder import VisionModel
@@ -27,6 +27,8 @@ KERNELS = dataclasses.replace(
     concat_gelu=concat_gelu,
     crop_attention=crop_attention,
     scaled_linear=scaled_linear,
+    scaled_linear_add=scaled_linear_add,
+    scaled_linear_gelu=scaled_linear_gelu,
 )
 TILINGS = [(1, 1), (1, 2), (2, 1), (2, 4), (3, 4), (4, 3), (12, 1), (1, 12)]
 
@@ -86,6 +88,17 @@ def test_a_short_type_is_kept_and_no_less_exact(dtype):
     features = FusedVision(short, KERNELS, "model").encode(tiles)
     assert features.dtype == dtype
     assert relative_error(features, wanted) < 1.3 * relative_error(short.encode(tiles), wanted)
+
+
+def test_with_invariant_kernels_a_tile_has_the_same_bits_alone_and_among_others():
+    exact, tiles = some_model(ALIGNED), some_tiles(4, ALIGNED)
+    short = some_model(ALIGNED).bfloat16()
+    vision = FusedVision(short, Kernels.select("cpu", {}).invariant(), "model")
+    together = vision.encode(tiles)
+    assert torch.equal(vision.encode(tiles[2:3]), together[2:3])
+    assert relative_error(together, exact.encode(tiles)) < 1.3 * relative_error(
+        short.encode(tiles), exact.encode(tiles)
+    )
 
 
 def test_float8_features_are_within_a_few_percent():
