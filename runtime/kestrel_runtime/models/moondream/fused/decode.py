@@ -113,6 +113,7 @@ class FusedDecoder:
             tokens.counters.zero_()
         grouped = None if adapters is None else adapters.grouped(self._kernels, config.dim, is_decode=True)
         side = self._side if grouped is None else self._in_turn  # parts with adapters share memory
+        splits = batch == 1 and grouped is None  # with more tokens nothing is gained
         pending: Tensor | None = None  # what `decode_contract` has deferred
         mixed: Tensor | None = None  # what the experts of the block before add to the stream
         for layer, block in enumerate(self._blocks):
@@ -123,6 +124,9 @@ class FusedDecoder:
                 if mixed is not None:
                     hidden += mixed
                     mixed = None
+                if splits:
+                    self._attend_beside_mlp(block, hidden, tokens, pages, activations)
+                    continue
                 may_defer = layer + 1 < len(self._blocks) and self._blocks[layer + 1].experts is None
                 pending = self._attend(
                     *(block, hidden, tokens, pages, activations, low_rank), pending=pending, may_defer=may_defer
@@ -162,23 +166,63 @@ class FusedDecoder:
 
         With a `total`, the sum of the stream, a delta and these is written there instead.
         """
-        config, kernels = self._config, self._kernels
-        up, down, qkv = block.up, block.down, tokens.qkv
-        attended, inner = activations.tensor_split((config.n_heads * config.head_dim,), dim=1)
-        kernels.decode_expand(
+        (attended, inner), down = self._parts_of(activations), block.down
+        self._expand(block, block.up, hidden, tokens.qkv, inner, pending, low_rank, delta)
+        self._attend_to_pages(block, tokens, pages, attended)
+        return self._kernels.decode_contract(
+            activations, down.weight, down.scale, down.bias, hidden, may_defer, low_rank, delta, total
+        )
+
+    def _attend_beside_mlp(
+        self, block: FusedBlock, hidden: Tensor, tokens: _Tokens, pages: LayerPages, activations: Tensor
+    ) -> None:
+        """`_attend` of a block with an MLP, whose first layer is computed beside attention.
+
+        Attention to one context leaves most of the device's bandwidth unused.
+        """
+        (attended, inner), down = self._parts_of(activations), block.down
+        qkv, qkv_dim = tokens.qkv, self._config.qkv_dim
+        with self._side.forked():
+            self._expand(block, block.up.part(slice(qkv_dim)), hidden, qkv, inner[:, :0])
+            self._attend_to_pages(block, tokens, pages, attended)
+        self._expand(block, block.up.part(slice(qkv_dim, None)), hidden, qkv[:, :0], inner)
+        self._side.join()
+        self._kernels.decode_contract(activations, down.weight, down.scale, down.bias, hidden)
+
+    def _parts_of(self, activations: Tensor) -> tuple[Tensor, Tensor]:
+        """The attention result and the inner part of the MLP."""
+        attended, inner = activations.tensor_split((self._config.n_heads * self._config.head_dim,), dim=1)
+        return attended, inner
+
+    def _expand(
+        self,
+        block: FusedBlock,
+        up: Matrix,  # of the block, or a part of it
+        hidden: Tensor,
+        plain: Tensor,
+        activated: Tensor,
+        pending: Tensor | None = None,
+        low_rank: BlockLowRank | None = None,
+        delta: Tensor | None = None,
+    ) -> None:
+        self._kernels.decode_expand(
             hidden,
             up.weight,
             up.scale,
             up.row_sums,
             up.bias,
             block.ln.eps,
-            config.qkv_dim,
-            qkv,
-            inner,
+            plain.shape[1],
+            plain,
+            activated,
             pending,
             low_rank,
             delta,
         )
+
+    def _attend_to_pages(self, block: FusedBlock, tokens: _Tokens, pages: LayerPages, attended: Tensor) -> None:
+        """Write the new keys and values, and attend to all of the contexts."""
+        kernels, qkv = self._kernels, tokens.qkv
         query_scale, value_factor = None, None
         if block.tau is not None:
             query_scale, value_factor = block.tau(qkv, tokens.positions, kernels.tau_scales)
@@ -197,9 +241,6 @@ class FusedDecoder:
             value_factor,
             tokens.partials,
             tokens.counters,
-        )
-        return kernels.decode_contract(
-            activations, down.weight, down.scale, down.bias, hidden, may_defer, low_rank, delta, total
         )
 
     def logits(

@@ -120,7 +120,7 @@ class FusedPrefill:
         block, pages = self._blocks[layer], cache.layer(layer)
         low_rank = None if adapters is None else adapters.of_block(layer, block.ln)
         normed, scale = self._normed(block, hidden, delta, low_rank)
-        qkv = self._product(_part(block.up, slice(qkv_dim)), normed, scale)
+        qkv = self._product(block.up.part(slice(qkv_dim)), normed, scale)
         if low_rank is not None:
             self._kernels.add_up_terms(qkv, low_rank._replace(up=low_rank.up[:1]))
         query, key, value = self._turned(block, qkv, plan, pages)
@@ -137,7 +137,7 @@ class FusedPrefill:
         inner = qkv[rows, :0]
         if block.experts is None:
             own_scale = None if scale is None else scale[rows]
-            inner = self._product(_part(block.up, slice(qkv_dim, None)), _rows(normed, rows), own_scale)
+            inner = self._product(block.up.part(slice(qkv_dim, None)), _rows(normed, rows), own_scale)
             if low_rank is not None:
                 self._kernels.add_up_terms(inner, low_rank._replace(up=low_rank.up[1:]))
         attended = self._attended(query[rows], key[rows], value[rows], _single_rows(plan, rows), pages)
@@ -217,16 +217,6 @@ class FusedPrefill:
         if low_rank is not None:
             self._kernels.add_down_terms(out, *activations, low_rank)
         return out
-
-
-def _part(matrix: Matrix, part: slice) -> Matrix:
-    """Some of a matrix's outputs."""
-    return Matrix(
-        weight=matrix.weight[part],
-        scale=None if matrix.scale is None else matrix.scale[part],
-        bias=matrix.bias[part],
-        row_sums=matrix.row_sums[part],
-    )
 
 
 def _single_rows(plan: PackedChunks, rows: Tensor) -> PackedChunks:

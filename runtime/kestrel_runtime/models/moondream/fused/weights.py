@@ -47,6 +47,15 @@ class Matrix:
         stored, scale = float8_rows(weight)
         return cls(stored, scale, bias, stored.float().sum(dim=1) * scale)
 
+    def part(self, rows: slice) -> Matrix:
+        """Some of the outputs. Shares memory."""
+        return Matrix(
+            weight=self.weight[rows],
+            scale=None if self.scale is None else self.scale[rows],
+            bias=self.bias[rows],
+            row_sums=self.row_sums[rows],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class FusedBlock:
