@@ -68,7 +68,7 @@ def unsupported(model: ModelShape) -> str | None:
 
 
 def _blocks_for(width: int) -> RowBlocks:
-    return RowBlocks(rows=4, num_warps=4) if width <= 1536 else RowBlocks(rows=1, num_warps=4)
+    return RowBlocks(rows=1, num_warps=1 if width <= 1536 else 4)
 
 
 @triton.jit

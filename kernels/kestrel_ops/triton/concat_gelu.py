@@ -70,7 +70,7 @@ def unsupported(model: ModelShape) -> str | None:
 def _blocks_for(width: int) -> RowBlocks:
     if width <= 1536:
         return RowBlocks(rows=2, num_warps=4)
-    return RowBlocks(rows=1, num_warps=4 if width <= 5120 else 8)
+    return RowBlocks(rows=1, num_warps=4 if width <= 12288 else 8)
 
 
 @triton.jit
