@@ -32,6 +32,7 @@ from kestrel_runtime.imaging.device_tiles import TileSource
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
+from kestrel_runtime.models.moondream.fused.vision import joined
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.sampling import (
@@ -119,7 +120,7 @@ class MoondreamExecutor:
         pixels = [
             self._tiles.take(item.sequence.id, _image_of(item), item.first_tile, item.end_tile) for item in items
         ]
-        features = self._encode_tiles(torch.cat(pixels)).split([len(part) for part in pixels])
+        features = self._encode_tiles(joined(pixels)).split([len(part) for part in pixels])
         complete: list[tuple[int, Tensor, tuple[int, int]]] = []
         for item, encoded in zip(items, features, strict=True):
             if not item.first_tile:
@@ -128,7 +129,7 @@ class MoondreamExecutor:
             known.append(encoded)
             if item.is_last:
                 image = _image_of(item)
-                complete.append((item.entry, torch.cat(known), (image.rows, image.columns)))
+                complete.append((item.entry, joined(known), (image.rows, image.columns)))
                 del self._features[item.sequence.id]
         if complete:
             entries, images, tilings = zip(*complete, strict=True)

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,8 @@ from kestrel_runtime.models.moondream.vision.encoder import VisionModel
 
 # Products are fastest if every row starts at a multiple of 16 bytes.
 _PATCH_ALIGNMENT = 8
+_MAX_KEPT_PLANS = 16
+"""Combinations of images whose plans stay on the device: each takes some 100 kB for each image."""
 _SHORT = (torch.bfloat16, torch.float16)
 
 _log = logging.getLogger(__name__)
@@ -49,6 +52,11 @@ def folded(layer: nn.Linear, norm: nn.LayerNorm | None) -> tuple[Tensor, Tensor]
     if norm is None:
         return weight, bias
     return weight * norm.weight.float(), bias + weight @ norm.bias.float()
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """`torch.cat`, which copies a single part, too."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class FusedVision:
@@ -86,6 +94,8 @@ class FusedVision:
             vision.pos_emb = nn.Parameter(vision.pos_emb.to("meta"), requires_grad=False)
         self._log_kept()
         self._plans: dict[tuple[int, int], PoolingPlan] = {}
+        # Two launches for each image that a step encodes would keep the host from launching other steps.
+        self._plan_of_images = lru_cache(_MAX_KEPT_PLANS)(self._new_plan_of_images)
 
     def encode(self, tiles: Tensor) -> Tensor:
         """uint8 tiles [N, side, side, channels] → features [N, patches, enc_dim], those of `VisionModel.encode`."""
@@ -111,18 +121,14 @@ class FusedVision:
 
         Each image's are [1 + rows * columns, patches, enc_dim], the global tile first; a tiling is (rows, columns).
         """
-        num_patches = self.config.num_image_tokens
-        plans = [self._plan(tiling, image.device) for image, tiling in zip(features, tilings, strict=True)]
-        num_entries = itertools.accumulate((len(plan.patches) for plan in plans), initial=0)
-        num_rows = itertools.accumulate((len(image) * num_patches for image in features), initial=0)
-        patches = torch.cat([plan.patches + base for plan, base in zip(plans, num_rows, strict=False)])
-        starts = torch.cat([plan.starts + base for plan, base in zip(plans, num_entries, strict=False)])
-        rows = torch.cat([image.flatten(0, 1) for image in features])
+        num_images, num_patches = len(features), self.config.num_image_tokens
+        plan = self._plan_of_images(tuple(tilings), features[0].device)
+        rows = joined([image.flatten(0, 1) for image in features])
         # A row of the projector's input: a patch of the global tile, then an average of local patches.
-        joined = embedding_bag(patches, rows, starts, mode="mean").view(len(plans) * num_patches, -1)
+        pairs = embedding_bag(plan.patches, rows, plan.starts, mode="mean").view(num_images * num_patches, -1)
         fc1, fc2 = self._projector
-        inner = self._product(*self._quantised(joined, fc1, activate=False), fc1)
-        return self._product(*self._quantised(inner, fc2), fc2).view(len(plans), num_patches, -1)
+        inner = self._product(*self._quantised(pairs, fc1, activate=False), fc1)
+        return self._product(*self._quantised(inner, fc2), fc2).view(num_images, num_patches, -1)
 
     def _embed_patches(self, tiles: Tensor) -> Tensor:
         config = self.config
@@ -215,6 +221,17 @@ class FusedVision:
                 len(matrices),
                 self._dtype,
             )
+
+    def _new_plan_of_images(self, tilings: tuple[tuple[int, int], ...], device: torch.device) -> PoolingPlan:
+        plans, num_patches = [self._plan(tiling, device) for tiling in tilings], self.config.num_image_tokens
+        num_rows = itertools.accumulate(
+            ((1 + rows * columns) * num_patches for rows, columns in tilings), initial=0
+        )
+        num_entries = itertools.accumulate((len(plan.patches) for plan in plans), initial=0)
+        return PoolingPlan(
+            patches=torch.cat([plan.patches + base for plan, base in zip(plans, num_rows, strict=False)]),
+            starts=torch.cat([plan.starts + base for plan, base in zip(plans, num_entries, strict=False)]),
+        )
 
     def _plan(self, tiling: tuple[int, int], device: torch.device) -> PoolingPlan:
         if tiling not in self._plans:
