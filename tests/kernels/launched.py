@@ -152,6 +152,14 @@ def scaled_linear(count: int, width: int, num_rows: int, weight: str, of: str = 
     _operation(of, "scaled_linear")(x, scales[0], matrix, scales[1], _empty(num_rows), torch.bfloat16)
 
 
+def few_rows(count: int, width: int, num_rows: int) -> None:
+    """A product in float8 with a scale for each row."""
+    from kestrel_ops.triton.few_rows import multiply_few
+
+    operands = _empty(count, width, dtype="fp8"), _empty(count, 1), _empty(num_rows, width, dtype="fp8")
+    multiply_few(*operands, _empty(num_rows), _empty(num_rows, dtype="bf16"), torch.bfloat16)
+
+
 def scaled_linear_gelu(count: int, width: int, num_rows: int, of: str = "triton") -> None:
     """Float8 rows and a float8 weight, one scale each."""
     operands = _empty(count, width, dtype="fp8"), _empty(1), _empty(num_rows, width, dtype="fp8"), _empty(1)

@@ -58,6 +58,8 @@ MOST_REGISTERS = ("prefill_attention",)
 
 # Experts of 4 bits, which are widened where the card has no float8.
 INT4 = [("mixture_of_experts", [count, 2048, 1024, 64, "int4"]) for count in (1, 64, 3000)]
+# What Triton computes in float8 alone.
+IN_FLOAT8 = [("few_rows", [16, 10_240, 2048])]
 # Float8 experts on cards without float8.
 WIDENED = [("mixture_of_experts", [count, 2048, 1024, 64, "fp8"]) for count in (1, 3000)]
 
@@ -69,7 +71,7 @@ LARGEST = [
     ("decode_contract", [1, 10_240, 2048, "bf16"]),
     ("mixture_of_experts", [3000, 2048, 1024, 64, "bf16"]),
 ]
-HERE = {"8.6": [*LARGEST, INT4[0], WIDENED[1]], "8.9": [*WIDE, INT4[2]], "10.0": LARGEST}
+HERE = {"8.6": [*LARGEST, INT4[0], WIDENED[1]], "8.9": [*WIDE, INT4[2], *IN_FLOAT8], "10.0": LARGEST}
 needs_every_card = pytest.mark.skipif(not EVERY_CARD, reason="compiled where there is a GPU, or with EVERY_CARD=1")
 
 
@@ -149,7 +151,7 @@ def calls_for(card, *, every=EVERY_CARD):
     """In float8 where the card has it: what kernels hold is then converted, which takes the most registers."""
     if card in ("8.0", "8.6"):
         return [*WIDE, *WIDENED, *INT4] if every else HERE[card]
-    return list(map(in_float8, [*WIDE, *INT4] if every else HERE[card]))
+    return list(map(in_float8, [*WIDE, *INT4, *IN_FLOAT8] if every else HERE[card]))
 
 
 def assert_fits(card, call, kernels):
@@ -169,7 +171,7 @@ def test_every_kernel_fits_every_card_from_ampere_on(card, tmp_path):
 
 def test_every_call_is_compiled_for_some_card_but_those_of_fewer_tokens():
     compiled = [call for card in HERE for call in calls_for(card, every=False)]
-    for call in (*map(in_float8, WIDE), *WIDENED, *INT4):
+    for call in (*map(in_float8, WIDE), *WIDENED, *INT4, *IN_FLOAT8):
         assert call in compiled or call in (INT4[1], WIDENED[0])
     assert all(call in WIDE for call in LARGEST)
 

@@ -49,6 +49,26 @@ def test_a_float8_product_is_that_of_the_scaled_operands(scaled_linear, count, b
     assert relative_error(out, wanted) < FLOAT8_TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("count", "in_dim", "out_dim", "out_dtype"),
+    [
+        (1, 144, 48, torch.bfloat16),
+        (17, 640, 208, torch.bfloat16),
+        (63, 144, 208, torch.float16),
+        (16, 64, 32, torch.float32),
+    ],
+)
+def test_few_rows_of_any_sizes_are_summed_in_float32(count, in_dim, out_dim, out_dtype):
+    few_rows = pytest.importorskip("kestrel_ops.triton.few_rows", reason="needs Triton")
+    x, x_scale = quantise_rows(some_matrix(count, in_dim, 0) * torch.arange(1, count + 1, device=DEVICE)[:, None])
+    weight, weight_scale = quantise_rows(some_matrix(out_dim, in_dim, 1))
+    bias = some_matrix(1, out_dim, 2)[0].to(out_dtype) if count != 17 else None
+    operands = (x, x_scale, weight, weight_scale[:, 0].contiguous(), bias, out_dtype)
+    assert few_rows.serves(*operands[:4])
+    wanted = (x.double() * x_scale) @ (weight.double() * weight_scale).T + (0 if bias is None else bias.double())
+    assert relative_error(few_rows.multiply_few(*operands), wanted) < TOLERANCES[out_dtype]
+
+
 @every_implementation
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("count", [40, 729])

@@ -1,4 +1,7 @@
-"""A linear layer by cuBLAS, in the type of the operands."""
+"""A linear layer by cuBLAS, in the type of the operands; for few rows of float8 by Triton."""
+
+import functools
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -9,6 +12,7 @@ from kestrel_ops.shapes import FLOAT8, ModelShape
 
 _FEWEST_ROWS_WITH_BIAS = 64
 _SHORT = (torch.bfloat16, torch.float16)
+LAUNCHES_TRITON = True  # for few rows of float8
 
 
 def scaled_linear(
@@ -21,9 +25,17 @@ def scaled_linear(
 ) -> Tensor:  # [T, N] out_dtype
     """(x * x_scale) @ (weight * weight_scale).T + bias, as the reference.
 
-    float8 products sum with the tensor cores' fast accumulation. Raises RuntimeError if K or N of a float8
-    product is no multiple of 16.
+    float8 products sum with the tensor cores' fast accumulation, few rows in float32. Raises RuntimeError if K or N
+    of a float8 product is no multiple of 16.
     """
+    few_rows = _few_rows()
+    only_compiles = few_rows is not None and few_rows.compilations.only_compiles()
+    if few_rows is not None and x_scale is not None and (x.is_cuda or only_compiles):
+        operands = (x, x_scale, weight, weight_scale)
+        if few_rows.serves(*operands):
+            return few_rows.multiply_few(*operands, bias, out_dtype)
+    if only_compiles:
+        return torch.empty(len(x), len(weight), dtype=out_dtype, device=x.device)
     if x.dtype != torch.float8_e4m3fn:
         return linear(x, weight, None if bias is None else bias.to(x.dtype)).to(out_dtype)
     assert x_scale is not None, "a float8 operand comes with its scale"
@@ -46,6 +58,16 @@ def scaled_linear(
         use_fast_accum=True,
     )
     return (product + bias).to(out_dtype) if bias is not None and inside is None else product
+
+
+@functools.cache
+def _few_rows() -> ModuleType | None:
+    """The product of few rows; None where Triton is not installed."""
+    try:
+        from kestrel_ops.triton import few_rows
+    except ModuleNotFoundError:
+        return None
+    return few_rows
 
 
 def unsupported(model: ModelShape) -> str | None:
