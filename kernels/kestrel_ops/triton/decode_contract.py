@@ -119,7 +119,7 @@ def plan_for(batch: int, dtype: torch.dtype, *, has_terms: bool = False) -> Smal
     if dtype == torch.float8_e4m3fn:
         if batch < DEPENDENT_LAUNCH_FROM:
             return SmallBatchPlan(64, 128, num_warps=4, num_stages=4, num_splits=8)
-        num_stages = 4 if 32 < batch <= 64 else 3
+        num_stages = 4 if 32 <= batch <= 64 else 3
         return SmallBatchPlan(64, 128, 4, num_stages, num_splits=8, dependent_launch=is_dependent)
     if batch <= 64:
         num_stages = 4 if batch < DEPENDENT_LAUNCH_FROM else 3

@@ -15,8 +15,8 @@ from kestrel_ops.triton import compilations
 from kestrel_ops.triton.small_batch import load_tokens, load_weight, operand
 
 MOST_ROWS = 63
-_BLOCK_N, _BLOCK_K, _BLOCK_OF_SUMS = 64, 128, 512
-_NUM_STAGES = 4
+_BLOCK_N, _BLOCK_K, _BLOCK_OF_SUMS = 32, 128, 512
+_NUM_STAGES = 5
 _WANTED_PROGRAMS = 256
 """Of a large device: two for each multiprocessor."""
 
