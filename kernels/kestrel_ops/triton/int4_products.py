@@ -92,6 +92,7 @@ def contract_int4(
     """As `expert_products.contract`. Values in float8 have a scale for each row, or for each group of columns."""
     num_experts, num_pairs, dim, _ = weight.shape
     width = inner.rows.shape[1]
+    assert inner.scale_columns >= width or inner.scale_columns % INT4_GROUP == 0
     out = torch.empty(len(routing.pairs), dim, dtype=dtype, device=weight.device)
     num_items = routing.items.shape[1]
     is_even = dim % plan.rows == 0 and width == 2 * num_pairs * INT4_GROUP
@@ -338,7 +339,6 @@ def _contract(
 ):
     num_blocks: tl.constexpr = (dim + block_rows - 1) // block_rows
     num_scales: tl.constexpr = (inner + scale_columns - 1) // scale_columns
-    tl.static_assert(num_scales == 1 or scale_columns % _GROUP == 0)
     item, block = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks
     # The kernel before has waited for the lists. They are not read from the cache of the multiprocessor, since this
     # may run before that kernel has ended.
