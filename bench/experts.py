@@ -86,7 +86,7 @@ def _cuts(precision: str, num_tokens: int) -> Iterator[ExpertsPlan | OneTokenPla
 
 
 def _int4_cuts(used: ExpertsPlan) -> Iterator[ExpertsPlan]:
-    if used.block_tokens <= 32:
+    if used.block_tokens <= 64:
         for (rows, warps), num_stages in product(((64, 4), (64, 8), (128, 8)), (2, 3, 4, 5, 6)):
             yield replace(used, expand=replace(used.expand, rows=rows, num_warps=warps, num_stages=num_stages))
         for (rows, warps), num_stages in product(((64, 4), (128, 4), (128, 8)), (2, 3, 4, 5, 6)):

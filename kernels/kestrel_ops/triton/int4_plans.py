@@ -28,10 +28,12 @@ def int4_plan_for(
     if operand != FLOAT8:
         block, warps = (16, 4) if per_expert <= 16 else (32, 8) if per_expert <= 48 else (64, 8)
         return ExpertsPlan(block, ProductPlan(64, _PAIR, warps, 3), ProductPlan(64, _PAIR, warps, 3))
-    if per_expert <= 16:
-        return ExpertsPlan(16, ProductPlan(64, _PAIR, 4, 5), ProductPlan(128, _PAIR, 4, 4))
+    if per_expert <= 12:
+        warps = 4 if per_expert <= 4 else 8
+        return ExpertsPlan(16, ProductPlan(64, _PAIR, warps, 3), ProductPlan(128, _PAIR, 4, 3))
     if per_expert <= 48:
-        return ExpertsPlan(32, ProductPlan(64, _PAIR, 4, 4), ProductPlan(64, _PAIR, 4, 5))
+        block = 32 if per_expert <= 32 else 64
+        return ExpertsPlan(block, ProductPlan(64, _PAIR, 4, 4), ProductPlan(64, _PAIR, 4, 5), rounds_rows=True)
     is_small = limits.shared_bytes < 128 * 1024
     return ExpertsPlan(
         128,
