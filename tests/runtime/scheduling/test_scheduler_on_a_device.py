@@ -90,19 +90,21 @@ class WritesIntoASharedPage(PageManager):
 class FreesWhatOthersHold(PageManager):
     """A page has one reference, however many sequences hold it."""
 
-    def _take(self, page):
-        super()._take(page)
-        self._pages[page].references = 1
+    def allocate(self, owner, match, num_positions):
+        allocation = super().allocate(owner, match, num_positions)
+        for page in match.pages:
+            self._pages[page].references = 1
+        return allocation
 
 
 class EvictsPagesInUse(PageManager):
     """A page that was found stays evictable."""
 
-    def _take(self, page):
-        was_cached = page in self._cached
-        super()._take(page)
-        if was_cached:
-            self._cached[page] = None
+    def allocate(self, owner, match, num_positions):
+        cached = [page for page in match.pages if page in self._cached]
+        allocation = super().allocate(owner, match, num_positions)
+        self._cached.update(dict.fromkeys(cached))
+        return allocation
 
 
 class LosesWhoIsParked(Scheduler):
