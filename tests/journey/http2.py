@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -98,9 +99,10 @@ class Http2Client:
         """What the server allows, as far as its settings have been read."""
         return self._http2.remote_settings.max_concurrent_streams
 
-    async def ping(self) -> None:
-        """Ask for a sign of life, without waiting for it."""
-        self._http2.ping(b"kestrel?")
+    async def ping(self, times: int = 1) -> None:
+        """Ask for a sign of life, so many times in one write, without waiting for it."""
+        for _ in range(times):
+            self._http2.ping(b"kestrel?")
         await self._flush()
 
     async def events(self) -> AsyncIterator[h2.events.Event]:
@@ -112,7 +114,8 @@ class Http2Client:
             if not data:
                 return
             self._events += self._http2.receive_data(data)
-            await self._flush()
+            with contextlib.suppress(ConnectionError):  # what the server has said before it closed is still told
+                await self._flush()
 
     async def next_data(self) -> h2.events.DataReceived:
         """The next piece of any message. Raises `ConnectionError` where there is none."""

@@ -167,8 +167,7 @@ async def test_pings_that_come_all_at_once_end_no_call() -> None:
     ):
         stream = await client.ask(COMPLETE_QUERY, QUICK)
         await live_server.engine.num_submitted.acquire()
-        for _ in range(20):
-            await client.ping()
+        await client.ping(20)
         async for event in client.events():
             if isinstance(event, h2.events.PingAckReceived):
                 break
