@@ -135,7 +135,7 @@ class Server:
         sockets = {os.readlink(path) for path in descriptors if path.is_symlink()}
         for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
             *_, inode, path = (*line.split(), "")[:8]
-            if f"socket:[{inode}]" in sockets and path.endswith(".in"):
+            if f"socket:[{inode}]" in sockets and path.endswith(".socket"):
                 return Path(path).parent
         raise RuntimeError("a core has no socket")
 
