@@ -66,6 +66,15 @@ async def settled(engine: LocalEngine) -> None:
     await engine.submit(Query("hi", sampling=SamplingParams(max_tokens=1))).result()
 
 
+async def began(streams: list[Stream], count: int = 1) -> None:
+    """Return after `count` of the streams brought an event. Several threads prepare requests: any may be first."""
+    first_events = [asyncio.ensure_future(anext(stream)) for stream in streams]
+    for _, first_event in zip(range(count), asyncio.as_completed(first_events), strict=False):
+        await first_event
+    for first_event in first_events:
+        first_event.cancel()
+
+
 async def error_of(stream: Stream) -> KestrelError:
     with pytest.raises(KestrelError) as caught:
         await stream.result()
@@ -211,7 +220,7 @@ async def test_a_full_queue_refuses_at_once(loaded: LoadedModel) -> None:
             await engine.submit(endless()).result()
         assert (caught.value.bound, caught.value.limit) == (QueueBound.REQUESTS, 3)
         running.cancel()
-        await anext(waiting[0])  # a free place in the queue, for a moment
+        await began(waiting)  # a free place in the queue, for a moment
         assert not engine.submit(endless()).over.done()
     finally:
         engine.close()
@@ -258,7 +267,7 @@ async def test_a_tenant_is_answered_while_another_has_requests_for_all_rows(load
     engine = LocalEngine(loaded, EngineConfig(model="", max_batch_size=3))
     try:
         flood = [engine.submit(endless(), tenant="flood") for _ in range(5)]
-        await anext(flood[2])
+        await began(flood, 3)
         for _ in range(4):
             await engine.submit(Query("hi", sampling=SamplingParams(max_tokens=2)), tenant="modest").result()
         assert not any(stream.over.done() for stream in flood)
@@ -420,7 +429,7 @@ async def test_if_one_of_several_samples_is_refused_none_runs(loaded: LoadedMode
         waiting = [engine.submit(endless()) for _ in range(2)]
         assert not any(stream.over.done() for stream in waiting), "the refused samples hold no place in the queue"
         running.cancel()
-        await anext(waiting[0])
+        await began(waiting)
     finally:
         engine.close()
 
@@ -428,7 +437,7 @@ async def test_if_one_of_several_samples_is_refused_none_runs(loaded: LoadedMode
 async def test_closing_ends_every_stream_with_an_error(loaded: LoadedModel) -> None:
     engine = LocalEngine(loaded, EngineConfig(model="", max_batch_size=2))
     streams = [engine.submit(endless(seed)) for seed in range(8)]
-    await anext(streams[0])
+    await began(streams)
     await asyncio.to_thread(engine.close)
     errors = await asyncio.gather(*map(error_of, streams))
     assert {type(error) for error in errors} == {EngineUnavailable}
