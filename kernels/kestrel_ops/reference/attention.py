@@ -22,12 +22,10 @@ def decode_attention(
     Other positions of its pages have no effect, even if they contain NaN.
     """
     num_sequences, num_heads, head_dim = query.shape
-    key = gather_rows(key_pages, page_table, key_scale, query.dtype)  # [B, G, context, D]
-    value = gather_rows(value_pages, page_table, value_scale, query.dtype)
-    places = torch.arange(key.shape[2], device=query.device)
-    mask = (places < lengths[:, None])[:, None, None, :]  # [B, 1, 1, context]
-    outside = ~mask.mT  # [B, 1, context, 1]
-    key, value = key.masked_fill(outside, 0), value.masked_fill(outside, 0)
+    # A masked value still counts as 0 times itself, which NaN is not: the first position takes its place.
+    key = gather_rows(key_pages, page_table, key_scale, query.dtype, lengths)  # [B, G, context, D]
+    value = gather_rows(value_pages, page_table, value_scale, query.dtype, lengths)
+    mask = (torch.arange(key.shape[2], device=query.device) < lengths[:, None])[:, None, None, :]
     attended = scaled_dot_product_attention(
         query[:, :, None, :], key, value, attn_mask=mask, enable_gqa=num_heads != key.shape[1]
     )

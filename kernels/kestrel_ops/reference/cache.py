@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kestrel_ops.reference.rows import widened
+
 
 def store_rows(
     rows: Tensor,  # [T, G, D]
@@ -27,11 +29,20 @@ def gather_rows(
     page_table: Tensor,  # [B, n] integers
     scale: Tensor | None,  # as in `store_rows`
     dtype: torch.dtype,
+    lengths: Tensor | None = None,  # [B] int64, at least 1: places from there on repeat the first one
 ) -> Tensor:  # [B, G, n * S, D] of `dtype`
     """The contexts in the pages of each row of the table, in the order of its entries."""
+    num_groups, page_size, head_dim = pages.shape[1:]
+    # Rows of a matrix, in the order of the result: on the host to index dimensions and to transpose takes longer.
+    places = torch.arange(page_size, device=pages.device)
+    rows = (page_table.long()[:, :, None] * (num_groups * page_size) + places).flatten(1)  # [B, n * S]
+    if lengths is not None:
+        is_within = torch.arange(rows.shape[1], device=pages.device) < lengths[:, None]
+        rows = torch.where(is_within, rows, rows[:, :1])
+    rows = rows[:, None] + torch.arange(num_groups, device=pages.device)[:, None] * page_size  # [B, G, n * S]
     raw = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
-    rows = raw[page_table.long()].view(pages.dtype).transpose(1, 2).flatten(2, 3)
-    return rows.to(dtype) if scale is None else (rows.float() * scale).to(dtype)
+    contexts = raw.view(-1, head_dim).index_select(0, rows.flatten()).view(pages.dtype).view(*rows.shape, head_dim)
+    return contexts.to(dtype) if scale is None else (widened(contexts) * scale).to(dtype)
 
 
 def write_kv(

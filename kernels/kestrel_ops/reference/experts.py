@@ -7,6 +7,7 @@ from torch.nn.functional import gelu, linear, softmax
 from kestrel_ops.low_rank import ExpertAdapters
 from kestrel_ops.reference.int4 import dequantise_int4
 from kestrel_ops.reference.low_rank import add_low_rank
+from kestrel_ops.reference.rows import widened
 
 
 def mixture_of_experts(
@@ -42,7 +43,7 @@ def mixture_of_experts(
         output = linear(inner, weight_of_expert(down, down_scale, expert, inner))
         if adapters is not None:
             add_low_rank(output, inner, adapters.down.of_expert(expert), adapters.slots[rows])
-        total = total.index_add(0, rows, output * weights[rows, places, None])
+        total.index_add_(0, rows, output * weights[rows, places, None])
     return total
 
 
@@ -52,4 +53,4 @@ def weight_of_expert(stack: Tensor, scale: Tensor | None, expert: int, rows: Ten
         return stack[expert]
     if stack.dtype == torch.uint8:
         return dequantise_int4(stack[expert], scale[expert], rows.shape[-1]).to(rows.dtype)
-    return (stack[expert].float() * scale[expert, :, None]).to(rows.dtype)
+    return (widened(stack[expert]) * scale[expert, :, None]).to(rows.dtype)
