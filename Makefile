@@ -37,7 +37,7 @@ proto: setup
 check: setup
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --check --quiet
-	$(BIN)/pyright --warnings
+	$(BIN)/pyrefly check --summary=none
 	BUF=$(BIN)/buf PYTHON=$(BIN)/python sh proto/check.sh
 
 # What measures time runs alone, after the rest; more at a time with WORKERS=… With --jobs 2 the checks run beside tests.

@@ -271,11 +271,10 @@ def summary(tally: Tally) -> dict[str, dict[str, Any]]:
     ):
         share(name, sum(tally.shares[name]), len(tally.shares[name]))
     by_threshold = [
-        sum(scoring.average_precision(b[t], int(b[-1]), int(b[-2])) for b in tally.boxes.values())
-        / max(len(tally.boxes), 1)
+        sum(scoring.average_precision(b[t], b[-1], b[-2]) for b in tally.boxes.values()) / max(len(tally.boxes), 1)
         for t in _THRESHOLDS
     ]
-    num_true = int(sum(b[-2] for b in tally.boxes.values()))
+    num_true = sum(b[-2] for b in tally.boxes.values())
     for name, value in (("mAP@0.5", by_threshold[0]), ("mAP@0.5:0.95", sum(by_threshold) / len(by_threshold))):
         low, high = scoring.interval(value * num_true, num_true)
         table[name] = {"value": value, "low": low, "high": high, "of": num_true}

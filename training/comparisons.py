@@ -156,7 +156,7 @@ def size(scene: Scene, rng: random.Random) -> Exchange | None:
 def place(scene: Scene, rng: random.Random) -> Exchange | None:
     """Where in the picture a thing is."""
     thing = any_thing(scene, rng)
-    one = thing and unique(scene, thing, rng)
+    one = None if thing is None else unique(scene, thing, rng)
     if thing is None or one is None:
         return None
     # Near a border between two of the nine places the answer is not defined.

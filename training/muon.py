@@ -24,7 +24,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override] nobody gives one
         """One step from the gradients that stand."""
         for group in self.param_groups:
             by_shape: defaultdict[tuple[int, ...], list[Tensor]] = defaultdict(list)

@@ -44,7 +44,7 @@ class _Crowd:
     def request(self, number: int) -> wire.CompleteQueryRequest:
         """That of the call of a number."""
         request = wire.CompleteQueryRequest(question=f"Tell story {number}." + " then" * self.num_words)
-        request.options.priority = self.priority  # pyright: ignore[reportAttributeAccessIssue] - a number is taken
+        request.options.priority = self.priority  # pyrefly: ignore[bad-assignment] a number is taken
         if self.num_adapters:
             request.options.adapter = str(1 + number % self.num_adapters)
         # So hot that answers seldom end by themselves.

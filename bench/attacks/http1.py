@@ -43,7 +43,7 @@ def _ask_at_once(number: int, request: bytes, victim: Victim, seconds: float, pr
             for _ in range(min(missing, 32)):
                 connect()
             for key, _ in selector.select(min(left_s, 0.01)):
-                connection: socket.socket = key.fileobj  # pyright: ignore[reportAssignmentType]
+                connection: socket.socket = key.fileobj  # pyrefly: ignore[bad-assignment] no other is registered
                 try:
                     data = connection.recv(65_536)
                     if data.startswith(b"HTTP/1.1 "):

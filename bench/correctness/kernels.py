@@ -42,8 +42,8 @@ def check(seed: int, repeats: int, device_name: str) -> list[dict[str, Any]]:
             wanted = case.run(_function("reference", case.operation), torch.device("cpu"))
         for name in _IMPLEMENTATIONS:
             if importlib.util.find_spec(f"kestrel_ops.{name}.{case.operation}") is not None:
-                row = {"operation": case.operation, "implementation": name, "case": case.name, "seed": seed}
-                row["tolerance"] = case.tolerance
+                row: dict[str, Any] = {"operation": case.operation, "implementation": name, "case": case.name}
+                row |= {"seed": seed, "tolerance": case.tolerance}
                 rows.append(row | _compared(case, _function(name, case.operation), device, wanted, repeats))
     return rows
 

@@ -43,7 +43,10 @@ _MAX_WAIT_S = 60.0
 def measure(file: Path, window_s: float) -> dict[str, Any]:
     """The curves of one server, and the open loop on 1, 2 and 4; left in a file as well."""
     loads = [
-        (*load, servers) for servers in SERVERS for load in _LOADS if servers > 1 or load[1] not in _OF_SEVERAL
+        (workload, route, share, num_servers)
+        for num_servers in SERVERS
+        for workload, route, share in _LOADS
+        if num_servers > 1 or route not in _OF_SEVERAL
     ]
     progress = Progress(2 * len(AT_ONCE) + len(loads))
     rates: dict[str, dict[str, float]] = {"direct": {}, "cached": {}}

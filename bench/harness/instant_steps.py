@@ -47,7 +47,7 @@ def leave_out_model() -> AbstractContextManager[object]:
 
 
 if __name__ == "__main__":
-    module = mock.patch.object(supervisor._Core, "module", "bench.harness.instant_steps")  # pyright: ignore[reportPrivateUsage]
+    module = mock.patch.object(supervisor._Core, "module", "bench.harness.instant_steps")
     with leave_out_model(), module:
         if sys.argv[1:2] == ["core"]:  # started by the supervisor
             run_child()

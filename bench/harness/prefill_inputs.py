@@ -178,7 +178,9 @@ def int4_experts(up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
     return up, down, up_scale, down_scale
 
 
-def quantised_experts(hidden: Tensor, logits: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
+def quantised_experts(
+    hidden: Tensor, logits: Tensor, up: Tensor, down: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The same with float8 experts and their scales."""
     (up, up_scale), (down, down_scale) = quantise_rows(up), quantise_rows(down)
     return hidden, logits, up, down, up_scale[..., 0], down_scale[..., 0]

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
-import ray  # pyright: ignore[reportMissingImports] installed in an environment of its own
-from ray import serve  # pyright: ignore[reportMissingImports] the same
+import ray  # installed in an environment of its own
+from ray import serve  # the same
 
 from deploy.ray.app import Kestrel
 

@@ -85,7 +85,7 @@ def measure_limits(device: torch.device) -> Limits:
     left8, right8 = left.to(_FLOAT8), right.to(_FLOAT8)
     float8_us = time_us(
         [
-            lambda: torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+            lambda: torch._scaled_mm(
                 left8, right8.t(), scale, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
             )
         ]

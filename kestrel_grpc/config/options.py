@@ -329,9 +329,8 @@ class ServerConfig:
     def engine_config(self) -> EngineConfig:
         """The settings of the engine with the formats of `precision`. One that is set by its own option stays."""
         formats = PRECISIONS[self.precision].items()
-        return replace(
-            self.engine, **{name: value for name, value in formats if getattr(self.engine, name) == "auto"}
-        )
+        selected: dict[str, Any] = {name: value for name, value in formats if getattr(self.engine, name) == "auto"}
+        return replace(self.engine, **selected)
 
     def store_limits(self) -> StoreLimits:
         """The bounds of stored images: half of the memory for one token, all of it where there are no tokens."""

@@ -172,7 +172,7 @@ def former_variables(names: Iterable[str], environment: Mapping[str, str]) -> It
 
 def _unknown_variables(names: Iterable[str], environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Each unknown variable, and a line about it. `collect` reports those of replaced options."""
-    known: Collection[str] = {environment_name(name) for name in (*names, *CLIENT_VARIABLES, _ADDRESS)}
+    known = {environment_name(name) for name in (*names, *CLIENT_VARIABLES, _ADDRESS)}
     replaced = {environment_name(name) for name in REPLACED}
     for variable in environment:
         if variable.startswith(ENVIRONMENT_PREFIX) and variable not in known | replaced:

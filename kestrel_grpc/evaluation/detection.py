@@ -201,7 +201,7 @@ def open_detection(
 
     Raises `SetUnusable`, `OSError`, and `ModuleNotFoundError` without pycocotools.
     """
-    import pycocotools.cocoeval  # noqa: F401 to fail before the calls where it is missing  # pyright: ignore[reportUnusedImport]
+    import pycocotools.cocoeval  # noqa: F401 to fail before the calls where it is missing
 
     split = DEFAULT_SPLIT if split is None else split
     name = f"instances_{split}.json"

@@ -279,7 +279,7 @@ class Supervisor:
     def _reserve_ports(self) -> None:
         """Take the ports of the front ends, so that all of them get the same and no other server does."""
         config = self.config
-        changes: dict[str, int] = {}
+        changes: dict[str, Any] = {}
         for name, host, port in (
             ("port", config.host, config.port),
             ("http_port", config.host, config.http_port),

@@ -289,14 +289,14 @@ METRICS = (
         Kind.GAUGE,
         "By",
         "Memory of the GPU that is used, by this and other processes.",
-        read_engine=lambda now: now.device and now.device.used_bytes,
+        read_engine=lambda now: None if now.device is None else now.device.used_bytes,
     ),
     Metric(
         "kestrel.device.memory.capacity",
         Kind.GAUGE,
         "By",
         "Memory of the GPU.",
-        read_engine=lambda now: now.device and now.device.total_bytes,
+        read_engine=lambda now: None if now.device is None else now.device.total_bytes,
     ),
     Metric(
         "kestrel.device.utilization",
@@ -304,7 +304,7 @@ METRICS = (
         "1",
         "Share of the last second or less in which a kernel ran on the GPU, of this or another process, from 0 to "
         "1.",
-        read_engine=lambda now: now.device and now.device.utilization,
+        read_engine=lambda now: None if now.device is None else now.device.utilization,
     ),
     Metric(
         "kestrel.memory.planned",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -44,8 +45,8 @@ ASKED = replace(HELD, attack=replace(HELD.attack, question=Question(max_s=2.0)))
 PICTURES = replace(HELD, attack=replace(HELD.attack, sends_pictures=True))
 
 
-def with_witness(observation: Observation, **changes: object) -> Observation:
-    return replace(observation, witness=replace(observation.witness, **changes))  # pyright: ignore[reportArgumentType]
+def with_witness(observation: Observation, **changes: Any) -> Observation:
+    return replace(observation, witness=replace(observation.witness, **changes))
 
 
 def test_an_attack_without_effects_counts_as_held():

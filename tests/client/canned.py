@@ -133,12 +133,12 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
         self.metadata: list[dict[str, str | bytes]] = []
         self.time_left_s: list[float] = []
 
-    def Query(self, request: Any, context: Any) -> Iterator[Any]:
+    def Query(self, request: Any, context: Any) -> Any:
         self._receive(request, context)
         events = answer(self.answer_pieces, THOUGHT if request.reasoning else "")
         yield from self._until_cancelled(events, context)
 
-    def Caption(self, request: Any, context: Any) -> Iterator[Any]:
+    def Caption(self, request: Any, context: Any) -> Any:
         self._receive(request, context)
         response = vision_service_pb2.CaptionResponse
         yield response(started=STARTED)
@@ -168,7 +168,7 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
         self._receive(request, context)
         return segment_response(request.object)
 
-    def StreamSegment(self, request: Any, context: Any) -> Iterator[Any]:
+    def StreamSegment(self, request: Any, context: Any) -> Any:
         self._receive(request, context)
         yield from self._until_cancelled(outline(request.object), context)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from PIL import Image, ImageDraw
@@ -144,9 +145,9 @@ def test_labels_say_what_was_asked_for_and_count_several(monkeypatch: pytest.Mon
     written: list[str] = []
     text = ImageDraw.ImageDraw.text
 
-    def noted(pencil: ImageDraw.ImageDraw, xy: tuple[float, float], content: str, *others: object) -> None:
+    def noted(pencil: ImageDraw.ImageDraw, xy: tuple[float, float], content: str, *others: Any) -> None:
         written.append(content)
-        text(pencil, xy, content, *others)  # pyright: ignore[reportArgumentType] - passed on as they came
+        text(pencil, xy, content, *others)
 
     monkeypatch.setattr(ImageDraw.ImageDraw, "text", noted)
     gaze = GazeResult(target=Point(0.1, 0.1), **FACTS)

@@ -122,7 +122,7 @@ def test_a_file_object_without_bytes_is_refused(file: Any, why: str) -> None:
 
 def test_a_file_that_is_open_for_writing_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "new").open("wb") as file, pytest.raises(InvalidRequest, match="open for reading bytes"):
-        image_bytes(file)  # pyright: ignore[reportArgumentType]
+        image_bytes(file)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def test_pixels_become_a_png_where_a_file_is_needed(layout: Any) -> None:
     [
         RawImage(b"ab", 3, 2),
         RawImage(b"abc", 1, 1, "rgb8", 2),
-        RawImage(b"abc", 1, 1, "rgb9"),  # pyright: ignore[reportArgumentType]
-        RawImage("abc", 1, 1),  # pyright: ignore[reportArgumentType]
+        RawImage(b"abc", 1, 1, "rgb9"),  # pyrefly: ignore[bad-argument-type]
+        RawImage("abc", 1, 1),  # pyrefly: ignore[bad-argument-type]
     ],
 )
 def test_pixels_that_are_none_are_refused(image: RawImage) -> None:
@@ -195,8 +195,8 @@ def test_pixels_that_are_none_are_refused(image: RawImage) -> None:
 
 
 def test_wrong_pixels_are_refused_before_they_are_sent() -> None:
-    pixels: Any
-    for pixels in (("abc", 1, 1), (b"abc", "1", 1), (b"abc", 1, 1, "rgb9")):
+    wrong: list[tuple[Any, ...]] = [("abc", 1, 1), (b"abc", "1", 1), (b"abc", 1, 1, "rgb9")]
+    for pixels in wrong:
         with pytest.raises(InvalidRequest):
             put_reference(media_pb2.Image(), RawImage(*pixels))
 

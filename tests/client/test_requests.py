@@ -73,7 +73,7 @@ def test_every_setting_of_sampling_reaches_its_field() -> None:
         "n": 2,
     }
     message = requests.caption(vision_service_pb2.CompleteCaptionRequest, None, CallOptions(**settings))
-    wanted = {**settings, "logit_bias": [{"token_id": 3, "bias": 1.5}]}
+    wanted: dict[str, Any] = {**settings, "logit_bias": [{"token_id": 3, "bias": 1.5}]}
     assert message.sampling == generation_pb2.SamplingParams(**wanted)
     assert set(settings) == set(generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 

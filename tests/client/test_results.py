@@ -64,7 +64,7 @@ def test_a_reason_from_the_future_is_unknown_rather_than_an_error() -> None:
 def test_a_result_cannot_be_changed_and_can_be_written_as_json() -> None:
     result = results.query_result(canned.query_result(thought=canned.THOUGHT))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        result.answer = "else"  # pyright: ignore[reportAttributeAccessIssue]
+        result.answer = "else"  # pyrefly: ignore[read-only] that is the test
     written = json.loads(json.dumps(dataclasses.asdict(result)))
     assert written["finish_reason"] == "length"
     assert written["reasoning"]["groundings"][0] == {

@@ -97,7 +97,8 @@ def test_scores_are_those_of_pycocotools_called_by_hand(tmp_path: Path) -> None:
         ("two", "circle"): ((0.1, 0.5, 0.3, 0.8),),
         ("three", "circle"): ((0.62, 0.11, 0.88, 0.46),),
     }
-    answers = [Answer(boxes=found.get((call.image.stem, call.text), ())) for call in task.calls()]  # pyright: ignore[reportAttributeAccessIssue]
+    images: list[tuple[Any, str]] = [(call.image, call.text) for call in task.calls()]
+    answers = [Answer(boxes=found.get((file.stem, text), ())) for file, text in images]
     report = task.report(answers)
     stats = by_hand(folder / "annotations" / "instances_val2017.json", report.further["detections"], tmp_path)
     values = {score.name: score.value for score in report.scores}

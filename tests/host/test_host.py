@@ -199,7 +199,7 @@ def test_no_request_is_blamed_where_a_core_is_killed_from_outside() -> None:
             host.kill("kestrel-grpc core 0")
             with pytest.raises(grpc.RpcError) as caught:
                 list(stream)
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE  # pyright: ignore[reportAttributeAccessIssue]
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             host.wait_for(f"core-0.{generation} is ready")
             with Client(host.address) as client:  # waits until the front end has connected
                 client.complete_query(None, "Are you there?")

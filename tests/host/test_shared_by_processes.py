@@ -72,7 +72,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     pair, authority = Pair.within(folder), trustme.CA()
     pair.write(authority)
     tokens = folder / "tokens.toml"
-    Host(None, tokens, pair, authority).write_tokens()  # pyright: ignore[reportArgumentType]
+    Host(None, tokens, pair, authority).write_tokens()  # pyrefly: ignore[bad-argument-type]
     options = ("--frontends", "2", "--devices", "cpu", "--tokens", str(tokens), "--triton", "on")
     encryption = ("--tls-certificate", str(pair.certificate), "--tls-key", str(pair.key))
     # An upload that is begun waits for a place for its message, and then for its message.

@@ -125,7 +125,7 @@ async def test_calls_at_a_time_hold_exactly_for_all_front_ends_together(tokens: 
 async def reload(rig: Rig) -> None:
     """All front ends read the file of tokens."""
     for server in rig.servers:
-        access: Any = server.server._access  # pyright: ignore[reportPrivateUsage]
+        access: Any = server.server._access
         await access.reload()
 
 

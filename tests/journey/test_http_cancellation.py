@@ -54,4 +54,4 @@ async def test_a_client_that_disconnects_leaves_no_page_behind(
 
 
 def new_channel(server: Server) -> Any:
-    return LiveServer(server, None, None).new_channel()  # pyright: ignore[reportArgumentType]
+    return LiveServer(server, None, None).new_channel()  # pyrefly: ignore[bad-argument-type]

@@ -70,7 +70,8 @@ def _round_to_nearest() -> None:
         (from_type, from_bits), (to_type, to_bits) = types[source_type.name], types[target_type.name]
         held = torch.from_numpy(np.ascontiguousarray(source).view(from_bits).reshape(source.shape))
         converted = (held if held.dtype == from_type else held.view(from_type)).to(to_type)
-        size = {np.uint16: torch.uint16, np.uint8: torch.uint8}.get(to_bits)
+        sizes: dict[Any, torch.dtype] = {np.uint16: torch.uint16, np.uint8: torch.uint8}
+        size = sizes.get(to_bits)
         return (converted if size is None else converted.view(size)).numpy().view(f"u{converted.itemsize}")
 
     module._convert_float = convert_by_torch

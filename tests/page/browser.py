@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from axe_playwright_python.base import AXE_FILE_PATH
-from playwright.async_api import Browser, ConsoleMessage, Page, Playwright, Request
+from playwright.async_api import Browser, ConsoleMessage, Page, Playwright, Request, ViewportSize
 
 from tests.reference_fixtures import CHECKOUT
 
@@ -20,8 +20,8 @@ SCREENSHOTS = CHECKOUT / "build" / "page"
 DEMO_PICTURE = CHECKOUT / "kestrel_grpc" / "demo_picture.png"
 TIMEOUT_MS = 60_000
 """Longer than anything takes on a busy machine: a longer wait is a failure."""
-DESKTOP = {"width": 1200, "height": 900}
-PHONE = {"width": 390, "height": 844}
+DESKTOP: ViewportSize = {"width": 1200, "height": 900}
+PHONE: ViewportSize = {"width": 390, "height": 844}
 _ARGUMENTS = (
     "--disable-gpu",
     "--disable-quic",
@@ -119,14 +119,14 @@ async def window(
     browser: Browser,
     origin: str,
     *,
-    size: dict[str, int] | None = None,
+    size: ViewportSize | None = None,
     scheme: Literal["light", "dark"] = "light",
     refusals: Collection[int] = (),
 ) -> AsyncIterator[Window]:
     """Opens the page; at the end its console must be empty, but for `refusals`: statuses of the server."""
     is_phone = size is PHONE
     context = await browser.new_context(
-        viewport=size or DESKTOP,  # pyright: ignore[reportArgumentType]
+        viewport=size or DESKTOP,
         color_scheme=scheme,
         has_touch=is_phone,
         is_mobile=is_phone,

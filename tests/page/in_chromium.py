@@ -15,11 +15,12 @@ from typing import Any, Literal
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, async_playwright
+from playwright.async_api import Browser, ViewportSize, async_playwright
 
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.requests import Gaze
 from kestrel_runtime.engine.engine import LocalEngine
 from tests.clients.__main__ import CLIENTS, ENVIRONMENTS, install
 from tests.fakes import HOLD, FakeEngine, answers
@@ -90,7 +91,7 @@ def near(found: tuple[float, float], expected: tuple[float, float]) -> bool:
 
 @pytest.mark.parametrize(("size", "scheme"), [(None, "light"), (PHONE, "light"), (PHONE, "dark")])
 async def test_a_question_is_answered_with_its_confidence_and_timings(
-    browser: Browser, nano: Server, size: dict[str, int] | None, scheme: Literal["light", "dark"]
+    browser: Browser, nano: Server, size: ViewportSize | None, scheme: Literal["light", "dark"]
 ) -> None:
     async with window(browser, origin_of(nano), size=size, scheme=scheme) as opened:
         await take_example(opened)
@@ -171,7 +172,8 @@ async def test_a_look_is_drawn_from_the_eye_that_is_clicked(browser: Browser) ->
         await opened.ask("gaze")
         await opened.has_status("Complete.")
         (request,) = rig.engine.requests
-        assert near((request.eye.x, request.eye.y), (0.25, 0.5))  # pyright: ignore[reportAttributeAccessIssue]
+        assert isinstance(request, Gaze)
+        assert near((request.eye.x, request.eye.y), (0.25, 0.5))
         assert await opened.page.locator("#overlay line.line").count() == 1
         await opened.screenshot("gaze-desktop")
 
@@ -291,7 +293,7 @@ async def test_a_server_that_is_gone_is_named_as_the_cause(browser: Browser) -> 
 async def test_a_picture_that_is_none_is_refused_with_the_reason(browser: Browser, nano: Server) -> None:
     async with window(browser, origin_of(nano), refusals=(400,)) as opened:
         broken = {"name": "broken.png", "mimeType": "image/png", "buffer": DEMO_PICTURE.read_bytes()[:200]}
-        await opened.page.locator("#file").set_input_files(broken)  # pyright: ignore[reportArgumentType]
+        await opened.page.locator("#file").set_input_files(broken)
         await opened.ask("caption")
         await opened.has_status("Failed.")
         assert "IMAGE" in await opened.text("#error")
@@ -601,7 +603,7 @@ async def test_everything_is_reached_by_the_keyboard_in_the_order_of_reading(bro
 async def test_a_screen_reader_finds_names_and_is_told_what_changes(browser: Browser) -> None:
     async with faked(browser) as (_, opened):
         for role in ("heading", "radio", "button", "textbox"):
-            for element in await opened.page.get_by_role(role).all():  # pyright: ignore[reportArgumentType]
+            for element in await opened.page.get_by_role(role).all():
                 assert await element.evaluate(
                     "(item) => Boolean(item.textContent.trim() || item.labels?.length || item.ariaLabel)"
                 )

@@ -18,7 +18,6 @@ import yaml
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
-# pyright: reportMissingImports=false
 # Ray is installed in an environment of its own.
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.schema import ServeDeploySchema

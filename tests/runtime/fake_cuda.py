@@ -143,7 +143,7 @@ class FakeGraph:
 def new_stream_capture(device: torch.device) -> StreamCapture:
     """A real one on a GPU, else one that only looks so."""
     settle(device)
-    return StreamCapture(CudaStream(device)) if device.type == "cuda" else FakeStreamCapture()  # pyright: ignore[reportReturnType]
+    return StreamCapture(CudaStream(device)) if device.type == "cuda" else FakeStreamCapture()  # pyrefly: ignore[bad-return]
 
 
 def settle(device: torch.device) -> None:
@@ -202,7 +202,7 @@ class FakeStreamCapture:
         if failure is not None:
             raise failure
         pool_bytes, self.pool_bytes = self.pool_bytes, 0
-        return _LazyGraph(ReplayingGraph(run, in_place=self.in_place), self.graph_bytes, pool_bytes)  # pyright: ignore[reportReturnType]
+        return _LazyGraph(ReplayingGraph(run, in_place=self.in_place), self.graph_bytes, pool_bytes)  # pyrefly: ignore[bad-return]
 
     def mark(self) -> FakeEvent | None:
         if not self.has_events:

@@ -25,7 +25,7 @@ def new_preprocessor(
     tiling = family.tiling(config)
     if make_tiles is None:
         make_tiles = partial(keep_decoded, tiling=tiling) if keeps_decoded else tiling.make_tiles
-    settings = {"max_context": 1000, "max_image_pixels": 10**6, "num_threads": 1} | settings
+    chosen: dict[str, Any] = {"max_context": 1000, "max_image_pixels": 10**6, "num_threads": 1, **settings}
     offending_requests = OffendingRequests() if offending_requests is None else offending_requests
     skills = family.skills(config)
-    return Preprocessor(config, skills, loaded.tokenizer, offending_requests, tiling, make_tiles, **settings)
+    return Preprocessor(config, skills, loaded.tokenizer, offending_requests, tiling, make_tiles, **chosen)

@@ -2,4 +2,4 @@
 
 import sys
 
-sys.modules["kestrel_runtime.models.moondream"] = None  # pyright: ignore[reportArgumentType]
+sys.modules["kestrel_runtime.models.moondream"] = None  # pyrefly: ignore[unsupported-operation]

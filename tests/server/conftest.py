@@ -18,7 +18,7 @@ def engine_channel(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def _in_one_process(request: pytest.FixtureRequest, engine_channel: str) -> None:  # pyright: ignore[reportUnusedFunction]
+def _in_one_process(request: pytest.FixtureRequest, engine_channel: str) -> None:
     marker = request.node.get_closest_marker("one_process")
     if marker is not None and engine_channel == SOCKETS:
         pytest.skip(marker.args[0])

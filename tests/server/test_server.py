@@ -77,7 +77,8 @@ async def serving_until_signal(
             await super().start()
             started.set()
 
-    server = TellingServer(engine, ServerConfig(port=0, **{"withdrawal_delay": 0.0, **options}))
+    settings: dict[str, Any] = {"withdrawal_delay": 0.0, **options}
+    server = TellingServer(engine, ServerConfig(port=0, **settings))
     serve = asyncio.ensure_future(server.serve())
     opened = asyncio.ensure_future(started.wait())
     await asyncio.wait({serve, opened}, return_when=asyncio.FIRST_COMPLETED)

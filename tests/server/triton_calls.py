@@ -66,7 +66,8 @@ def infer(request_id: str = "", *, parameters: Mapping[str, Any] | None = None, 
 
 
 def query(request_id: str = "", **more: Any) -> Any:
-    return infer(request_id, **{"SKILL": "query", "QUESTION": "?", "IMAGE": IMAGE, **more})
+    given: dict[str, Any] = {"SKILL": "query", "QUESTION": "?", "IMAGE": IMAGE, **more}
+    return infer(request_id, **given)
 
 
 def facts(response: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kestrel_runtime.api.config import BUILT_IN_MODEL, EngineConfig
+from kestrel_runtime.api.events import QueryOutput
 from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -32,8 +33,8 @@ async def test_the_answer_of_the_server_is_the_most_likely_one(loaded: LoadedMod
         ).result()
     finally:
         engine.close()
-    answer = finished.output.answer  # pyright: ignore[reportAttributeAccessIssue] - that of a query
-    example = prepared(loaded, PICTURE, QUESTION, answer)
+    assert isinstance(finished.output, QueryOutput)
+    example = prepared(loaded, PICTURE, QUESTION, finished.output.answer)
     with torch.inference_mode():
         assert Decoder(loaded.model)(example).argmax(-1).tolist() == example.answer.tolist()
 

@@ -151,7 +151,7 @@ def as_usual() -> contextlib.AbstractContextManager[None]:
 
 def start_by(starter: Starter) -> None:
     """From here on programs that this process starts are forked by that starter."""
-    subprocess._fork_exec = starter.fork_exec  # pyright: ignore[reportAttributeAccessIssue]
+    subprocess._fork_exec = starter.fork_exec  # pyrefly: ignore[missing-attribute]
     _posixsubprocess.fork_exec = starter.fork_exec
 
 
@@ -178,7 +178,7 @@ def _own_starter() -> Starter:
     starter = Starter(ours, variables)
 
     @atexit.register
-    def end() -> None:  # pyright: ignore[reportUnusedFunction]
+    def end() -> None:
         starter.close()
         process.wait()
 

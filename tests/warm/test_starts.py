@@ -46,7 +46,9 @@ def test_it_is_a_child_with_what_it_was_given(tmp_path: Path) -> None:
     with os.fdopen(reader), os.fdopen(writer):
         process = subprocess.Popen(
             (sys.executable, "-c", SAYS_WHAT_IT_IS, "a", "b c"),
-            **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             cwd=tmp_path,
             env=variables,

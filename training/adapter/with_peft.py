@@ -123,7 +123,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first weights and of the order (%(default)s)")
     arguments = parser.parse_args()
     try:
-        from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports] its users install it
+        from peft import LoraConfig, get_peft_model  # its users install it
     except ImportError as error:
         print(f"{error}; run: pip install peft", file=sys.stderr)
         return 1

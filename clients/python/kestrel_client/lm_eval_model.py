@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any, NoReturn
 
-from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports] an extra, and large
-from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports] the same
+from lm_eval.api.model import LM  # an extra, and large
+from lm_eval.api.registry import register_model  # the same
 
 from kestrel_client.batches import DEFAULT_CONCURRENCY, Job
 from kestrel_client.client import Client
@@ -117,6 +117,6 @@ def _sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports] the same
+    from lm_eval.__main__ import cli_evaluate  # the same
 
     cli_evaluate()

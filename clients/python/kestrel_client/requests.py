@@ -160,7 +160,7 @@ def segment(
 
 def gaze(eye: Point, options: CallOptions) -> vision_service_pb2.GazeRequest:
     """A look to follow."""
-    if not isinstance(eye, Point):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(eye, Point):
         raise invalid_argument("eye", f"is a Point, not {_shown(eye)}")
     return vision_service_pb2.GazeRequest(eye=media_pb2.NormalizedPoint(x=eye.x, y=eye.y), **_shared(options))
 
@@ -304,13 +304,13 @@ def _label(name: str, value: str | None, labels: Any, prefix: str) -> str:
 
 def _text(name: str, value: str) -> str:
     # Without this, a message with an argument in the wrong place would fail with an error that shows it whole.
-    if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(value, str):
         raise invalid_argument(name, f"is a text, not {_shown(value)}")
     return value
 
 
 def _seconds(name: str, value: float) -> float:
-    is_number = isinstance(value, int | float)  # pyright: ignore[reportUnnecessaryIsInstance]
+    is_number = isinstance(value, int | float)
     if not is_number or not math.isfinite(value):
         raise invalid_argument(name, f"is a number of seconds, not {_shown(value)}")
     return value
@@ -332,7 +332,7 @@ def _spatial_refs(refs: Sequence[SpatialRef]) -> list[media_pb2.SpatialRef]:
 def _spatial_ref(ref: SpatialRef) -> media_pb2.SpatialRef:
     if isinstance(ref, Point):
         return media_pb2.SpatialRef(point=media_pb2.NormalizedPoint(x=ref.x, y=ref.y))
-    if not isinstance(ref, Box):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(ref, Box):
         raise invalid_argument("spatial_refs", f"are of Point and Box, not {_shown(ref)}")
     box = media_pb2.NormalizedBox(x_min=ref.x_min, y_min=ref.y_min, x_max=ref.x_max, y_max=ref.y_max)
     return media_pb2.SpatialRef(box=box)

@@ -269,7 +269,8 @@ def _prepare(
     other_sources: tuple[str, ...],
     is_dependent: bool,
 ) -> bool:
-    products = [(plan, *sides) for plan in plans for sides in ((dim, inner, True), (inner, dim, False))]
+    sides = ((dim, inner, True), (inner, dim, False))
+    products = [(plan, columns, width, is_gated) for plan in plans for columns, width, is_gated in sides]
     element = _ELEMENTS[dtype]
     own = [
         source_of(columns, width, choices, plan, element, is_gated=is_gated, is_dependent=is_dependent)

@@ -48,7 +48,7 @@ def scaled_linear(
         return out
     # A product with float32 output, or with few rows of wide operands, cannot add the bias itself.
     inside = bias if out_dtype != torch.float32 and len(x) >= _FEWEST_ROWS_WITH_BIAS else None
-    product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+    product = torch._scaled_mm(
         x,
         weight.t(),
         scale_a=x_scale,

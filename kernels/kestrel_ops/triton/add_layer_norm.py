@@ -57,7 +57,7 @@ def add_layer_norm(
         main=main,
         tail=tail,
         rows=blocks.rows,
-        num_warps=blocks.num_warps,  # pyright: ignore[reportCallIssue]
+        num_warps=blocks.num_warps,
     )
     return out, scale
 

@@ -57,7 +57,7 @@ def concat_gelu(
         inner_tail=inner_tail,
         rows=blocks.rows,
         activate=activate,
-        num_warps=blocks.num_warps,  # pyright: ignore[reportCallIssue]
+        num_warps=blocks.num_warps,
     )
     return out, scale
 

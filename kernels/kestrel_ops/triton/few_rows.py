@@ -63,8 +63,8 @@ def multiply_few(
         block_n=_BLOCK_N,
         block_k=_BLOCK_K,
         is_even=num_rows % _BLOCK_N == 0 and width == turns * _BLOCK_K * num_shares,
-        num_warps=4,  # pyright: ignore[reportCallIssue]
-        num_stages=_NUM_STAGES,  # pyright: ignore[reportCallIssue]
+        num_warps=4,
+        num_stages=_NUM_STAGES,
     )
     if shares is not None:
         compilations.launcher(_add_shares, (num_tokens, triton.cdiv(num_rows, _BLOCK_OF_SUMS)))(
@@ -76,7 +76,7 @@ def multiply_few(
             num_rows,
             num_shares=num_shares,
             block=_BLOCK_OF_SUMS,
-            num_warps=4,  # pyright: ignore[reportCallIssue]
+            num_warps=4,
         )
     return out
 

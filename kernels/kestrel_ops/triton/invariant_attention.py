@@ -80,8 +80,8 @@ def invariant_attention(
         dims=max(16, triton.next_power_of_2(head_dim)),
         num_queries=plan.queries,
         num_keys=plan.keys,
-        num_warps=plan.num_warps,  # pyright: ignore[reportCallIssue]
-        num_stages=plan.num_stages,  # pyright: ignore[reportCallIssue]
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
     )
     return attended
 

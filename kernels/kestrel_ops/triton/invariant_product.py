@@ -72,8 +72,8 @@ def invariant_product(
         block_out=plan.block_out,
         block_columns=plan.block_columns,
         is_even=width % plan.block_columns == 0,
-        num_warps=plan.num_warps,  # pyright: ignore[reportCallIssue]
-        num_stages=plan.num_stages,  # pyright: ignore[reportCallIssue]
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
     )
     return out
 

@@ -153,7 +153,7 @@ def expand_add(
         block_rows=plan.block_rows,
         block_columns=block_columns,
         block_rank=_block_rank(max_rank, 64),
-        num_warps=num_warps,  # pyright: ignore[reportCallIssue]
+        num_warps=num_warps,
     )
 
 

@@ -93,7 +93,7 @@ def rows_by_slot(
         block_rank=triton.next_power_of_2(max_rank),
         block_rows=block_rows,
         block=max(32, min(1024, _MOST_COMPARED // block_slots, triton.next_power_of_2(num_rows))),
-        num_warps=4,  # pyright: ignore[reportCallIssue]
+        num_warps=4,
     )
     plan = Plan(order, items[: 11 * num_items].view(num_items, 11), counts, counters, block_rows, None, None)
     if is_decode:

@@ -54,7 +54,7 @@ class Health:
                 return
             await changed.wait()
 
-    def _status(self, service: str) -> HealthCheckResponse.ServingStatus:
+    def _status(self, service: str) -> int:
         if service not in self._services:
             return HealthCheckResponse.SERVICE_UNKNOWN
         return HealthCheckResponse.SERVING if self._readiness.is_ready else HealthCheckResponse.NOT_SERVING

@@ -95,7 +95,7 @@ def read_conversation(messages: Sequence[Message], problems: Problems) -> Conver
     return Conversation(_written_out(turns), reader.image, reader.image_path)
 
 
-def _written_out(turns: list[tuple[str, str]]) -> str:
+def _written_out(turns: Sequence[tuple[str, str]]) -> str:
     if len(turns) == 1:
         return turns[0][1]
     blocks = [text for role, text in turns if role in _INSTRUCTIONS]

@@ -53,7 +53,7 @@ class JsonSchemaFormat(Body):
     name: Text = Field(description="Without effect.", examples=["answer"])
     description: Text | None = Field(None, description="Without effect.")
     schema_: dict[str, Any] = Field(
-        _ANY_OBJECT, alias="schema", description="The answer is JSON that is valid under it."
+        {**_ANY_OBJECT}, alias="schema", description="The answer is JSON that is valid under it."
     )
     strict: bool | None = Field(None, description="Without effect: answers are valid in any case.")
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import safetensors.torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -104,7 +103,7 @@ class AdapterSource:
         patterns = [CONFIG_FILE, "*.safetensors"]
         try:
             folder = Path(self._download(name.path, revision=name.step, allow_patterns=patterns))
-        except (OSError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        except OSError as error:  # the errors of the hub's library are among them
             raise AdapterInvalid(str(name), (f"cannot be downloaded: {type(error).__name__}",)) from error
         # In its cache the hub's library links the files of a revision to their contents, beside `snapshots`.
         return folder, Path(os.path.realpath(folder)).parents[1]

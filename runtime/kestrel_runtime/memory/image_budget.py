@@ -84,7 +84,8 @@ class MemoryBudget:
     def hold(self, tenant: str, item: object, num_bytes: int) -> None:
         """Count an object's bytes until it is freed."""
         self.take(tenant, num_bytes)
-        weakref.finalize(item, self._put_freed, tenant, num_bytes).atexit = False
+        finalizer = weakref.finalize(item, self._put_freed, tenant, num_bytes)
+        finalizer.atexit = False  # pyrefly: ignore[missing-attribute] a property, which its stub lacks
 
     def _put_freed(self, tenant: str, num_bytes: int) -> None:
         self._freed.put((tenant, num_bytes))

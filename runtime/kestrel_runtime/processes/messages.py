@@ -118,7 +118,7 @@ _REQUEST_KINDS: Mapping[type[msgspec.Struct], type[Request]] = MappingProxyType(
 )
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    Union[tuple(_REQUEST_KINDS)]  # noqa: UP007 # pyright: ignore[reportInvalidTypeArguments]
+    Union[tuple(_REQUEST_KINDS)]  # noqa: UP007  # pyrefly: ignore[invalid-annotation] for msgspec
 )
 
 

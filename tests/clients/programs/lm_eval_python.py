@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import lm_eval  # pyright: ignore[reportMissingImports] installed in an environment of its own
-from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports] the same
-from lm_eval.api.registry import get_model  # pyright: ignore[reportMissingImports] the same
+import lm_eval  # installed in an environment of its own
+from lm_eval.api.instance import Instance  # the same
+from lm_eval.api.registry import get_model  # the same
 from PIL import Image
 
 import kestrel_client.lm_eval_model  # noqa: F401 registers the model

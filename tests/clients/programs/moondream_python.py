@@ -13,7 +13,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-import moondream  # pyright: ignore[reportMissingImports] installed in an environment of its own
+import moondream  # installed in an environment of its own
 from PIL import Image
 
 FACTS = json.loads(sys.argv[1])

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import openai  # pyright: ignore[reportMissingImports] installed in an environment of its own
+import openai  # installed in an environment of its own
 
 FACTS = json.loads(sys.argv[1])
 DOCUMENTS = Path(FACTS["picture"]).parents[1] / "docs"

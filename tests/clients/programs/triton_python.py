@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tritonclient.grpc as triton  # pyright: ignore[reportMissingImports] installed in an environment of its own
-import tritonclient.grpc.aio as triton_aio  # pyright: ignore[reportMissingImports] the same
-from tritonclient import utils  # pyright: ignore[reportMissingImports] the same
-from tritonclient.utils import shared_memory  # pyright: ignore[reportMissingImports] the same
+import tritonclient.grpc as triton  # installed in an environment of its own
+import tritonclient.grpc.aio as triton_aio  # the same
+from tritonclient import utils  # the same
+from tritonclient.utils import shared_memory  # the same
 
 FACTS = json.loads(sys.argv[1])
 IMAGE = Path(FACTS["picture"]).read_bytes()

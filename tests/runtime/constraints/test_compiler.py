@@ -84,7 +84,7 @@ def test_text_that_must_come_is_not_followed_to_its_end(compiler: ConstraintComp
 def test_a_tenant_that_holds_up_compiling_keeps_only_itself_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = new_compiler()
     goes_on = threading.Event()
-    compile_one = ConstraintCompiler._compile  # pyright: ignore[reportPrivateUsage]
+    compile_one = ConstraintCompiler._compile
 
     def held_up(own: ConstraintCompiler, constraint: Constraint, vocabulary: Any) -> CompiledConstraint:
         if constraint == hostile:
@@ -111,7 +111,7 @@ def test_a_tenant_that_holds_up_compiling_keeps_only_itself_waiting(monkeypatch:
 def test_a_tenant_whose_jobs_end_one_by_one_never_runs_more_than_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = new_compiler()
     started, may_end = threading.Semaphore(0), threading.Semaphore(0)
-    compile_one = ConstraintCompiler._compile  # pyright: ignore[reportPrivateUsage]
+    compile_one = ConstraintCompiler._compile
 
     def held_up(own: ConstraintCompiler, constraint: Constraint, vocabulary: Any) -> CompiledConstraint:
         if constraint != harmless:

@@ -79,7 +79,7 @@ def written(compiler: ConstraintCompiler, schema: dict[str, Any], max_tokens: in
         (mask,) = maker.masks([MaskRequest(matcher, generated)])
         assert isinstance(mask, np.ndarray)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-        token_id = choose(cast("list[int]", allowed))
+        token_id = choose(allowed)
         if token_id == END_ID:
             return TOKENIZER.decode(token.id for token in generated)
         generated.append(Token(token_id))

@@ -216,7 +216,7 @@ class Tracer:
 
     def install(self, monkeypatch: pytest.MonkeyPatch, everybody_is_there: threading.Event) -> None:
         """Have the engine thread begin when all requests are in its inbox, and be traced."""
-        run = EngineLoop._run  # pyright: ignore[reportPrivateUsage] - the thread's first function
+        run = EngineLoop._run  # the thread's first function
 
         def traced(loop: EngineLoop) -> None:
             everybody_is_there.wait(MAX_WAIT_S)

@@ -88,12 +88,12 @@ async def test_the_size_of_the_upright_image_is_told_whether_it_was_cached_or_no
 
 def test_the_memory_of_images_is_as_configured(loaded: LoadedModel, engine: LocalEngine) -> None:
     large = hostile_images.png(2000, 1000, colour_type=2)
-    assert engine._preprocessor.inspect(large) is not None  # pyright: ignore[reportPrivateUsage] - starts nothing
+    assert engine._preprocessor.inspect(large) is not None  # starts nothing
     config = EngineConfig(model="", num_kv_pages=60, max_decoded_image_bytes=16 * 2**20)
     small = LocalEngine(loaded, config)
     try:
         with pytest.raises(ImageError, match="must take at most 12 MiB while it is decoded"):
-            small._preprocessor.inspect(large)  # pyright: ignore[reportPrivateUsage]
+            small._preprocessor.inspect(large)
     finally:
         small.close()
 

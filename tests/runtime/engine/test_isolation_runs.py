@@ -48,14 +48,14 @@ class Bench:
         scheduler = Scheduler(self._pages, max_batch_size=8, max_prefill_tokens=64, max_tiles_per_step=8)
         isolation = Isolation(
             scheduler,
-            self.runner,  # pyright: ignore[reportArgumentType] - it stands in for one
+            self.runner,  # pyrefly: ignore[bad-argument-type] it stands in for one
             self.offending_requests,
             new_probes=lambda: [new_sequence(2)],
             on_restart=lambda: self.events.append("restart"),
             on_restarted=lambda: None,
         )
         self._admission = Admission(QueueLimits(100, 10**9, 10**6))
-        self.loop = EngineLoop(scheduler, self.runner, isolation, self._admission)  # pyright: ignore[reportArgumentType]
+        self.loop = EngineLoop(scheduler, self.runner, isolation, self._admission)  # pyrefly: ignore[bad-argument-type]
         empty = self.runner.empty_device_cache
         self.runner.empty_device_cache = lambda: (empty(), self.events.append("cache emptied"))[0]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kestrel_runtime.execution.cuda_stream import CudaStream
-from kestrel_runtime.execution.graph_capture import StreamCapture
+from kestrel_runtime.execution.graph_capture import CapturedGraph, StreamCapture
 from kestrel_runtime.execution.graph_policy import CapturedGraphs, GraphBudget
 from tests.runtime.fake_cuda import FakeCuda, FakeStreamCapture
 
@@ -35,13 +35,13 @@ class Counter:
 def new_graphs(
     stream_capture: FakeStreamCapture, budget: GraphBudget | None = None, kind: str = "works"
 ) -> CapturedGraphs:
-    return CapturedGraphs(kind, stream_capture, budget or GraphBudget(max_bytes=1000))  # pyright: ignore[reportArgumentType]
+    return CapturedGraphs(kind, stream_capture, budget or GraphBudget(max_bytes=1000))  # pyrefly: ignore[bad-argument-type]
 
 
 def run_and_capture(graphs: CapturedGraphs, key: object, work: Callable[[], Tensor]) -> None:
     """Run a work until it is wanted, and capture all that is."""
     for _ in range(2):
-        graphs.run(key, work)  # pyright: ignore[reportArgumentType]
+        graphs.run(key, work)
     capture_wanted(graphs)
 
 
@@ -95,7 +95,7 @@ def test_g1_a_first_replay_that_finds_no_memory_is_a_capture_that_failed(caplog:
     graphs = new_graphs(stream_capture)
     record = stream_capture.capture
 
-    def unlaunchable(run: Callable[[], Tensor]) -> object:
+    def unlaunchable(run: Callable[[], Tensor]) -> CapturedGraph:
         def refuse() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -103,7 +103,7 @@ def test_g1_a_first_replay_that_finds_no_memory_is_a_capture_that_failed(caplog:
         captured.graph.replay = refuse
         return captured
 
-    stream_capture.capture = unlaunchable  # pyright: ignore[reportAttributeAccessIssue]
+    stream_capture.capture = unlaunchable
     run_and_capture(graphs, "a", work)
     assert len(graphs) == 1
     for expected in range(3, 6):

@@ -118,7 +118,7 @@ def test_animation_shows_its_first_frame(image_format):
     options = {"lossless": True} if image_format == "WEBP" else {}
     data = encode(frames[0], image_format, save_all=True, append_images=frames[1:], **options)
     with Image.open(io.BytesIO(data)) as image:
-        assert image.n_frames == 3  # pyright: ignore[reportAttributeAccessIssue]
+        assert image.n_frames == 3  # pyrefly: ignore[missing-attribute]
     assert decode(data).getcolors() == [(200, RED)]
 
 

@@ -42,7 +42,7 @@ def test_m1_an_object_may_be_freed_while_the_budget_is_in_use() -> None:
     budget = MemoryBudget(100)
     thing = Thing()
     budget.hold("a", thing, 70)
-    with budget._lock:  # pyright: ignore[reportPrivateUsage] - the garbage collector may run at any moment
+    with budget._lock:  # the garbage collector may run at any moment
         del thing
     assert budget.used_bytes == 0
 

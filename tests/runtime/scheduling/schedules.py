@@ -15,6 +15,7 @@ import itertools
 import os
 from collections import Counter, deque
 from random import Random
+from typing import Any
 
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
@@ -161,7 +162,9 @@ class Schedule:
         num_image_tokens = 0 if image is None else self.num_image_tokens
         if len(prompt) + num_image_tokens >= capacity:
             return
-        tiles = {} if image is None else {"num_image_tokens": num_image_tokens, "tiles": blank_tiles(NUM_TILES)}
+        tiles: dict[str, Any] = {}
+        if image is not None:
+            tiles = {"num_image_tokens": num_image_tokens, "tiles": blank_tiles(NUM_TILES)}
         sequence = new_sequence(prompt, max_context=capacity, tenant=random.choice(self.tenants), **tiles)
         if random.random() < 0.95:
             if random.random() < 0.95:

@@ -85,7 +85,7 @@ def test_far_deadlines_of_those_long_gone_do_not_pile_up() -> None:
     staying = watched(deadlines, 7.0)
     for _ in range(2000):
         deadlines.forget(watched(deadlines, 1e9))
-    assert len(deadlines._moments) < 100  # pyright: ignore[reportPrivateUsage] - memory shows in no other way
+    assert len(deadlines._moments) < 100  # memory shows in no other way
     assert list(deadlines.due(7.0)) == [staying]
 
 

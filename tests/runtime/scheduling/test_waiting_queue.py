@@ -219,7 +219,7 @@ def test_w3_tenants_are_forgotten_once_they_no_longer_matter(queue: WaitingQueue
         sequence = new_sequence(1, tenant=str(number))
         push(queue, sequence)
         queue.start(sequence)
-    assert len(queue._tenants) < 1100  # pyright: ignore[reportPrivateUsage] - memory shows in no other way
+    assert len(queue._tenants) < 1100  # memory shows in no other way
 
 
 def test_w4_among_equals_the_first_submitted_starts_first(queue: WaitingQueue) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,7 +31,7 @@ class Rig:
     def __init__(self, **limits: float) -> None:
         self.now = 1000.0
         self.forgotten: list[tuple[str, str]] = []
-        values = {
+        values: dict[str, Any] = {
             "max_bytes": 4 * COST,
             "quota_bytes": 3 * COST,
             "default_ttl_s": 60.0,
@@ -39,15 +40,15 @@ class Rig:
         }
         self.files: set[tuple[str, ImageHandle]] = set()
         self.store = ImageIndex(
-            StoreLimits(**values),  # pyright: ignore[reportArgumentType]
+            StoreLimits(**values),
             lambda namespace, sha256: self.forgotten.append((namespace, sha256)),
             lambda namespace, handle: self.files.remove((namespace, handle)),
             clock=lambda: self.now,
         )
 
-    def put(self, name: str, namespace: str = "a", **keeping: float) -> ImageHandle:
+    def put(self, name: str, namespace: str = "a", **keeping: Any) -> ImageHandle:
         handle = handle_of(name)
-        how = Keeping(**keeping)  # pyright: ignore[reportArgumentType]
+        how = Keeping(**keeping)
         if self.store.renew(namespace, handle, how) is None:
             self.store.add(namespace, handle, KIB, INFO, how)
             self.files.add((namespace, handle))

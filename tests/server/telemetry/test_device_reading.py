@@ -47,7 +47,7 @@ class Library:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     library = Library()
-    monkeypatch.setitem(sys.modules, "pynvml", library)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(sys.modules, "pynvml", library)
     return library
 
 
@@ -76,5 +76,5 @@ def test_a_driver_or_device_that_is_not_there_is_a_warning(library, caplog, uuid
 
 
 def test_without_the_library_nothing_is_read(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     assert device_reader("abc")() is None

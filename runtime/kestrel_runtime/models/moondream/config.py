@@ -238,7 +238,7 @@ def _mapping(data: Mapping[str, Any], key: str, prefix: str = "") -> Mapping[str
 
 def _section(kind: type[_Section], data: Mapping[str, Any], name: str) -> _Section:
     # Unknown keys are skipped: published configurations contain fields of the training.
-    known = {field.name: field for field in fields(kind)}  # pyright: ignore[reportArgumentType]
+    known = {field.name: field for field in fields(kind)}  # pyrefly: ignore[bad-argument-type] all are dataclasses
     missing = [key for key, field in known.items() if key not in data and field.default is MISSING]
     if missing:
         raise ConfigError(f"config.json: {name} lacks {', '.join(missing)}")

@@ -230,7 +230,7 @@ class MoondreamExecutor:
             graphs.clear()
 
     def _all_graphs(self) -> Iterator[CapturedGraphs]:
-        encodings = self._encode_graphs and self._encode_graphs.captured
+        encodings = None if self._encode_graphs is None else self._encode_graphs.captured
         for graphs in (self._decode_graphs, self._prefill_graphs, self._first_token_graphs, encodings):
             if graphs is not None:
                 yield graphs

@@ -50,7 +50,7 @@ def request(number: int, image: bytes | None = None) -> Query:
 @asynccontextmanager
 async def engine(model: Any, **options: Any) -> AsyncIterator[LocalEngine]:
     # So many pages, that others may use the device, too.
-    chosen = {"max_batch_size": 16, "deterministic": True, "num_kv_pages": 2048, **options}
+    chosen: dict[str, Any] = {"max_batch_size": 16, "deterministic": True, "num_kv_pages": 2048, **options}
     config = EngineConfig(model=str(model), device=DEVICE, **chosen)
     engine = await asyncio.to_thread(LocalEngine.start, config)
     try:
@@ -109,7 +109,7 @@ async def test_text_has_the_same_bytes_after_preemptions(
     wanted: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preempted: list[object] = []
-    preempt = Scheduler._preempt  # pyright: ignore[reportPrivateUsage]
+    preempt = Scheduler._preempt
     monkeypatch.setattr(Scheduler, "_preempt", lambda self, each: (preempted.append(each), preempt(self, each)))
     few = {"page_size": 4, "num_kv_pages": 188, "max_batch_size": 32, "prefix_cache": False}
     async with engine(MD3_SMALL, dtype="float32", **few) as busy:

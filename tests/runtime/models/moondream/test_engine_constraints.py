@@ -155,7 +155,7 @@ async def test_a_forward_pass_ahead_and_preemption_change_no_answer(
     are_complete = cycle((False, False, True))
     monkeypatch.setattr(StepHandle, "is_complete", lambda _: next(are_complete))
     preempted: Counter[bool] = Counter()
-    preempt = Scheduler._preempt  # pyright: ignore[reportPrivateUsage]
+    preempt = Scheduler._preempt
 
     def counted(scheduler: Scheduler, sequence: Sequence) -> None:
         preempted[sequence.matcher is not None and sequence.num_generated > 1] += 1

@@ -27,8 +27,8 @@ IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 KEPT_OF_TEXT = ("wte", "post_ln", "lm_head", ".ln.", ".tau.", ".router.", "mlp.fc1.scale", "mlp.fc2.scale")
 
 
-def loaded(folder: object, **settings: object) -> tuple[LoadedModel, EngineConfig]:
-    config = EngineConfig(model=str(folder), device="cpu", dtype="bfloat16", **settings)  # pyright: ignore[reportArgumentType]
+def loaded(folder: object, **settings: Any) -> tuple[LoadedModel, EngineConfig]:
+    config = EngineConfig(model=str(folder), device="cpu", dtype="bfloat16", **settings)
     return LoadedModel.load(config), config
 
 

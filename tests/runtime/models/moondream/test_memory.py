@@ -44,10 +44,10 @@ IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 BOUNDS = StepBounds(max_batch_size=3, max_prefill_tokens=777, max_tiles=5)
 
 
-def needs_of(loaded: LoadedModel, **settings: object) -> MemoryNeeds:
+def needs_of(loaded: LoadedModel, **settings: Any) -> MemoryNeeds:
     return memory_needs(
         loaded.model,
-        EngineConfig(model="", **settings),  # pyright: ignore[reportArgumentType]
+        EngineConfig(model="", **settings),
         BOUNDS,
         step_bytes=1_234_567,
         available_bytes=8_000_000_011,

@@ -143,11 +143,12 @@ def failure(error: grpc.aio.AioRpcError) -> Told:
     details: dict[str, Any] = details_of(error)
     info = details["ErrorInfo"]
     violations = details["BadRequest"].field_violations if "BadRequest" in details else ()
+    trailers: dict[str, Any] = dict(error.trailing_metadata())
     delay = details["RetryInfo"].retry_delay if "RetryInfo" in details else None
     return Told(
         error.code().name,
         info.reason,
         fields=tuple(violation.field for violation in violations),
-        request_id=dict(error.trailing_metadata())["x-request-id"],  # pyright: ignore[reportArgumentType]
+        request_id=trailers["x-request-id"],
         retry_after_s=None if delay is None else delay.ToNanoseconds() / 1e9,
     )

@@ -259,7 +259,7 @@ async def test_who_does_not_read_a_file_loses_the_connection_and_the_place(monke
             await client.ask(GET, request)
             async for _ in client.events():  # until the server has closed the connection
                 pass
-            await rig.server._groups.ended()  # pyright: ignore[reportPrivateUsage]
+            await rig.server._groups.ended()
             assert len((await rig.images.GetImage(request)).data) == LARGE_BYTES + 1, "others are not disturbed"
 
 

@@ -48,7 +48,7 @@ def parts(data: bytes = DATA, *, chunk_bytes: int = MIB, **header: Any) -> Itera
 
 def stored(rig: Serving) -> tuple[int, int]:
     """Images in the store of a server, and the bytes that they count for."""
-    store: Any = rig.server._store  # pyright: ignore[reportPrivateUsage]
+    store: Any = rig.server._store
     return store.index.usage.num_images, store.index.usage.num_bytes
 
 
@@ -347,13 +347,13 @@ async def test_many_uploads_at_a_time_are_all_stored() -> None:
 
 async def purged(rig: Serving) -> None:
     """Wait until the engine has dropped all that it is to drop."""
-    await rig.server._purges.done()  # pyright: ignore[reportPrivateUsage]
+    await rig.server._purges.done()
 
 
 async def no_open_calls(rig: Serving) -> None:
     """Wait until the server has noticed that its calls have ended."""
     async with asyncio.timeout(60):
-        await rig.server._groups.ended()  # pyright: ignore[reportPrivateUsage]
+        await rig.server._groups.ended()
 
 
 async def test_an_image_that_is_deleted_or_expires_while_its_request_waits_is_answered_about() -> None:
@@ -374,7 +374,7 @@ async def test_an_image_expires() -> None:
     async with serving() as rig:
         await rig.images.PutImage(wire.PutImageRequest(data=DATA, ttl=Duration(nanos=1)))
         assert await refusal(ask(rig, id_of(DATA))) == (Code.NOT_FOUND, "IMAGE_NOT_FOUND")
-        store: Any = rig.server._store  # pyright: ignore[reportPrivateUsage]
+        store: Any = rig.server._store
         store.index.expire()
         await purged(rig)
         assert rig.engine.cleared == [("", hashlib.sha256(DATA).digest())]
@@ -476,7 +476,7 @@ async def test_images_of_a_token_that_is_taken_back_are_dropped(tokens: Path) ->
         for name in ("alice", "bob", "carol"):
             await rig.images.PutImage(wire.PutImageRequest(data=DATA), metadata=bearing(name))
         write_tokens(tokens, "bob", "reader")
-        access: Any = rig.server._access  # pyright: ignore[reportPrivateUsage]
+        access: Any = rig.server._access
         await access.reload()
         await purged(rig)
         assert rig.engine.cleared == [("token:alice", None)]

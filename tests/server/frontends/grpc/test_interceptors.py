@@ -357,7 +357,7 @@ async def test_a_call_whose_task_runs_after_the_server_has_stopped_writes_one_li
         request = COMPLETE_QUERY if method == "CompleteQuery" else QUERY
         call: Any = getattr(rig.vision, method)(request)
         await has_begun.wait()
-        await rig.server._frontend._servers[0].stop(None)  # pyright: ignore[reportPrivateUsage]
+        await rig.server._frontend._servers[0].stop(None)
         has_stopped.set()
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
         await has_ended.wait()
@@ -394,7 +394,7 @@ async def test_a_refusal_that_can_no_longer_be_sent_ends_its_call_as_a_cancelled
             (self.methods,) = handlers
 
     async with serving() as rig:
-        frontend: Any = rig.server._frontend  # pyright: ignore[reportPrivateUsage]
+        frontend: Any = rig.server._frontend
         handlers: Any = Handlers()
         services = AdmittedServices(handlers, frontend._groups.inference, frontend._connections)
         vision_service_pb2_grpc.add_VisionServiceServicer_to_server(frontend._vision, services)

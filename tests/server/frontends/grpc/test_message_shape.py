@@ -25,7 +25,8 @@ MAX_IMAGE_BYTES = 8 * MIB
 
 
 def point(**fields: Any) -> bytes:
-    return wire.PointRequest(**{"object": "bird", "image": {"data": b"x" * MIB}, **fields}).SerializeToString()
+    given: dict[str, Any] = {"object": "bird", "image": {"data": b"x" * MIB}, **fields}
+    return wire.PointRequest(**given).SerializeToString()
 
 
 def refusal(message: bytes, layout: Layout = LAYOUT) -> str:

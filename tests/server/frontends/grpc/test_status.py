@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
 from google.rpc import status_pb2
@@ -18,8 +20,8 @@ def test_every_code_is_one_of_grpc(code: Code) -> None:
 
 def test_trailers_have_code_message_and_the_name_of_the_request() -> None:
     failure = describe(Overloaded(7, 0.25))
-    trailers = dict(trailing_metadata(failure, "abc"))
-    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])  # pyright: ignore[reportArgumentType]
+    trailers: dict[str, Any] = dict(trailing_metadata(failure, "abc"))
+    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
     assert status_code(failure) is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert (status.code, status.message) == (8, failure.message)
     assert trailers["x-request-id"] == "abc"

@@ -218,9 +218,10 @@ async def test_a_reader_that_takes_nothing_loses_its_stream() -> None:
 
     async with serving_http(FakeEngine(says_much), stream_idle_timeout=0.2) as rig, rig.connect() as connection:
         await connection.send("/v1/query", {"question": "?", "stream": True})
-        connection.writer.transport.pause_reading()  # pyright: ignore[reportAttributeAccessIssue]
+        transport: Any = connection.writer.transport
+        transport.pause_reading()
         await rig.engine.num_submitted.acquire()
         await rig.server.drain()  # waits for the end of the call
-        connection.writer.transport.resume_reading()  # pyright: ignore[reportAttributeAccessIssue]
+        transport.resume_reading()
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError, ValueError)):
             await connection.response()

@@ -31,8 +31,8 @@ def write_tokens(path: Path, more: str = "", scope: Scope = Scope.INFER, name: s
     return str(path)
 
 
-def holds(request: object) -> list[object]:
-    return [HOLD, *scripted(request)]  # pyright: ignore[reportArgumentType] any request
+def holds(request: Any) -> list[object]:
+    return [HOLD, *scripted(request)]
 
 
 async def open_stream(rig: Serving, *messages: Any, **options: Any) -> Any:

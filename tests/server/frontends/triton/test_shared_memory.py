@@ -182,7 +182,7 @@ def in_memory(offset: int = 0) -> Any:
 
 
 def registration(path: Path, **more: Any) -> wire.SystemSharedMemoryRegisterRequest:
-    fields = {"name": "image", "key": f"/{path.name}", "byte_size": path.stat().st_size, **more}
+    fields: dict[str, Any] = {"name": "image", "key": f"/{path.name}", "byte_size": path.stat().st_size, **more}
     return wire.SystemSharedMemoryRegisterRequest(**fields)
 
 

@@ -68,10 +68,10 @@ class Reference:
             self.notes.append("flex attention was turned off: it needs a compiler")
         if not _has_rotary_frequencies(inner):
             raise RuntimeError("this version of transformers leaves buffers uninitialised: install transformers<5")
-        resizing = [name for name in sys.modules if name.endswith("image_crops")]
-        for name in resizing:
-            if getattr(sys.modules[name], "HAS_VIPS", False):
-                sys.modules[name].HAS_VIPS = False  # pyright: ignore[reportAttributeAccessIssue]
+        resizing: list[Any] = [module for name, module in sys.modules.items() if name.endswith("image_crops")]
+        for module in resizing:
+            if getattr(module, "HAS_VIPS", False):
+                module.HAS_VIPS = False
                 self.notes.append("images were resized with Pillow instead of libvips")
         encode = getattr(inner, "_vis_enc", None)
         if encode is None:

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -249,7 +251,7 @@ def test_each_phase_has_768_tokens_unless_the_caller_says_otherwise():
 def test_a_cut_while_reasoning_leaves_no_answer(config):
     query = parser(config, reasoning=True)
     tokens = [*spelled("ab"), coordinate(0.5), coordinate(0.25), *plain([ID_OF_BYTE["é".encode()[0]]])]
-    deltas = [*consume(query, tokens), *query.truncate()]
+    deltas: list[Any] = [*consume(query, tokens), *query.truncate()]
     assert query.finish_reason is FinishReason.LENGTH
     reasoning = Reasoning("ab�", (Grounding(0, 3, (Location(0.5, 0.25),)),))
     assert query.output() == QueryOutput("", reasoning)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from kestrel_runtime.verify.reference_fixture import ReferenceFixture
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, copy_with_one_image
 
 
-def verify(folder: Path, dtype: str = "float32", **paths: str) -> tuple[int, int, list[str]]:
+def verify(folder: Path, dtype: str = "float32", **paths: Any) -> tuple[int, int, list[str]]:
     lines: list[str] = []
     config = replace(EngineConfig(device="cpu", dtype=dtype), **paths)
     passed, failed = ReferenceFixture(folder, config).run(lines.append)
