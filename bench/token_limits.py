@@ -183,8 +183,8 @@ async def _outcome(call: Any) -> str:
     except asyncio.CancelledError:
         return "CANCELLED"
     except grpc.aio.AioRpcError as error:
-        call: Any = error
-        found: Any = rpc_status.from_call(call)
+        ended: Any = error
+        found: Any = rpc_status.from_call(ended)
         texts = "" if found is None else str(found)
         return "RATE_LIMITED" if "RATE_LIMITED" in texts else error.code().name
     return "OK"
