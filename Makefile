@@ -12,7 +12,7 @@ BIN := .venv/bin
 # Of what pip would compile, a sixth is ever imported; Python compiles that itself, unless it may not write it down.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 
-.PHONY: setup proto check test most-tests lone-tests test-clients test-page test-languages test-ray docs fuzz serve \
+.PHONY: setup proto check test tests test-clients test-page test-languages test-ray docs fuzz serve \
 	demo attacks quality train bench supply dist clean
 
 # Everything into .venv; nothing to do until pyproject.toml changes.
@@ -40,16 +40,12 @@ check: setup
 	$(BIN)/pyrefly check --summary=none
 	BUF=$(BIN)/buf PYTHON=$(BIN)/python sh proto/check.sh
 
-# What measures time runs alone, after the rest; more at a time with WORKERS=… With --jobs 2 the checks run beside tests.
+# More at a time with WORKERS=…
 WORKERS ?= 2
-test: check most-tests
-	@$(MAKE) --no-print-directory lone-tests
+test: check tests
 
-most-tests: setup
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m 'not alone'
-
-lone-tests: setup
-	$(BIN)/python -m pytest -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
+tests: setup
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 # Clients that others have written, each in an environment of its own; one of them with ARGS=openai. Before them,
 # manifests whose schemas are packages for Node.js.
