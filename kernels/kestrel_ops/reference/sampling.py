@@ -81,18 +81,15 @@ def philox_uniform(
 
 def philox(seeds: Tensor, counters: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
     """The four 32-bit words of the generator, as int64 tensors [B]."""
-    first, second, third, fourth = counters
-    low_key, high_key = seeds & _MASK, (seeds >> 32) & _MASK
-    for _ in range(_NUM_ROUNDS):
-        high, low = _product(first, _MULTIPLIERS[0])
-        other_high, other_low = _product(third, _MULTIPLIERS[1])
-        first, second = other_high ^ second ^ low_key, other_low
-        third, fourth = high ^ fourth ^ high_key, low
-        low_key, high_key = (low_key + _KEY_STEPS[0]) & _MASK, (high_key + _KEY_STEPS[1]) & _MASK
-    return first, second, third, fourth
-
-
-def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a product; int64 keeps its bits although the sign is lost."""
-    product = word * multiplier
-    return (product >> 32) & _MASK, product & _MASK
+    # The first and third word are rows of one tensor, the second and fourth of another: on the host a hundred small
+    # operations take most of the time. Constants are filled in, since a CUDA graph cannot copy them from the host.
+    first_third, second_fourth = torch.stack(counters).view(2, 2, -1).unbind(1)
+    multipliers = torch.cat([seeds.new_full((1, 1), multiplier) for multiplier in _MULTIPLIERS])
+    rounds = torch.arange(_NUM_ROUNDS, device=seeds.device)[:, None]
+    halves = [half + rounds * step for half, step in zip((seeds, seeds >> 32), _KEY_STEPS, strict=True)]
+    keys = torch.stack(halves, dim=1) & _MASK  # [rounds, 2, B]
+    for key in keys:
+        product = first_third * multipliers  # int64 keeps the bits although the sign is lost
+        first_third = ((product >> 32) & _MASK).flip(0) ^ second_fourth ^ key
+        second_fourth = (product & _MASK).flip(0)
+    return first_third[0], second_fourth[0], first_third[1], second_fourth[1]
