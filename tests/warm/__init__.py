@@ -7,9 +7,11 @@ status, descriptors, variables, a folder and signals of its own, and it runs its
 processes that it starts itself are forked as well, from a starter that is a child of its own.
 
 It differs from others in that it has modules that its program may not have imported, and the hash seed of the
-starter. So what is tested must not be the start; for that there is `as_usual`. A process is also started as usual
-where the difference might matter: with other variables that libraries read while they are imported, with other
-limits, with flags of Python, and where the system is not Linux.
+starter, and that it exits without destroying its objects unless it has the variable `EXITS_AS_USUAL`. So what is
+tested must not be the start; for that there is `as_usual`. A process is also started as usual
+where the difference might matter: with other variables that libraries read while they are imported, with flags of
+Python, and where the system is not Linux. Where variables of the hub of models differ, the new process imports its
+library anew, and what imports it.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ import functools
 import json
 import os
 import resource
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -34,12 +38,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+EXITS_AS_USUAL = "PYTEST_EXITS_AS_USUAL"
+"""A variable for programs whose exit is tested; any value."""
 TITLE = "starter of tests"
 """Of starters, in `ps`."""
 MAX_REQUEST_BYTES = 128 * 1024
 MAX_DESCRIPTORS = 64
-_FREE_VARIABLES = ("KESTREL_", "PYTEST_", "TMPDIR", "PATH", "POISON")
-"""Beginnings of names of variables that no library reads while it is imported."""
+HUB_VARIABLES = "HF_"
+"""The beginning of the names of variables that the library of the hub reads while it is imported."""
+_FREE_VARIABLES = ("KESTREL_", "PYTEST_", "TMPDIR", "PATH", "POISON", "NO_PROXY", "ENGINE_CHANNEL", HUB_VARIABLES)
+"""Beginnings of names of variables that no other library reads while it is imported."""
 _PR_SET_CHILD_SUBREAPER = 36
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _fork_exec = _posixsubprocess.fork_exec
@@ -55,6 +63,8 @@ class Start:
     variables: Mapping[str, str]
     numbers: Sequence[int]
     blocked_signals: Sequence[int]
+    descriptor_limits: Sequence[int]
+    """Soft and hard."""
     is_session_leader: bool
 
     def to_bytes(self) -> bytes:
@@ -72,7 +82,6 @@ class Starter:
         """`variables` are those of the starter, while it imported."""
         self._connection = connection
         self._variables = dict(variables)
-        self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -89,6 +98,7 @@ class Starter:
             variables=_named(variables),
             numbers=[0, 1, 2, *(number for number in kept if number > 2 and number != ends)],
             blocked_signals=[int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+            descriptor_limits=resource.getrlimit(resource.RLIMIT_NOFILE),
             is_session_leader=bool(is_session_leader),
         )
         is_plain = closes and group == -1 and identity == [None, None, None, -1] and preexec is None
@@ -110,7 +120,6 @@ class Starter:
         return (
             start.arguments[:1] in (["-m"], ["-c"])
             and all(name.startswith(_FREE_VARIABLES) for name in differing)
-            and self._limits == resource.getrlimit(resource.RLIMIT_NOFILE)
             and Path(start.folder).is_dir()
         )
 
@@ -142,6 +151,38 @@ def starts() -> Iterator[None]:
         return
     with _starting_by(_own_starter().fork_exec):
         yield
+
+
+@contextlib.contextmanager
+def shell_variables() -> Iterator[dict[str, str]]:
+    """The variables of a shell that has activated the environment of this Python.
+
+    Until the end of the block `kestrel-grpc` begins there with the packages imported, as programs do in `starts`.
+    """
+    folder_of_python = Path(sys.executable).parent
+    if sys.platform != "linux":
+        yield {**os.environ, "PATH": f"{folder_of_python}:{os.environ['PATH']}"}
+        return
+    # In /tmp, because the path of a socket is short.
+    with tempfile.TemporaryDirectory(dir="/tmp") as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        command = folder / "kestrel-grpc"
+        program = (sys.executable, "-IS", str(Path(__file__).with_name("command.py")), f"{folder}/socket")
+        command.write_text(f'#!/bin/sh\nexec {shlex.join(program)} kestrel_grpc "$@"\n')
+        command.chmod(0o755)
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(f"{folder}/socket")
+        listener.listen()
+        with starts():
+            process = subprocess.Popen(
+                (sys.executable, "-m", "tests.warm", str(listener.fileno())),
+                cwd=_CHECKOUT,
+                pass_fds=(listener.fileno(),),
+                stdin=subprocess.DEVNULL,
+            )
+        stack.enter_context(process)
+        stack.callback(process.kill)
+        yield {**os.environ, "PATH": f"{folder}:{folder_of_python}:{os.environ['PATH']}"}
 
 
 def as_usual() -> contextlib.AbstractContextManager[None]:

@@ -1,23 +1,40 @@
 """The starter: imports the packages, and forks a process for each request that comes over its socket.
 
-`python -m tests.warm DESCRIPTOR` runs it until the other end of the socket is closed. It has one thread, no gRPC
+`python -m tests.warm DESCRIPTOR` runs it until the other end of the socket is closed. If the socket listens, each
+connection (`command.py`) brings one request, and the starter runs until it is killed. It has one thread, no gRPC
 channel, no context of ZeroMQ and no event loop, none of which survives a fork.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import importlib
 import os
+import resource
 import runpy
 import signal
 import socket
 import sys
+import threading
 import types
+from collections.abc import Mapping
+from typing import NoReturn
 
 from setproctitle import setproctitle
 
-from tests.warm import MAX_DESCRIPTORS, MAX_REQUEST_BYTES, TITLE, Start, Starter, moved, start_by
+from tests.warm import (
+    EXITS_AS_USUAL,
+    HUB_VARIABLES,
+    MAX_DESCRIPTORS,
+    MAX_REQUEST_BYTES,
+    TITLE,
+    Start,
+    Starter,
+    moved,
+    start_by,
+)
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM)
 """They may be sent to a group of processes, to which a starter belongs."""
@@ -26,8 +43,13 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM)
 PACKAGES = (
     *("uvloop", "kestrel_grpc.cli.commands", "kestrel_grpc.server"),
     *("kestrel_grpc.host.supervisor", "kestrel_grpc.host.core", "kestrel_grpc.host.frontend"),
+    *("kestrel_grpc.frontends.http.frontend", "kestrel_grpc.frontends.page.page"),
+    *("kestrel_grpc.frontends.openai.service", "kestrel_grpc.frontends.rest.service"),
+    *("kestrel_grpc.frontends.triton.service", "uvicorn.lifespan.off"),
+    *("kestrel_runtime.models.moondream.family", "kestrel_runtime.models.moondream.prepared"),
+    *("PIL.GifImagePlugin", "PIL.JpegImagePlugin", "PIL.PngImagePlugin", "PIL.PpmImagePlugin"),
 )
-"""What servers, their commands and their benches import."""
+"""What servers, their commands and their benches import, at their start or when they need it."""
 
 
 def import_packages() -> None:
@@ -71,8 +93,47 @@ def next_process(connection: socket.socket) -> tuple[Start, list[int]]:
             os.close(descriptor)
 
 
-def begin(start: Start, descriptors: list[int]) -> None:
-    """Set up this process as the one that was asked for, and run its program."""
+def next_command(listener: socket.socket) -> tuple[Start, list[int]]:
+    """As `next_process`, for the requests of a listening socket.
+
+    Each new process has a parent that waits for it and tells its exit status to the one that asked, who is no
+    ancestor of the starter and so cannot wait itself.
+    """
+    setproctitle(TITLE)
+    before = [signal.signal(number, signal.SIG_IGN) for number in _IGNORED]
+    signal.signal(signal.SIGCHLD, _reap)
+    while True:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            break
+        connection.close()
+    listener.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    data, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
+    child = os.fork()
+    if child != 0:
+        try:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            connection.send(str(child).encode())
+            _, status = os.waitpid(child, 0)
+            connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+        finally:
+            os._exit(0)
+    connection.close()
+    for number, handler in zip(_IGNORED, before, strict=True):
+        signal.signal(number, handler)
+    return Start.from_bytes(data), descriptors
+
+
+def _reap(number: int, frame: types.FrameType | None) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def begin(start: Start, descriptors: list[int]) -> NoReturn:
+    """Set up this process as the one that was asked for, run its program, and exit."""
     if start.is_session_leader:
         os.setsid()
     _begin_starter(descriptors)
@@ -82,12 +143,26 @@ def begin(start: Start, descriptors: list[int]) -> None:
     for descriptor, number in zip(aside, start.numbers, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    soft, hard = start.descriptor_limits
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if _of_hub(os.environ) != _of_hub(start.variables):
+        _forget_hub()
     os.chdir(start.folder)
     for name in os.environ.keys() - start.variables.keys():
         del os.environ[name]
     os.environ.update(start.variables.items() - os.environ.items())
     setproctitle(" ".join((sys.executable, *start.arguments)))
     signal.pthread_sigmask(signal.SIG_SETMASK, start.blocked_signals)
+    try:
+        _run(start)
+        sys.exit()
+    except SystemExit as error:
+        if EXITS_AS_USUAL in start.variables or not isinstance(error.code, int | None):
+            raise
+        _leave(error.code or 0)
+
+
+def _run(start: Start) -> None:
     kind, program, *words = start.arguments
     if kind == "-m":
         sys.path[0], sys.argv = start.folder, [program, *words]
@@ -98,6 +173,27 @@ def begin(start: Start, descriptors: list[int]) -> None:
         exec(compile(program, "<string>", "exec"), vars(module))
 
 
+def _leave(status: int) -> NoReturn:
+    """Exit as Python does, but for destroying all that is imported, which takes longer than most commands."""
+    vars(threading)["_shutdown"]()  # waits for threads, as `multiprocessing` has it do
+    vars(atexit)["_run_exitfuncs"]()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(status)
+
+
+def _of_hub(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name.startswith(HUB_VARIABLES)}
+
+
+def _forget_hub() -> None:
+    """Have the library of the hub imported again, and our packages, whose modules hold what they took from it."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("huggingface_hub", "kestrel_grpc", "kestrel_runtime"):
+            del sys.modules[name]
+
+
 def _begin_starter(descriptors: list[int]) -> None:
     """Have this process ask a starter of its own, which is as this process is now."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -106,12 +202,12 @@ def _begin_starter(descriptors: list[int]) -> None:
         for descriptor in descriptors:
             os.close(descriptor)
         begin(*next_process(theirs))
-        sys.exit()
     theirs.close()
     start_by(Starter(ours, os.environ))
 
 
 if __name__ == "__main__":
     connection = socket.socket(fileno=int(sys.argv[1]))
+    is_listening = bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     import_packages()
-    begin(*next_process(connection))
+    begin(*(next_command(connection) if is_listening else next_process(connection)))

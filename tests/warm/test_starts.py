@@ -6,6 +6,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kestrel_grpc import __version__
 from tests import warm
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -106,6 +108,66 @@ async def test_asyncio_and_multiprocessing_start_them_so() -> None:
 
 def _tell(connection: Any) -> None:
     connection.send((os.getpid(), os.getppid(), "kestrel_grpc.host.core" in sys.modules))
+
+
+def test_it_has_the_limit_of_descriptors_of_the_process_that_asks() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[0] - 1, before[1]))
+    try:
+        code = "import resource, sys; print('torch' in sys.modules, *resource.getrlimit(resource.RLIMIT_NOFILE))"
+        assert printed("-c", code) == f"True {before[0] - 1} {before[1]}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_other_variables_of_the_hub_are_read_although_its_library_had_been_imported() -> None:
+    code = (
+        "import sys; print('torch' in sys.modules); from huggingface_hub import constants; "
+        "from kestrel_runtime.loading import checkpoint; print(constants.ENDPOINT, checkpoint.constants.ENDPOINT)"
+    )
+    address = "http://127.0.0.1:9"
+    assert printed("-c", code, env={**os.environ, "HF_ENDPOINT": address}).split() == ["True", address, address]
+
+
+def test_objects_are_destroyed_at_the_exit_only_where_that_is_asked_for() -> None:
+    code = (
+        "import atexit, threading\n"
+        "class Told:\n"
+        "    def __del__(self): print('destroyed', flush=True)\n"
+        "told = Told(); atexit.register(print, 'exits')\n"
+        "threading.Thread(target=print, args=('thread',)).start()"
+    )
+    assert printed("-c", code).split() == ["thread", "exits"]
+    asking = {**os.environ, warm.EXITS_AS_USUAL: "yes"}
+    assert printed("-c", code, env=asking).split() == ["thread", "exits", "destroyed"]
+
+
+def test_a_command_of_a_shell_has_its_folder_its_streams_and_its_exit_status(tmp_path: Path) -> None:
+    script = 'kestrel-grpc --version > version || exit 9; kestrel-grpc health --address "$(cat)" 2> complaint'
+    with warm.shell_variables() as variables:
+        done = subprocess.run(
+            ("bash", "-c", script), cwd=tmp_path, env=variables, input="localhost:1", text=True, check=False
+        )
+    assert done.returncode == 1
+    assert (tmp_path / "version").read_text().strip() == __version__
+    assert "localhost:1" in (tmp_path / "complaint").read_text()
+
+
+def test_a_command_of_a_shell_is_ended_by_the_signals_that_it_gets() -> None:
+    with (
+        warm.shell_variables() as variables,
+        subprocess.Popen(
+            ("kestrel-grpc", "serve", "--port", "0", "--withdrawal-delay", "0"),
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        assert " on " in process.stdout.readline()
+        process.terminate()
+    assert process.returncode == 0
 
 
 def test_where_it_would_make_a_difference_it_is_started_as_usual() -> None:
