@@ -16,6 +16,8 @@ from kestrel_grpc.frontends.openai.requests import ChatBody, CompletionBody
 from kestrel_grpc.frontends.rest.requests import ROUTES
 from tests.reference_fixtures import CHECKOUT
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 DOCUMENT = (CHECKOUT / "docs" / "http.md").read_text(encoding="utf-8")
 TYPES = {"string": "text", "array": "list"}
 REST: dict[str, type[Body]] = {f"/v1/{skill}": body for skill, body in ROUTES.items()}

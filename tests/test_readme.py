@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -10,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +18,8 @@ from tests.reference_fixtures import CHECKOUT
 
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
 COMMAND = [sys.executable, "-m", "kestrel_grpc"]
-ACTIVATED = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-"""The environment of a shell that has activated the one of this Python."""
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 MAX_WAIT_S = 300.0
 """Longer than any machine needs: a longer wait is a failure."""
@@ -33,12 +30,18 @@ needs_tools = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
+def activated() -> Iterator[dict[str, str]]:
+    """The variables of a shell that has activated the environment of this Python. The imports of `kestrel-grpc`,
+    which take most of the time of a command, are those of `tests.warm`; `tests/test_packages.py` has its own."""
+    with warm.shell_variables() as variables:
+        yield variables
+
+
+@pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """A server started as a reader would start it, but for its port, and for its imports, which `session` has."""
+    """A server started as a reader would start it, but for its port."""
     command = [*COMMAND, "serve", "--port", "0"]
-    with warm.starts():
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    with server:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             line = server.stdout.readline()
@@ -50,36 +53,36 @@ def address() -> Iterator[str]:
     assert server.returncode == 0
 
 
-def run(command: list[str], address: str) -> str:
+def run(command: list[str], address: str, variables: dict[str, str]) -> str:
     """What a command prints, in the checkout, with the README's server standing at another address."""
     parts = [part.replace("localhost:50051", address) for part in command]
-    done = subprocess.run(parts, cwd=CHECKOUT, env=ACTIVATED, capture_output=True, text=True, check=False)
+    done = subprocess.run(parts, cwd=CHECKOUT, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_examples_of_stored_images_run_as_written(address, tmp_path):
+def test_examples_of_stored_images_run_as_written(address, activated, tmp_path):
     text = (CHECKOUT / "docs" / "images.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert "yellow star" in run([sys.executable, "-c", block], address)
+    assert "yellow star" in run([sys.executable, "-c", block], address, activated)
     (block,) = (
         found for found in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if " image " in found
     )
     upload, *others = block.splitlines()
-    name = run(["bash", "-euc", f"{upload} --address {address}"], address).strip()
+    name = run(["bash", "-euc", f"{upload} --address {address}"], address, activated).strip()
     for line in others:
         command = line.replace("sha256:9f86…", name).replace("picture.png", str(tmp_path / "picture.png"))
-        run(["bash", "-euc", f"{command} --address {address}"], address)
+        run(["bash", "-euc", f"{command} --address {address}"], address, activated)
     assert (tmp_path / "picture.png").read_bytes() == (CHECKOUT / "kestrel_grpc" / "demo_picture.png").read_bytes()
 
 
-def test_the_example_of_a_schema_runs_as_written(address):
+def test_the_example_of_a_schema_runs_as_written(address, activated):
     text = (CHECKOUT / "docs" / "constraints.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n(import json\n.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert "kinds of shapes: [" in run([sys.executable, "-c", block], address)
+    assert "kinds of shapes: [" in run([sys.executable, "-c", block], address, activated)
 
 
-def test_the_example_of_an_adapter_runs_as_written():
+def test_the_example_of_an_adapter_runs_as_written(activated):
     text = (CHECKOUT / "docs" / "adapters.md").read_text(encoding="utf-8")
     (block,) = (
         found for found in re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if "50054" in found
@@ -88,7 +91,7 @@ def test_the_example_of_an_adapter_runs_as_written():
     done = subprocess.run(
         ["bash", "-euc", script],
         cwd=CHECKOUT,
-        env=ACTIVATED,
+        env=activated,
         capture_output=True,
         text=True,
         check=False,
@@ -135,7 +138,7 @@ def free_ports(count: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def session(activated: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each block of the README prints to a reader who runs all of them in order, in one shell.
 
     The reader has activated the environment and stands in a checkout. Only the ports are others.
@@ -157,7 +160,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     done = subprocess.run(
         ["bash", "-euc", "\n".join(script)],
         cwd=folder,
-        env=ACTIVATED,
+        env=activated,
         capture_output=True,
         text=True,
         check=False,

@@ -6,6 +6,7 @@ import pytest
 
 from tests.fuzzing.bodies import PATHS, Target, target
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
 _MIB = 2**20
 
 

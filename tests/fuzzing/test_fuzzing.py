@@ -13,7 +13,10 @@ from tests.fuzzing.infer_requests import infer, infer_requests
 from tests.fuzzing.requests import PARSERS, methods, parse, requests
 
 # Where an example fails it is shown, however large.
-pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Generating overly large repr"),
+    pytest.mark.usefixtures("warm_starts"),
+]
 MIB = 2**20
 anyhow = settings(suppress_health_check=UNHURRIED)
 asked = st.sampled_from(methods()).flatmap(lambda method: st.tuples(st.just(method), requests(method)))

