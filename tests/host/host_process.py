@@ -11,7 +11,7 @@ import sys
 import threading
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests import warm
+from tests.journey.serving_process import FEW_PAGES
 
 MAX_WAIT_S = 120.0
-_OPTIONS = ("--port", "0", "--metrics-port", "0", "--withdrawal-delay", "0", "--log-format", "json")
+_OPTIONS = ("--port", "0", "--metrics-port", "0", "--withdrawal-delay", "0", "--log-format", "json", *FEW_PAGES)
 
 
 class HostProcess:
@@ -68,6 +69,15 @@ class HostProcess:
             found = find()
         assert found is not None
         return found
+
+    def wait_for_each(self, text: str, processes: Iterable[str], *, behind: int) -> None:
+        """Waits until each process has logged a line that contains a text, not among the first `behind`."""
+
+        def have_all() -> bool:
+            return {line["process"] for line in self.lines[behind:] if text in line["message"]} >= {*processes}
+
+        with self._news:
+            assert self._news.wait_for(have_all, MAX_WAIT_S), f"{text!r} is not in the log of each: {self.lines}"
 
     def processes(self) -> dict[str, int]:
         """Process ids by the titles that `ps` shows: the supervisor and its children, but for `tests.warm`."""

@@ -288,16 +288,33 @@ def test_a_core_that_cannot_load_ends_the_start_with_its_reason() -> None:
         assert host.wait_for("core-0 has ended with status 1 before it was ready")
 
 
-def test_a_process_that_hangs_is_killed_and_started_again() -> None:
-    program = (
-        "import kestrel_grpc.host.supervisor as supervisor\n"
-        "supervisor.PING_INTERVAL_S, supervisor.PING_TIMEOUT_S = 0.1, 15.0"
-    )
-    with host_process("--frontends", "1", program=program) as host:
+SHORT_PINGS = """
+from pathlib import Path
+from kestrel_grpc.host import supervisor
+
+supervisor.PING_INTERVAL_S = 0.1
+ask = supervisor.Link.ask
+
+async def ask_shortly(link, question, answer, *, timeout_s):
+    is_stopped = Path({folder!r}, link.name)
+    if isinstance(question, supervisor.Ping) and is_stopped.exists():
+        is_stopped.unlink()
+        timeout_s = 0.5
+    return await ask(link, question, answer, timeout_s=timeout_s)
+
+supervisor.Link.ask = ask_shortly
+"""
+"""The supervisor waits as long as usual for a process that runs, however slowly, and shortly for one whose name is
+that of a file in a folder."""
+
+
+def test_a_process_that_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
+    with host_process("--frontends", "1", program=SHORT_PINGS.format(folder=str(tmp_path))) as host:
         assert host.address
         for title in ("frontend", "core"):
             os.kill(host.processes()[f"kestrel-grpc {title} 0"], signal.SIGSTOP)
-            host.wait_for(f"{title}-0 has not answered Ping within 15 s: it is killed")
+            (tmp_path / f"{title}-0").touch()
+            host.wait_for(f"{title}-0 has not answered Ping within")
             host.wait_for(f"{title}-0.2 is ready")
         with Client(host.address, timeout_s=MAX_WAIT_S, wait_for_ready=True) as client:
             assert client.complete_query(None, "What is this?").answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import os
 import signal
@@ -37,8 +38,6 @@ pytestmark = pytest.mark.usefixtures("warm_starts")
 
 NUM_CONNECTIONS = 24
 """Linux gives each to one of two front ends: that one gets none has a chance of one in 8 million."""
-RELOADED_S = 60.0
-"""In which both processes have read a file that they look at every second, also if they stand still for a time."""
 IMAGE = (CHECKOUT / "kestrel_grpc" / "demo_picture.png").read_bytes()
 IMAGE_ID = f"sha256:{hashlib.sha256(IMAGE).hexdigest()}"
 SERVER_INFO = engine_service_pb2.GetServerInfoRequest()
@@ -126,11 +125,19 @@ async def all_outcomes(every: Sequence[Connection], ask: Outcome) -> Counter[str
     return Counter(await asyncio.gather(*(ask(connection) for connection in every)))
 
 
-async def until(every: Sequence[Connection], ask: Outcome, wanted: str, timeout_s: float = RELOADED_S) -> None:
+async def until(every: Sequence[Connection], ask: Outcome, wanted: str) -> None:
     """Ask over every connection until all answers are what is wanted."""
-    async with asyncio.timeout(timeout_s):
+    async with asyncio.timeout(MAX_WAIT_S):
         while await all_outcomes(every, ask) != {wanted: len(every)}:
             pass
+
+
+async def reloaded(host: Host, write: Callable[[], None]) -> None:
+    """Write files that both front ends read again."""
+    behind = len(host.process.lines)
+    write()
+    wait = functools.partial(host.process.wait_for_each, "reloaded", ("frontend-0", "frontend-1"), behind=behind)
+    await asyncio.to_thread(wait)
 
 
 def server_info(name: str) -> Outcome:
@@ -285,24 +292,28 @@ async def test_an_image_whose_time_is_over_leaves_the_store_and_the_caches_of_th
 
 async def test_health_follows_the_engine_in_all_processes(host: Host) -> None:
     async with connections(host) as every:
-        assert await all_outcomes(every, health) == {"SERVING": NUM_CONNECTIONS}
+        watches = [connection.health.Watch(HealthCheckRequest(), timeout=MAX_WAIT_S) for connection in every]
+
+        async def told() -> set[str]:
+            """What the next message of each watch says."""
+            messages = await asyncio.gather(*(watch.read() for watch in watches))
+            return {HealthCheckResponse.ServingStatus.Name(message.status) for message in messages}
+
+        assert await told() == {"SERVING"}
         host.process.kill("kestrel-grpc core 0")
-        await until(every, health, "NOT_SERVING")
-        await until(every, health, "SERVING", MAX_WAIT_S)
+        assert await told() == {"NOT_SERVING"}
+        assert await told() == {"SERVING"}
         assert await all_outcomes(every, server_info("plain")) == {"OK": NUM_CONNECTIONS}
-
-
-async def health(connection: Connection) -> str:
-    answer = await connection.health.Check(HealthCheckRequest())
-    return HealthCheckResponse.ServingStatus.Name(answer.status)
+        for watch in watches:
+            watch.cancel()
 
 
 async def test_tokens_are_read_again_by_all_processes(host: Host) -> None:
     async with connections(host) as every:
-        host.write_tokens(("plain", "rated", "holding", "asked"))
-        await until(every, server_info("other"), "TOKEN_INVALID")
-        host.write_tokens()
-        await until(every, server_info("other"), "OK")
+        await reloaded(host, lambda: host.write_tokens(("plain", "rated", "holding", "asked")))
+        assert await all_outcomes(every, server_info("other")) == {"TOKEN_INVALID": NUM_CONNECTIONS}
+        await reloaded(host, host.write_tokens)
+        assert await all_outcomes(every, server_info("other")) == {"OK": NUM_CONNECTIONS}
 
 
 async def test_a_supervisor_that_does_not_answer_fails_calls_with_limits_in_time_and_no_others(host: Host) -> None:
@@ -321,11 +332,7 @@ async def test_a_supervisor_that_does_not_answer_fails_calls_with_limits_in_time
 
 
 async def test_certificates_are_read_again_by_all_processes(host: Host) -> None:
-    new = trustme.CA()
-    host.pair.write(new)
-    async with asyncio.timeout(MAX_WAIT_S):
-        while True:
-            async with connections(host, new) as every:
-                if await all_outcomes(every, server_info("plain")) == {"OK": NUM_CONNECTIONS}:
-                    break
-    host.pair.write(host.authority)
+    for authority in (trustme.CA(), host.authority):
+        await reloaded(host, lambda authority=authority: host.pair.write(authority))
+        async with connections(host, authority) as every:
+            assert await all_outcomes(every, server_info("plain")) == {"OK": NUM_CONNECTIONS}

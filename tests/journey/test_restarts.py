@@ -21,12 +21,13 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from kestrel_client import AsyncClient
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
+from tests.journey.serving_process import FEW_PAGES
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
 EOF: Any = vars(grpc.aio)["EOF"]
 """What `read` returns at the end of a stream; the type stubs do not list it."""
-COMMAND = (sys.executable, "-m", "kestrel_grpc", "serve", "--log-format", "json")
+COMMAND = (sys.executable, "-m", "kestrel_grpc", "serve", "--log-format", "json", *FEW_PAGES)
 
 
 class Replica:
@@ -84,7 +85,7 @@ class Replica:
                 self._has_answered.set()
 
 
-def long_question(seed: int, max_tokens: int = 64) -> wire.QueryRequest:
+def long_question(seed: int, max_tokens: int) -> wire.QueryRequest:
     """The answer goes on until it has that many tokens."""
     no_end = [{"token_id": 0, "bias": -100.0}]
     sampling = {"temperature": 5.0, "top_p": 1.0, "max_tokens": max_tokens, "seed": seed, "logit_bias": no_end}
@@ -107,7 +108,7 @@ async def told(stream: Any, on_begin: Callable[[], None] = lambda: None) -> tupl
 async def ask_until_refused(stub: Any, seed: int, on_begin: Callable[[], None]) -> int:
     """One stream after the other; how many were answered. Those that begin must be."""
     for number in itertools.count():
-        kinds, code = await told(stub.Query(long_question(seed)), on_begin)
+        kinds, code = await told(stub.Query(long_question(seed, max_tokens=16)), on_begin)
         if code is not grpc.StatusCode.OK:
             assert (kinds, code) == ([], grpc.StatusCode.UNAVAILABLE)
             return number
@@ -160,22 +161,39 @@ async def test_a_second_sigterm_ends_the_process_now() -> None:
             assert (await told(stream))[1] is grpc.StatusCode.UNAVAILABLE
 
 
-async def keep_asking(client: AsyncClient, is_over: asyncio.Event, seed: int) -> int:
-    """Streamed and whole answers in turn; how many came. Any failure is raised."""
-    number = 0
-    drawn: dict[str, Any] = {"temperature": 50.0, "top_p": 1.0, "seed": seed}
-    while not is_over.is_set():
-        if number % 2:
-            await client.complete_query(None, "hello", max_tokens=8, **drawn)
-        else:
-            await client.query(None, "hello", max_tokens=64, **drawn).result()
-        number += 1
-    return number
+class Caller:
+    """Asks for streamed and whole answers in turn until it is told to stop. Any failure is raised by `asking`."""
+
+    def __init__(self, client: AsyncClient, seed: int) -> None:
+        self.is_over = False
+        self.num_answers = 0
+        self.may_ask = asyncio.Event()
+        """Cleared while nothing can happen to a call, which would only take time from the start of a server."""
+        self.may_ask.set()
+        self._has_answered = asyncio.Event()
+        self.asking = asyncio.ensure_future(self._ask(client, seed))
+
+    async def has_two_more(self) -> None:
+        """Returns once two more calls were answered."""
+        wanted = self.num_answers + 2
+        while self.num_answers < wanted:
+            self._has_answered.clear()
+            await self._has_answered.wait()
+
+    async def _ask(self, client: AsyncClient, seed: int) -> None:
+        drawn: dict[str, Any] = {"temperature": 50.0, "top_p": 1.0, "seed": seed}
+        while not self.is_over:
+            await self.may_ask.wait()
+            if self.num_answers % 2:
+                await client.complete_query(None, "hello", max_tokens=8, **drawn)
+            else:
+                await client.query(None, "hello", max_tokens=16, **drawn).result()
+            self.num_answers += 1
+            self._has_answered.set()
 
 
 async def test_a_rolling_restart_of_two_replicas_fails_no_call() -> None:
     options = ("--withdrawal-delay", "1")
-    is_over = asyncio.Event()
     async with AsyncExitStack() as stack:
 
         async def start(port: str = "0") -> Replica:
@@ -184,22 +202,28 @@ async def test_a_rolling_restart_of_two_replicas_fails_no_call() -> None:
         replicas: list[Replica] = list(await asyncio.gather(start(), start()))
         addresses = "ipv4:" + ",".join(replica.address for replica in replicas)
         client = await stack.enter_async_context(AsyncClient(addresses))
-        callers = [asyncio.ensure_future(keep_asking(client, is_over, seed)) for seed in range(2)]
+        callers = [Caller(client, seed) for seed in range(2)]
+        asking = [caller.asking for caller in callers]
         for replica in replicas:
-            await unless_failed(callers, replica.has_answered())
+            await unless_failed(asking, replica.has_answered())
         for replica in list(replicas):
             replica.tell_to_go()
-            assert await unless_failed(callers, replica.end()) == 0
-            successor = await unless_failed(callers, start(replica.port))
-            await unless_failed(callers, successor.has_answered())
+            assert await unless_failed(asking, replica.end()) == 0
+            for caller in callers:  # by the other one alone
+                await unless_failed(asking, caller.has_two_more())
+                caller.may_ask.clear()
+            successor = await unless_failed(asking, start(replica.port))
+            for caller in callers:
+                caller.may_ask.set()
+            await unless_failed(asking, successor.has_answered())
             replicas.append(successor)
-        is_over.set()
-        counts = await asyncio.gather(*callers)
-    assert all(counts), "each caller was answered"
+        for caller in callers:
+            caller.is_over = True
+        await asyncio.gather(*asking)
     assert all(replica.outcomes["OK"] for replica in replicas)
 
 
-async def unless_failed(callers: Sequence[asyncio.Future[int]], step: Awaitable[Any]) -> Any:
+async def unless_failed(callers: Sequence[asyncio.Future[None]], step: Awaitable[Any]) -> Any:
     """The step's result. A caller that fails meanwhile fails the test at once."""
     doing = asyncio.ensure_future(step)
     await asyncio.wait((doing, *callers), return_when=asyncio.FIRST_COMPLETED)
