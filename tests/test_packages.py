@@ -85,9 +85,17 @@ def requirements(name: str) -> list[Distribution]:
 
 
 def link_files(needed: Distribution, packages: Path) -> None:
-    """Put links to the modules and the metadata of a distribution, without its commands, into a `site-packages`."""
-    for file in needed.files or ():
-        if ".." not in file.parts:
+    """Put links to the modules and the metadata of a distribution, without its commands, into a `site-packages`.
+
+    A folder that has modules of its own is one link: no other distribution adds to it. In others, such as those of
+    namespace packages, each file is a link.
+    """
+    files = [file for file in needed.files or () if ".." not in file.parts]
+    whole = {file.parts[0] for file in files if file.parts[1:] == ("__init__.py",)}
+    for name in whole:
+        (packages / name).symlink_to(Path(str(needed.locate_file(name))))
+    for file in files:
+        if file.parts[0] not in whole:
             (packages / file).parent.mkdir(parents=True, exist_ok=True)
             (packages / file).symlink_to(Path(str(needed.locate_file(file))))
 
