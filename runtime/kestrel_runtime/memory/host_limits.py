@@ -47,8 +47,6 @@ class _Hierarchy:
 
     is_unified: bool
     """Whether it is of version 2, which has all controllers in one tree."""
-    controllers: frozenset[str]
-    """Of version 1."""
     own: Path
     top: Path
 
@@ -92,19 +90,17 @@ def _group_bytes(proc: Path) -> Iterator[int]:
 
 def _group_limits(proc: Path) -> Iterator[tuple[int, int]]:
     """Each limit, and the bytes in use within it that the kernel does not give up first."""
-    for hierarchy in _hierarchies(proc):
+    for hierarchy in _hierarchies(proc, "memory"):
         for group in hierarchy.groups():
             stat = _table(group / "memory.stat")
             if hierarchy.is_unified:
                 # Above `memory.high` a group is throttled until it hardly moves, which is no better than its end.
                 limits = [_number(group / "memory.max"), _number(group / "memory.high")]
                 used, idle_cache = _number(group / "memory.current"), stat.get("inactive_file", 0)
-            elif "memory" in hierarchy.controllers:
+            else:
                 # The second covers ancestors that are not visible from inside a container.
                 limits = [_number(group / "memory.limit_in_bytes"), stat.get("hierarchical_memory_limit")]
                 used, idle_cache = _number(group / "memory.usage_in_bytes"), stat.get("total_inactive_file", 0)
-            else:
-                continue
             if used is not None:
                 yield from ((limit, used - idle_cache) for limit in limits if limit is not None)
 
@@ -116,21 +112,19 @@ def _machine_processors() -> int:
 
 
 def _group_processors(proc: Path) -> Iterator[float]:
-    for hierarchy in _hierarchies(proc):
+    for hierarchy in _hierarchies(proc, "cpu"):
         for group in hierarchy.groups():
             if hierarchy.is_unified:
                 quota, period = [*_text(group / "cpu.max").split(), "", ""][:2]
-            elif "cpu" in hierarchy.controllers:
-                quota, period = (_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
             else:
-                continue
+                quota, period = (_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
             # No quota is "max", or in version 1 -1.
             if quota.isdecimal() and period.isdecimal() and int(quota) and int(period):
                 yield int(quota) / int(period)
 
 
-def _hierarchies(proc: Path) -> Iterator[_Hierarchy]:
-    """The mounted hierarchies that this process has a place in."""
+def _hierarchies(proc: Path, controller: str) -> Iterator[_Hierarchy]:
+    """The mounted hierarchies with this controller that this process has a place in."""
     own_paths: dict[frozenset[str], str] = {}  # by controllers; version 2 has none here
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -144,9 +138,9 @@ def _hierarchies(proc: Path) -> Iterator[_Hierarchy]:
             continue
         is_unified = kind == "cgroup2"
         for controllers, path in own_paths.items():
-            if not controllers if is_unified else controllers and controllers <= set(options.split(",")):
+            if not controllers if is_unified else controller in controllers <= set(options.split(",")):
                 top = Path(mount_point)
-                yield _Hierarchy(is_unified, controllers, _own_folder(top, root, path), top)
+                yield _Hierarchy(is_unified, _own_folder(top, root, path), top)
 
 
 def _own_folder(top: Path, root: str, path: str) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import functools
 import itertools
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, NoneType
+from types import CodeType, FrameType, NoneType
 from typing import Any, cast
 
 import pytest
@@ -205,6 +206,12 @@ def leased_again(name: str, tenant: str) -> Future[Adapter]:
     return future
 
 
+@functools.cache
+def lines_of(code: CodeType) -> frozenset[Line]:
+    """The lines of a function."""
+    return frozenset((code.co_filename, number) for _, _, number in code.co_lines() if number is not None)
+
+
 @dataclass
 class Tracer:
     """Notes the lines that the engine thread passes; raises `error` at the first visit of `target`."""
@@ -226,7 +233,10 @@ class Tracer:
         monkeypatch.setattr(EngineLoop, "_run", traced)
 
     def _on_call(self, frame: FrameType, event: str, argument: object) -> Any:
-        return self._on_line if frame.f_code.co_filename in TRACED else None
+        if self.target is None:
+            return self._on_line if frame.f_code.co_filename in TRACED else None
+        # Python asks for each line of what is traced, which takes longer than the line.
+        return self._on_line if self.raised_at is None and self.target in lines_of(frame.f_code) else None
 
     def _on_line(self, frame: FrameType, event: str, argument: object) -> Any:
         if event == "line":
@@ -234,6 +244,7 @@ class Tracer:
             self.lines.add(line)
             if line == self.target and self.raised_at is None and self.error is not None:
                 self.raised_at = time.monotonic()
+                sys.settrace(None)
                 raise self.error
         return self._on_line
 
