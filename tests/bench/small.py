@@ -1,7 +1,16 @@
-"""Moondreams small enough for a test, with a vocabulary of full size."""
+"""Moondreams small enough for a test, with a vocabulary of full size or that of the built-in model."""
 
+import json
+import re
+import shutil
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
+from safetensors.torch import load_file, save_file
+
+import kestrel_runtime
+from bench.harness.checkpoints import write_endless
 from kestrel_runtime.models.moondream.config import MoeConfig, MoondreamConfig
 from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2, MOONDREAM_3
 
@@ -20,3 +29,24 @@ def small(config: MoondreamConfig) -> MoondreamConfig:
 
 SMALL_2 = small(MOONDREAM_2)
 SMALL_3 = small(MOONDREAM_3)
+
+
+def write_endless_nano(target: Path) -> Path:
+    """Write the built-in model to the new folder `target`, with few of its blocks, for one crop of an image.
+
+    It has a block of each kind. Its answers are nonsense, and never end before they are as long as they may be.
+    """
+    source = Path(kestrel_runtime.__path__[0]) / "nano"
+    config = json.loads((source / "config.json").read_text())
+    config["text"]["n_layers"], config["vision"]["enc_n_layers"], config["vision"]["max_crops"] = 2, 1, 1
+    dropped = re.compile(r"model\.text\.blocks\.([2-9])\.|model\.vision\.blocks\.([1-9])\.")
+    tensors = {
+        name: tensor for name, tensor in load_file(source / "model.safetensors").items() if not dropped.match(name)
+    }
+    with tempfile.TemporaryDirectory() as name:
+        shallow = Path(name)
+        (shallow / "config.json").write_text(json.dumps(config))
+        shutil.copyfile(source / "tokenizer.json", shallow / "tokenizer.json")
+        save_file(tensors, shallow / "model.safetensors")
+        write_endless(shallow, target)
+    return target

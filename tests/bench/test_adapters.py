@@ -5,17 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.harness.checkpoints import write_endless
+from tests.bench.small import write_endless_nano
 from tests.reference_fixtures import CHECKOUT
 
 
 def test_requests_with_and_without_adapters_are_compared(tmp_path: Path):
-    import kestrel_runtime
-
-    model = tmp_path / "endless"
-    write_endless(Path(kestrel_runtime.__path__[0]) / "nano", model)
+    model = write_endless_nano(tmp_path / "endless")
     command = (sys.executable, "-m", "bench.adapters", "--model", str(model), "--adapters", "3", "--rank", "4")
-    short = ("--rows", "direct:3", "--rounds", "1", "--seconds", "0.2", "--most-slower", "100")
+    short = ("--rows", "direct:3", "--rounds", "1", "--seconds", "0.2", "--warm-up", "0.1", "--most-slower", "100")
     answer = subprocess.run(
         (*command, *short, "--pictures", "1", "--processes", "1", "--json", str(tmp_path / "result.json")),
         cwd=CHECKOUT,

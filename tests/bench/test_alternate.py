@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.alternate import Comparison
-from bench.harness.checkpoints import write_endless
+from tests.bench.small import write_endless_nano
 from tests.reference_fixtures import CHECKOUT
 
 
@@ -28,10 +28,7 @@ def test_each_round_is_compared_with_itself():
 
 
 def test_a_tree_is_compared_with_itself(tmp_path: Path):
-    import kestrel_runtime
-
-    model = tmp_path / "endless"
-    write_endless(Path(kestrel_runtime.__path__[0]) / "nano", model)
+    model = write_endless_nano(tmp_path / "endless")
     command = (
         sys.executable,
         "-m",

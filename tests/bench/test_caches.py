@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageChops
 
-import kestrel_runtime
 from bench.caches import area_under_curve, measure, padded_image, served, summary, trials
-from bench.harness.checkpoints import write_endless
 from bench.harness.serving import started_server
 from kestrel_client import Client
+from tests.bench.small import write_endless_nano
 from tests.reference_fixtures import CHECKOUT
 
 HOST_COSTS = """
 import asyncio
 import json
+from bench import caches
 from bench.caches import core_costs, engine_costs, server_costs
+caches._WARM_UP_REQUESTS = 20
 in_core = asyncio.run(core_costs(20, 4, 1, is_streamed=True, num_clients=1))
 print(json.dumps([*engine_costs(20, 4, 1), *in_core, *server_costs("cached-whole", 0.3, 4, 1)]))
 """
@@ -31,8 +32,7 @@ NUM_TRIALS = 8
 
 
 def test_a_picture_that_comes_again_is_a_hit_with_the_cache_alone(tmp_path: Path) -> None:
-    model, file = tmp_path / "endless", tmp_path / "result.json"
-    write_endless(Path(kestrel_runtime.__path__[0]) / "nano", model)
+    model, file = write_endless_nano(tmp_path / "endless"), tmp_path / "result.json"
     command = [
         sys.executable,
         "-m",
@@ -97,8 +97,8 @@ def test_the_area_is_the_share_of_pairs_in_which_the_known_one_is_shorter(
     assert area_under_curve(known, unknown) == pytest.approx(area)
 
 
-def test_only_within_one_namespace_an_image_that_the_victim_has_asked_about_is_cached() -> None:
-    with served() as callers:
+def test_only_within_one_namespace_an_image_that_the_victim_has_asked_about_is_cached(tmp_path: Path) -> None:
+    with served(("--model", str(write_endless_nano(tmp_path / "endless")))) as callers:
         found = trials(callers, num_across=NUM_TRIALS, num_within=NUM_TRIALS, seed=1)
     across, within = (
         summary([item for item in found if item.shares_namespace is shares]) for shares in (False, True)

@@ -1,19 +1,26 @@
-"""The whole harness: its ramp on a server without a model, and one run on the built-in model."""
+"""The whole harness: its ramp on a server without a model, and one run on a small one."""
 
+import contextlib
 import io
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from bench import serve
+from bench.harness.checkpoints import END_BIAS
 from bench.harness.empty_server import empty_server
 from bench.harness.load import LoadProcesses
 from bench.harness.output import Progress
+from bench.harness.serving import RunningServer
 from bench.harness.summary import Row
 from bench.harness.workload import WORKLOADS
 from bench.serve import MAX_RATES, RATE_STEP, parser, plan_of, ramp
+from tests.bench.small import write_endless_nano
 from tests.reference_fixtures import CHECKOUT
 
 
@@ -35,11 +42,29 @@ def test_a_server_that_answers_too_late_is_asked_for_no_more():
     assert row.requests_per_s > 0
 
 
+def test_without_a_model_an_endless_copy_of_the_built_in_one_is_served(monkeypatch: pytest.MonkeyPatch):
+    served_options: list[str] = []
+
+    @contextlib.contextmanager
+    def note(options: Sequence[str]) -> Iterator[RunningServer]:
+        served_options.extend(options)
+        tensors = load_file(Path(options[options.index("--model") + 1]) / "model.safetensors")
+        assert tensors["model.text.lm_head.bias"][0] == END_BIAS
+        yield RunningServer("127.0.0.1:1")
+
+    monkeypatch.setattr(serve, "started_server", note)
+    with serve.served(parser().parse_args(("--", "--ageing", "5")), 7):
+        assert served_options[-4:] == ["--max-batch-size", "7", "--ageing", "5"]
+
+
 def test_a_short_run_leaves_numbers_and_a_page(tmp_path: Path):
+    model = write_endless_nano(tmp_path / "endless")
     command = (sys.executable, "-m", "bench.serve", "--quick", "--workloads", "direct", "--batches", "1,2")
     answer = subprocess.run(
         (
             *command,
+            "--model",
+            str(model),
             "--open",
             "none",
             "--seconds",
@@ -68,5 +93,5 @@ def test_a_short_run_leaves_numbers_and_a_page(tmp_path: Path):
     command = (sys.executable, "-m", "bench.page", str(tmp_path / "serve.json"))
     subprocess.run(command, cwd=CHECKOUT, check=True, capture_output=True)
     page = (tmp_path / "serve.html").read_text()
-    assert page.count("<svg") > 3
+    assert all(f'aria-label="{title}"' in page for title in ("Requests per second", "Tokens per second"))
     assert "--workloads direct" in page, "how it was measured"

@@ -50,6 +50,8 @@ _FREE_VARIABLES = ("KESTREL_", "PYTEST_", "TMPDIR", "PATH", "POISON", "NO_PROXY"
 """Beginnings of names of variables that no other library reads while it is imported."""
 _PR_SET_CHILD_SUBREAPER = 36
 _CHECKOUT = Path(__file__).resolve().parents[2]
+_SOURCES = {str(_CHECKOUT / folder) for folder in ("", "runtime", "kernels", "clients/python")}
+"""Where a starter has imported the packages from."""
 _fork_exec = _posixsubprocess.fork_exec
 
 
@@ -115,13 +117,20 @@ class Starter:
 
     def _serves(self, start: Start) -> bool:
         """Whether the process would be as if it had been started as usual."""
-        own, wanted = self._variables, start.variables
+        own, wanted = _without_sources(self._variables), _without_sources(start.variables)
         differing = (name for name in {*own, *wanted} if own.get(name) != wanted.get(name))
         return (
             start.arguments[:1] in (["-m"], ["-c"])
             and all(name.startswith(_FREE_VARIABLES) for name in differing)
             and Path(start.folder).is_dir()
         )
+
+
+def _without_sources(variables: Mapping[str, str]) -> dict[str, str]:
+    """Without the folders of this checkout in the path of Python."""
+    folders = variables.get("PYTHONPATH", "").split(os.pathsep)
+    others = os.pathsep.join(folder for folder in folders if folder and folder not in _SOURCES)
+    return {**variables, "PYTHONPATH": others}
 
 
 def _named(variables: Sequence[bytes] | None) -> dict[str, str]:
