@@ -32,6 +32,8 @@ ACTIVATED = {
     **os.environ,
     "PATH": os.pathsep.join((str(Path(sys.executable).parent), str(NODE / "bin"), os.environ["PATH"])),
     "NPM": f"{NODE / 'bin' / 'node'} {NPM}",
+    # The compiler for Java ends before what it would compile best, and clean in other threads, is of use.
+    "JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
 }
 # Others may hold the lock. The files need not outlive a crash of the machine, so apt need not wait for the disk.
 APT = ("apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300", "-o", "Dpkg::Options::=--force-unsafe-io")

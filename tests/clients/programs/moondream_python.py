@@ -48,7 +48,7 @@ def main() -> None:
     model = client()
     check_example()
     picture = Image.open(FACTS["picture"])
-    greedy: Any = {"temperature": 0, "max_tokens": 64}
+    greedy: Any = {"temperature": 0, "max_tokens": 16}
 
     for length in ("short", "normal", "long"):
         assert model.caption(picture, length=length, settings=greedy)["caption"]

@@ -18,7 +18,7 @@ assert.equal(models.length, 1);
 const [model] = models;
 console.log("models");
 
-const sampling = { model, messages, temperature: 0, max_tokens: 32 };
+const sampling = { model, messages, temperature: 0, max_tokens: 16 };
 const whole = await alice.chat.completions.create(sampling);
 const text = whole.choices[0].message.content;
 assert.match(text, /star/);

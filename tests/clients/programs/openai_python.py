@@ -39,7 +39,7 @@ def main() -> None:
     print("models")
     check_examples()
 
-    sampling: Any = {"model": model, "messages": SEEN, "temperature": 0, "max_tokens": 32}
+    sampling: Any = {"model": model, "messages": SEEN, "temperature": 0, "max_tokens": 16}
     whole = alice.chat.completions.create(**sampling)
     text = whole.choices[0].message.content
     assert "star" in text, text
