@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from kestrel_runtime.api.events import QueryOutput
 from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from tests.reference_fixtures import MD3_SMALL, image_paths
+from tests.reference_fixtures import CHECKOUT, MD3_SMALL, image_paths
 
 QUESTIONS = ("Why?", "Where does the kite hide?", "zq 7 xv", "Sing, then sum up", "What rhymes in this image?")
 NO_END = ((0, -100.0),)
@@ -55,10 +54,10 @@ def print_answers() -> None:
     print(json.dumps(dict(zip(numbers, found, strict=True))))
 
 
+@pytest.mark.usefixtures("warm_starts")
 async def test_a_batch_a_preemption_and_a_restart_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", "from tests.runtime.engine import test_equal_seeds as t; t.print_answers()"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(*command, cwd=CHECKOUT, stdout=asyncio.subprocess.PIPE)
 
     requests = [drawn(number) for number in range(10)]
     alone = await answers(requests, together=False)
