@@ -29,7 +29,7 @@ from tests.runtime.sequences import ShortParser, blank_tiles, new_sequence
 
 NUM_TURNS = 300
 NUM_LAST_TURNS = 4
-"""After so many turns that something would have grown it is counted; in the turns of a request there are more or fewer."""
+"""In which it is counted: what a load retains is still there, and each turn of a request holds more or less."""
 
 
 def new_loop(runner: FakeRunner) -> EngineLoop:
