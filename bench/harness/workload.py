@@ -8,6 +8,7 @@ into 2 × 4 tiles and a global tile. A question has eleven tokens with the publi
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import random
 from collections.abc import Iterator, Mapping
@@ -95,11 +96,15 @@ _POPULARITY = tuple(itertools.accumulate(1 / rank for rank in range(1, NUM_POPUL
 """Added up: Zipf's law gives the picture of a rank the weight 1 / rank."""
 
 
-def returning(block: int, num_questions: int, num_pictures: int = NUM_RETURNING) -> list[int]:
-    """The pictures of so many requests in a row: each of `num_pictures` as often as it is asked about, mixed."""
+@functools.lru_cache(maxsize=64)
+def returning(block: int, num_questions: int, num_pictures: int = NUM_RETURNING) -> tuple[int, ...]:
+    """The pictures of so many requests in a row: each of `num_pictures` as often as it is asked about, mixed.
+
+    Kept, because each request of a block looks its own picture up.
+    """
     pictures = [block * num_pictures + index for index in range(num_pictures)] * num_questions
     random.Random(block).shuffle(pictures)
-    return pictures
+    return tuple(pictures)
 
 
 class Album:
