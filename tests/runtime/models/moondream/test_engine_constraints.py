@@ -143,8 +143,8 @@ async def test_others_of_a_batch_answer_as_they_do_alone(engine: LocalEngine) ->
 async def test_a_forward_pass_ahead_and_preemption_change_no_answer(
     shallow3: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampling = replace(HOT, max_tokens=48)
-    long = Constraint(regex="[0-9]{48}")
+    sampling = replace(HOT, max_tokens=32)
+    long = Constraint(regex="[0-9]{32}")
     queries = [
         Query("what?", IMAGE if number < 2 else None, not number % 4, sampling=sampling, constraint=item)
         for number, item in enumerate((long, long, long, None, *CONSTRAINTS, *CONSTRAINTS))
@@ -162,9 +162,9 @@ async def test_a_forward_pass_ahead_and_preemption_change_no_answer(
         preempt(scheduler, sequence)
 
     monkeypatch.setattr(Scheduler, "_preempt", counted)
-    ahead = LocalEngine(shallow3, EngineConfig(model="", num_kv_pages=400, page_size=4, max_prefill_tokens=8))
+    ahead = LocalEngine(shallow3, EngineConfig(model="", num_kv_pages=64, page_size=4, max_prefill_tokens=32))
     try:
-        for _ in range(8):  # until the requests with images have run at the same time, which takes two more pages
+        for _ in range(8):  # until so many have run at the same time that their answers need more pages
             overlapped = await asyncio.gather(*(ahead.submit(query).result() for query in queries))
             assert [finished.output for finished in overlapped] == [finished.output for finished in one_by_one]
             assert [each.finish_reason for each in overlapped] == [each.finish_reason for each in one_by_one]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,17 +16,18 @@ from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.images import PixelFormat, RawImage
 from kestrel_runtime.api.requests import CachePolicy, Query, RequestOptions, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.models.loaded_model import LoadedModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 WIDTH, HEIGHT = 96, 48
-PREFIX = 257
+PREFIX = 82
 """Positions of the first token and of an image."""
 
 
 @pytest.fixture(scope="module")
-def nano():
-    """An engine with the built-in model. Caches outlive a test, so each test has images of its own."""
-    engine = LocalEngine.start(EngineConfig(device="cpu", dtype="float32", num_kv_pages=1024))
+def engine(shallow3: LoadedModel) -> Iterator[LocalEngine]:
+    """Caches outlive a test, so each test has images of its own."""
+    engine = LocalEngine(shallow3, EngineConfig(model="", num_kv_pages=512))
     yield engine
     engine.close()
 
@@ -64,7 +66,7 @@ async def known(engine: LocalEngine, image: bytes | RawImage) -> Finished:
     return again
 
 
-async def test_pixels_with_equal_bytes_and_another_shape_are_another_image(nano: LocalEngine) -> None:
+async def test_pixels_with_equal_bytes_and_another_shape_are_another_image(engine: LocalEngine) -> None:
     pixels = picture(1).tobytes()
     shapes = [
         RawImage.packed(pixels, WIDTH, HEIGHT, PixelFormat.RGB8),
@@ -73,35 +75,35 @@ async def test_pixels_with_equal_bytes_and_another_shape_are_another_image(nano:
         RawImage.packed(pixels, WIDTH * 3, HEIGHT, PixelFormat.GRAY8),
         RawImage(pixels, WIDTH - 1, HEIGHT, PixelFormat.RGB8, WIDTH * 3),
     ]
-    first = [await computed(nano, image) for image in shapes]
-    assert [(await known(nano, image)).output for image in shapes] == [item.output for item in first]
+    first = [await computed(engine, image) for image in shapes]
+    assert [(await known(engine, image)).output for image in shapes] == [item.output for item in first]
 
 
 async def test_pixels_and_the_bytes_of_a_file_are_different_images_though_the_bytes_are_equal(
-    nano: LocalEngine,
+    engine: LocalEngine,
 ) -> None:
     file = encoded(picture(2))
-    await computed(nano, file)
+    await computed(engine, file)
     row = RawImage.packed(file, len(file), 1, PixelFormat.GRAY8)
-    await computed(nano, row)
-    await known(nano, file)
-    await known(nano, row)
+    await computed(engine, row)
+    await known(engine, file)
+    await known(engine, row)
 
 
-async def test_of_an_animation_the_first_frame_counts(nano: LocalEngine) -> None:
+async def test_of_an_animation_the_first_frame_counts(engine: LocalEngine) -> None:
     first, second, third = picture(3), picture(4), picture(5)
     still = encoded(first)
     one = encoded(first, save_all=True, append_images=[second])
     other = encoded(first, save_all=True, append_images=[third])
     reverse = encoded(second, save_all=True, append_images=[first])
-    answer = (await computed(nano, still)).output
-    assert (await computed(nano, one)).output == answer
-    assert (await computed(nano, other)).output == answer, "another file, so nothing is shared"
-    await computed(nano, reverse)
-    assert (await known(nano, one)).output == answer
+    answer = (await computed(engine, still)).output
+    assert (await computed(engine, one)).output == answer
+    assert (await computed(engine, other)).output == answer, "another file, so nothing is shared"
+    await computed(engine, reverse)
+    assert (await known(engine, one)).output == answer
 
 
-async def test_each_orientation_of_exif_is_an_image_of_its_own_and_shown_upright(nano: LocalEngine) -> None:
+async def test_each_orientation_of_exif_is_an_image_of_its_own_and_shown_upright(engine: LocalEngine) -> None:
     turned = picture(6)
     upright = {
         1: turned,
@@ -113,15 +115,15 @@ async def test_each_orientation_of_exif_is_an_image_of_its_own_and_shown_upright
         exif = Image.Exif()
         exif[0x0112] = orientation
         file = encoded(turned, exif=exif)
-        answer = (await computed(nano, file)).output
-        assert (await computed(nano, encoded(seen))).output == answer
-        assert (await known(nano, file)).output == answer
+        answer = (await computed(engine, file)).output
+        assert (await computed(engine, encoded(seen))).output == answer
+        assert (await known(engine, file)).output == answer
 
 
-async def test_an_image_that_is_encoded_again_is_new_and_answered_the_same(nano: LocalEngine) -> None:
+async def test_an_image_that_is_encoded_again_is_new_and_answered_the_same(engine: LocalEngine) -> None:
     image = picture(7)
     answers = [
-        (await computed(nano, file)).output
+        (await computed(engine, file)).output
         for file in (
             encoded(image),
             encoded(image, compress_level=0),
@@ -132,28 +134,28 @@ async def test_an_image_that_is_encoded_again_is_new_and_answered_the_same(nano:
     assert answers == answers[:1] * 4, "the pixels are the same"
 
 
-async def test_a_truncated_image_is_refused_each_time_and_never_cached(nano: LocalEngine) -> None:
+async def test_a_truncated_image_is_refused_each_time_and_never_cached(engine: LocalEngine) -> None:
     whole = encoded(picture(8))
     cut = whole[: len(whole) * 3 // 4]
-    before = nano.load().prefix_cache
+    before = engine.load().prefix_cache
     for _ in range(2):
         with pytest.raises(ImageError):
-            await ask(nano, cut)
-    after = nano.load().prefix_cache
+            await ask(engine, cut)
+    after = engine.load().prefix_cache
     assert after.used_bytes == before.used_bytes
     assert after.num_hits == before.num_hits
-    await computed(nano, whole)
+    await computed(engine, whole)
     with pytest.raises(ImageError):
-        await ask(nano, cut)
+        await ask(engine, cut)
 
 
-async def test_both_tiers_know_how_old_their_oldest_entry_is(nano: LocalEngine) -> None:
-    await nano.clear_cache()
-    load = nano.load()
+async def test_both_tiers_know_how_old_their_oldest_entry_is(engine: LocalEngine) -> None:
+    await engine.clear_cache()
+    load = engine.load()
     assert (load.prefix_cache.oldest_age_s, load.image_cache.oldest_age_s) == (0.0, 0.0)
     began = time.monotonic()
-    await ask(nano, encoded(picture(9)))
-    load, passed_s = nano.load(), time.monotonic() - began
+    await ask(engine, encoded(picture(9)))
+    load, passed_s = engine.load(), time.monotonic() - began
     for cache in (load.prefix_cache, load.image_cache):
         assert cache.oldest_age_s is not None
         assert 0.0 < cache.oldest_age_s < passed_s
