@@ -1,7 +1,8 @@
 """Compiles what operations launch for a device, without one, and says how their programs use memory and registers.
 
 A process of its own, because the tests run kernels in Triton's interpreter, which compiles nothing: functions of
-`tests.kernels.launched` call operations on CPU tensors, and every launch is compiled instead of run.
+`tests.kernels.launched` call operations on CPU tensors, and every launch is compiled instead of run. The process
+answers questions of `Compiler` until it is closed, one a line.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from kestrel_ops.device_limits import HOPPER_SHARED_BYTES, PORTABLE_SHARED_BYTES, DeviceLimits
@@ -89,53 +93,66 @@ class Resources:
     shared_bytes: int
 
 
-def launches(calls: list[Call], cache: str) -> list[list[Launch]]:
-    """What each call launches on Hopper, a function of `tests.kernels.launched` and its arguments; `cache` is a
-    folder."""
-    return [
-        [
-            Launch(kernel, tuple(Access(**access | {"shape": tuple(access["shape"])}) for access in found))
-            for kernel, found in of_call
+class Compiler:
+    """The process that compiles, for as long as the block lasts; the same code is compiled once."""
+
+    def __init__(self, cache: Path) -> None:
+        """`cache` is a folder for what Triton writes."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(cache)],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def launches(self, calls: list[Call]) -> list[list[Launch]]:
+        """What each call launches on Hopper, a function of `tests.kernels.launched` and its arguments."""
+        return [
+            [
+                Launch(kernel, tuple(Access(**access | {"shape": tuple(access["shape"])}) for access in found))
+                for kernel, found in of_call
+            ]
+            for of_call in self._ask("accesses", "9.0", calls)
         ]
-        for of_call in _compiled("accesses", "9.0", calls, cache)
-    ]
 
+    def resources(self, card: str, calls: list[Call], *, unlike: str | None = None) -> list[list[Resources]]:
+        """What the kernels take that each call launches on a card of `SHARED_BYTES`, as assembled for it.
 
-def resources(card: str, calls: list[Call], cache: str, *, unlike: str | None = None) -> list[list[Resources]]:
-    """What the kernels take that each call launches on a card of `SHARED_BYTES`, as assembled for it.
+        Launches that are planned alike for another card, `unlike`, are left out.
+        """
+        return [
+            [Resources(kernel, *found) for kernel, found in of_call]
+            for of_call in self._ask("resources", card, calls, unlike)
+        ]
 
-    Launches that are planned alike for another card, `unlike`, are left out.
-    """
-    return [
-        [Resources(kernel, *found) for kernel, found in of_call]
-        for of_call in _compiled("resources", card, calls, cache, *([unlike] if unlike else ()))
-    ]
+    def _ask(
+        self, what: str, card: str, calls: list[Call], unlike: str | None = None
+    ) -> list[list[tuple[str, Any]]]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([what, card, calls, unlike]), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        assert line, "the process that compiles has ended"
+        found, error = json.loads(line)
+        assert error is None, error
+        return found
 
-
-def _compiled(what: str, card: str, calls: list[Call], cache: str, *unlike: str) -> list[list[tuple[str, Any]]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compiled", what, card, *unlike],
-        input=json.dumps(calls),
-        env=environment | {"TRITON_CACHE_DIR": cache, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.__exit__(kind, error, trace)
 
 
 class _Compiled(Exception):
     """Ends a compilation; the arguments are what it has come to and what is known about it."""
 
 
-def compiled(function: Any, given: dict[str, Any], options: dict[str, int], architecture: int) -> tuple[Any, Any]:
-    """The last stage of compiling a kernel with given arguments, by name, and what Triton notes about it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def source_of(function: Any, given: dict[str, Any]) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:
+    """The types, the constants and the attributes with which a kernel is compiled for given arguments, by name."""
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(function.params):
         value = given[parameter.name]
@@ -149,9 +166,27 @@ def compiled(function: Any, given: dict[str, Any], options: dict[str, int], arch
             signature[parameter.name], is_divisible = f"*{_TYPES[str(value.dtype)[6:]]}", True
         if is_divisible:
             attributes[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    return signature, constants, attributes
+
+
+def compiled(
+    function: Any,
+    source: tuple[dict[str, str], dict[Any, Any], dict[Any, Any]],
+    options: dict[str, int],
+    architecture: int,
+) -> tuple[Any, Any]:
+    """The last stage of compiling a kernel, and what Triton notes about it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = source
     try:
-        triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+        triton.compile(
+            ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes),
+            target=GPUTarget("cuda", architecture, 32),
+            options=options,
+        )
     except _Compiled as done:
         return done.args
     raise AssertionError("the compilation came to its end")
@@ -211,52 +246,93 @@ def _plan(function: Any, given: dict[str, Any], options: dict[str, int]) -> str:
     return repr((function.fn.__name__, places, options))
 
 
-def _main(what: str, card: str, unlike: str = "") -> None:
+class _Compilations:
+    """Answers questions, with launches replaced by compilations."""
+
+    def __init__(self) -> None:
+        jit = importlib.import_module("triton.runtime.jit")
+        backend = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
+        # What is written is not read again, and the key of it would be a hash of all of Triton's libraries.
+        cache: Any = importlib.import_module("triton.runtime.cache")
+        cache.triton_key = lambda: "not read again"
+        self._launched = importlib.import_module("tests.kernels.launched")
+        self._known: dict[str, Any] = {}
+        self._record: Callable[..., None]
+        self._last_stage = ""
+
+        def stop(module: Any, metadata: Any) -> None:
+            raise _Compiled(str(module), dict(metadata))
+
+        def add_stages(own: Any, stages: dict[str, Any], *more: Any) -> None:
+            all_stages(own, stages, *more)
+            stages[self._last_stage] = stop
+
+        all_stages = backend.add_stages
+        backend.add_stages = add_stages
+        jit.JITFunction.run = lambda function, *arguments, **more: self._record(function, *arguments, **more)
+
+    def answer(self, what: str, card: str, calls: list[Call], unlike: str | None) -> list[list[tuple[str, Any]]]:
+        """The kernels of each call, with their accesses or what they take, for a card."""
+        self._last_stage = {"accesses": "llir", "resources": "cubin"}[what]
+        return [self._launches(what, card, call, unlike) for call in calls]
+
+    def _launches(self, what: str, card: str, call: Call, unlike: str | None) -> list[tuple[str, Any]]:
+        planned: set[str] = set()
+        if unlike is not None:
+            self._record = lambda *arguments, **more: planned.add(_plan(*_launch(*arguments, **more)))
+            self._run(call, unlike)
+        found: list[tuple[str, Any]] = []
+
+        def record(*arguments: Any, **more: Any) -> None:
+            function, given, options = _launch(*arguments, **more)
+            if _plan(function, given, options) not in planned:
+                found.append((function.fn.__name__, self._compile(what, card, function, given, options)))
+
+        self._record = record
+        self._run(call, card)
+        return found
+
+    def _run(self, call: Call, card: str) -> None:
+        """An operation on the CPU, on which the tensors are, as it is planned for a card."""
+        limits, (name, arguments) = _limits(card), call
+        DeviceLimits.of = staticmethod(lambda device: limits)
+        getattr(self._launched, name)(*arguments)
+
+    def _compile(
+        self, what: str, card: str, function: Any, given: dict[str, Any], options: dict[str, int]
+    ) -> list[Any]:
+        source, architecture = source_of(function, given), int(card.replace(".", ""))
+        key = repr((what, architecture, function.fn.__module__, function.fn.__name__, source, options))
+        if key not in self._known:
+            code, metadata = compiled(function, source, options, architecture)
+            self._known[key] = (
+                [asdict(access) for access in accesses(code)]
+                if what == "accesses"
+                else assembled(code, metadata, architecture)
+            )
+        return self._known[key]
+
+
+def _launch(function: Any, *arguments: Any, **more: Any) -> tuple[Any, dict[str, Any], dict[str, int]]:
+    """A kernel, its arguments by name, and the options with which it is compiled."""
+    given = dict(zip(function.arg_names, arguments, strict=False)) | more
+    options = {name: more[name] for name in ("num_warps", "num_stages", "maxnreg") if more.get(name)}
+    return function, given, options
+
+
+def _main(cache: str) -> None:
+    # Read when Triton is imported: the tests run kernels in its interpreter.
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["TRITON_CACHE_DIR"] = cache
     gc.disable()  # which takes a tenth of the time, and there is memory for all
-    jit = importlib.import_module("triton.runtime.jit")
-    backend = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
-    launched = importlib.import_module("tests.kernels.launched")
-    limits, last_stage = _limits(card), {"accesses": "llir", "resources": "cubin"}[what]
-    major, minor = map(int, card.split("."))
-    architecture = 10 * major + minor
-    found: list[tuple[str, Any]] = []
-    planned: set[str] = set()
-
-    def record(function: Any, *arguments: Any, **more: Any) -> None:
-        given = dict(zip(function.arg_names, arguments, strict=False)) | more
-        options = {name: more[name] for name in ("num_warps", "num_stages", "maxnreg") if more.get(name)}
-        plan = _plan(function, given, options)
-        if assumed is not limits:
-            planned.add(plan)
-            return
-        if plan in planned:
-            return
-        code, metadata = compiled(function, given, options, architecture)
-        if what == "accesses":
-            found.append((function.fn.__name__, [asdict(access) for access in accesses(code)]))
-        else:
-            found.append((function.fn.__name__, assembled(code, metadata, architecture)))
-
-    def stop(module: Any, metadata: Any) -> None:
-        raise _Compiled(str(module), dict(metadata))
-
-    def add_stages(self: Any, stages: dict[str, Any], *more: Any) -> None:
-        all_stages(self, stages, *more)
-        stages[last_stage] = stop
-
-    all_stages = backend.add_stages
-    backend.add_stages = add_stages
-    jit.JITFunction.run = record
-    results = []
-    for name, arguments in json.load(sys.stdin):
-        found.clear()
-        planned.clear()
-        for assumed in (*([_limits(unlike)] if unlike else ()), limits):
-            # Of the CPU, on which the tensors are.
-            DeviceLimits.of = staticmethod(lambda device, assumed=assumed: assumed)
-            getattr(launched, name)(*arguments)
-        results.append(list(found))
-    json.dump(results, sys.stdout)
+    compilations = _Compilations()
+    for line in sys.stdin:
+        try:
+            answer = compilations.answer(*json.loads(line)), None
+        except Exception:
+            answer = None, traceback.format_exc()
+        print(json.dumps(answer), flush=True)
+    gc.freeze()  # nor does it look for garbage at its end
 
 
 if __name__ == "__main__":
