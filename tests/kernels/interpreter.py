@@ -24,6 +24,7 @@ def mend() -> None:
         _check_no_overflow()
         _know_types()
         _convert_what_differs()
+        _check_new_sizes_alone()
 
 
 def _let_scalars_be_indices() -> None:
@@ -171,10 +172,15 @@ def _know_types() -> None:
 
 
 def _convert_what_differs() -> None:
-    # Operands of one type and shape need neither conversion nor broadcast.
-    semantic = module.TritonSemantic
+    # Operands of one type and shape need neither conversion nor broadcast, and a number that comes again is the
+    # same block again. No operation writes to an operand.
+    semantic, core = module.TritonSemantic, _language.core
     convert, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
-    find_type, found = semantic.computation_type_impl, {}
+    find_type, cast = semantic.computation_type_impl, semantic.cast
+    unwrap = core._unwrap_if_constexpr
+    found: dict[Any, Any] = {}
+    numbers: dict[Any, Any] = {}
+    shapes: dict[Any, Any] = {}
 
     def computation_type(self: Any, left: Any, left_is_scalar: bool, right: Any, *more: bool) -> Any:
         key = left.name, left_is_scalar, right.name, *more
@@ -191,20 +197,76 @@ def _convert_what_differs() -> None:
         arithmetic_check: bool = True,
         div_or_mod: bool = False,
     ) -> Any:
-        if (
-            isinstance(left, self.tensor)
-            and isinstance(right, self.tensor)
-            and left.type.name == right.type.name
-            and not (div_or_mod or left.dtype.is_ptr())
-        ):
-            return left, right
-        return convert(self, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        rules = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        if isinstance(left, core.tensor):
+            if isinstance(right, core.tensor):
+                if left.type.name == right.type.name and not (div_or_mod or left.dtype.is_ptr()):
+                    return left, right
+                if left.dtype.name == right.dtype.name and not (div_or_mod or left.dtype.is_ptr()):
+                    return self.broadcast_impl_value(left, right)
+            elif type(right) in (int, float, bool):
+                # Its text, because -0.0 and True equal other numbers.
+                key = left.type.name, repr(right), *rules
+                if key not in numbers:
+                    pair = convert(self, left, right, *rules)
+                    numbers[key] = pair[1] if pair[0] is left else None
+                if numbers[key] is not None:
+                    return left, numbers[key]
+        elif type(left) in (int, float, bool) and isinstance(right, core.tensor):
+            key = repr(left), right.type.name, *rules
+            if key not in numbers:
+                pair = convert(self, left, right, *rules)
+                numbers[key] = pair[0] if pair[1] is right else None
+            if numbers[key] is not None:
+                return numbers[key], right
+        return convert(self, left, right, *rules)
 
     def broadcast_unless_equal(self: Any, left: Any, right: Any) -> Any:
-        if left.type.is_block() and right.type.is_block() and left.type.shape.values == right.type.shape.values:
+        if left.type.name == right.type.name:
             return left, right
-        return broadcast(self, left, right)
+        key = left.type.name, right.type.name
+        if key not in shapes:
+            pair = broadcast(self, left, right)
+            shapes[key] = [
+                None if after is before else (after.type, tuple(after.handle.data.shape))
+                for before, after in zip((left, right), pair, strict=True)
+            ]
+            return pair
+        pair = []
+        for operand, wanted in zip((left, right), shapes[key], strict=True):
+            if wanted is not None:
+                data = operand.handle.data
+                is_block = operand.type.is_block()
+                data = np.broadcast_to(data, wanted[1]) if is_block else np.full(wanted[1], data, data.dtype)
+                operand = core.tensor(module.TensorHandle(data, operand.dtype), wanted[0])
+            pair.append(operand)
+        return pair
+
+    def cast_unless_equal(self: Any, operand: Any, wanted: Any, *more: Any, **rounding: Any) -> Any:
+        if operand.dtype.name == wanted.scalar.name:
+            return operand
+        return cast(self, operand, wanted, *more, **rounding)
+
+    def unwrap_unless_tensor(value: Any) -> Any:
+        return value if isinstance(value, core.tensor) else unwrap(value)
 
     semantic.computation_type_impl = computation_type
     semantic.binary_op_type_checking_impl = convert_unless_equal
     semantic.broadcast_impl_value = broadcast_unless_equal
+    semantic.cast = cast_unless_equal
+    core._unwrap_if_constexpr = unwrap_unless_tensor
+
+
+def _check_new_sizes_alone() -> None:
+    # Whether the data of a result fit its type is checked for each result.
+    check = module.TensorHandle.__post_init__
+    fitting: set[Any] = set()
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        sizes = data.itemsize, dtype.name
+        if sizes not in fitting:
+            check(self)
+            fitting.add(sizes)
+
+    module.TensorHandle.__init__ = init

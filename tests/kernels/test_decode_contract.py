@@ -49,18 +49,18 @@ class Layer:
 
 
 @every_implementation
-@pytest.mark.parametrize(("dtype", "weight_dtype", "tolerance"), TYPES, ids=str)
 @pytest.mark.parametrize(
-    ("num_rows", "width", "batch"),
-    [
-        *((48, 72, batch) for batch in (1, 2, 4, 5, 64, 130)),  # more tokens than one program has
-        *((6, 4104, batch) for batch in (1, 4, 5)),  # columns that several programs share
-        *((64, 1024, batch) for batch in (1, 5, 64)),
-    ],
+    ("types", "sizes", "batch"),
+    in_pairs(
+        TYPES,
+        [(48, 72), (6, 2056), (64, 1024)],  # the second has columns that several programs share
+        [1, 2, 4, 5, 64, 130],  # the last is more tokens than one program has
+    ),
+    ids=str,
 )
-def test_the_product_is_added_to_the_stream(
-    decode_contract, batch, dtype, weight_dtype, tolerance, num_rows, width
-):
+def test_the_product_is_added_to_the_stream(decode_contract, types, sizes, batch):
+    dtype, weight_dtype, tolerance = types
+    num_rows, width = sizes
     layer = Layer(batch, num_rows, width, dtype, weight_dtype)
     hidden, pending = layer.run(decode_contract)
     assert pending is None
@@ -114,7 +114,7 @@ def test_what_is_deferred_is_what_would_have_been_added(decode_contract, batch):
 def test_the_order_of_programs_does_not_matter(
     decode_contract, batch, dtype, weight_dtype, _, last_program_first, monkeypatch
 ):
-    layer = Layer(batch, 20, 6000, dtype, weight_dtype)
+    layer = Layer(batch, 20, 1100, dtype, weight_dtype)
     backwards, _ = layer.run(decode_contract)
     monkeypatch.undo()
     assert torch.equal(layer.run(decode_contract)[0], backwards)

@@ -37,13 +37,14 @@ def triton_plans():
     module = importlib.import_module("kestrel_ops.triton.rotary_decode_attention")
     plans = [module.AttentionPlan(16, 2, 1)]
     plans += [module.AttentionPlan(*cut, in_steps=True) for cut in ((32, 1, 1), (16, 2, 3), (16, 1, 4))]
-    return [
-        pytest.param(
-            partial(module.rotary_decode_attention, plan=plan),
-            id=f"{plan.tile}x{plan.num_warps}x{plan.num_stages}{' in steps' if plan.in_steps else ''}",
-        )
-        for plan in plans
-    ]
+    return [partial(module.rotary_decode_attention, plan=plan) for plan in plans]
+
+
+def plan_name(value):
+    if not isinstance(value, partial):
+        return str(value)
+    plan = value.keywords["plan"]
+    return f"{plan.tile}x{plan.num_warps}x{plan.num_stages}{' in steps' if plan.in_steps else ''}"
 
 
 class Step:
@@ -128,9 +129,9 @@ class Step:
 @pytest.mark.parametrize(("heads", "cache", "num_parts"), in_pairs(HEADS, CACHES, [1, 3]), ids=str)
 def test_tokens_are_stored_and_attend_to_all_before_them(rotary_decode_attention, heads, cache, num_parts):
     cache_dtype, tolerance, stored_tolerance = cache
-    step = Step([0, 5, 200, 64, 130], heads, cache_dtype=cache_dtype)
+    step = Step([0, 5, 64, 130], heads, cache_dtype=cache_dtype)
     attended = step.run(rotary_decode_attention, num_parts)
-    for row in range(5):
+    for row in range(4):
         assert relative_error(attended[row], step.wanted(row)) < tolerance
         _, key, value = step.token(row)
         stored_key, stored_value = step.stored(row)
@@ -190,18 +191,18 @@ def test_a_long_score_does_not_overflow(rotary_decode_attention):
     assert relative_error(step.run(rotary_decode_attention)[0], step.wanted(0)) < 1e-4
 
 
-every_plan = pytest.mark.parametrize("rotary_decode_attention", triton_plans())
+every_plan = pytest.mark.parametrize("rotary_decode_attention", triton_plans(), ids=plan_name)
 
 
-@every_plan
 @pytest.mark.parametrize(
-    ("heads", "cache_dtype", "split"),
+    ("rotary_decode_attention", "heads", "cache_dtype", "split"),
     in_pairs(
+        triton_plans(),
         [HEADS[1], Heads(4, 2, 64), Heads(2, 1, 24)],
         [torch.float32, torch.bfloat16, FLOAT8],
         [(16, 1), (32, 2), (3, 2)],
     ),
-    ids=str,
+    ids=plan_name,
 )
 def test_every_plan_gives_what_the_usual_one_gives(rotary_decode_attention, heads, cache_dtype, split):
     page_size, num_parts = split
