@@ -19,6 +19,7 @@ def mend() -> None:
     _let_scalars_be_indices()
     _multiply_bfloat16()
     _round_to_nearest()
+    _reduce_by_halves()
     _patch_once_a_launch()
     if os.environ.get("TRITON_INTERPRET") == "1":  # what follows would also concern kernels that are compiled
         _check_no_overflow()
@@ -76,6 +77,31 @@ def _round_to_nearest() -> None:
         return (converted if size is None else converted.view(size)).numpy().view(f"u{converted.itemsize}")
 
     module._convert_float = convert_by_torch
+
+
+def _reduce_by_halves() -> None:
+    # The interpreter calls a kernel's own function of a reduction for one element after the other. A device, too,
+    # combines blocks of elements.
+    def reduce(self: Any, operands: Any) -> list[Any]:
+        axis, blocks = self.axis, [operand.handle.data for operand in operands]
+        rank = blocks[0].ndim
+        if axis is None:
+            axis, blocks = 0, [block.reshape(-1) for block in blocks]
+        types = [operand.dtype for operand in operands]
+        while blocks[0].shape[axis] > 1:
+            halves = zip(*(np.split(block, 2, axis) for block in blocks), strict=True)
+            given = [
+                self.to_tensor(block, type) for half in halves for block, type in zip(half, types, strict=True)
+            ]
+            combined = self.combine_fn.fn(*given)
+            blocks = [each.handle.data for each in (combined if isinstance(combined, tuple) else (combined,))]
+        if not self.keep_dims:
+            blocks = [block.squeeze(axis) for block in blocks]
+        elif self.axis is None:
+            blocks = [block.reshape((1,) * rank) for block in blocks]
+        return [self.to_tensor(block, type) for block, type in zip(blocks, types, strict=True)]
+
+    module.ReduceOps.generic_reduce = reduce
 
 
 def _patch_once_a_launch() -> None:

@@ -77,7 +77,7 @@ class Experts:
 
 
 @every_implementation
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_it_is_the_weighted_sum_written_out(mixture_of_experts, seed):
     draw = random.Random(seed)
