@@ -27,6 +27,12 @@ LONG_SET_UPS = {"test_packages.py", "test_readme.py", "test_http_docs.py", "test
 settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
 settings.load_profile("reproducible")
 
+# Hypothesis also draws numbers and words from the source of our modules that are imported. What it draws would
+# depend on which tests run together, and to read the modules takes a second or two in each process.
+_providers = importlib.import_module("hypothesis.internal.conjecture.providers")
+if hasattr(_providers, "_get_local_constants"):
+    vars(_providers)["_get_local_constants"] = lambda: _providers._local_constants
+
 # Also where the variable says otherwise: the models of the tests are small.
 torch.set_num_threads(1)
 
