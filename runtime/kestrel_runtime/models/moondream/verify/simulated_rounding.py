@@ -112,34 +112,41 @@ class Formats:
 
 
 class RoundingNoise:
-    """One simulation: its own random numbers, the same for the same seed."""
+    """Random rounding of a float32 model, one simulation after another.
 
-    def __init__(self, formats: Formats, seed: int, device: torch.device) -> None:
+    `model` is a copy whose activations are rounded as it runs. A single row is a decode step, whose activations are
+    in the model's type or a wider one. `begin` a simulation first.
+    """
+
+    def __init__(self, formats: Formats, model: Moondream) -> None:
         self._formats = formats
-        self._chance = torch.Generator(device).manual_seed(seed)
-
-    @torch.inference_mode()
-    def perturbed(self, model: Moondream) -> Moondream:
-        """A copy of a float32 model with rounded weights whose activations are rounded as it runs.
-
-        A single row is a decode step, whose activations are in the model's type or a wider one.
-        """
-        copied, formats = copy.deepcopy(model), self._formats
+        self._chance = torch.Generator(model.device)
+        self.model = copy.deepcopy(model)
+        self._weights: list[tuple[Tensor, Tensor, torch.dtype]] = []  # of the copy, of the original, rounded to
         short = self._float8_layers(model)
-        for name, module in copied.named_modules():
+        for (name, module), own in zip(self.model.named_modules(), model.modules(), strict=True):
             if isinstance(module, nn.Linear):
-                self._round_linear(name, module, is_float8=name in short)
+                self._round_linear(name, module, own.get_parameter("weight"), is_float8=name in short)
             elif isinstance(module, MixtureOfExperts):
                 self._disturb_output(module, _ROUNDINGS_IN_EXPERTS, formats.experts_deviation)
             elif name.rpartition(".")[0].endswith(".blocks"):
                 self._disturb_output(module, _ADDITIONS_IN_BLOCK)
-        for parameter in (copied.text.wte, copied.vision.pos_emb):
-            self._round(parameter.data, formats.model)
-        return copied
+        self._weights += [
+            (self.model.text.wte, model.text.wte, formats.model),
+            (self.model.vision.pos_emb, model.vision.pos_emb, formats.model),
+        ]
 
-    def cache(self, config: TextConfig, num_pages: int, page_size: int) -> RoundedCache:
-        """A float32 cache for the perturbed model that rounds to the cache's type."""
-        return RoundedCache(config, num_pages, page_size, self._formats.cache, self._chance)
+    @torch.inference_mode()
+    def begin(self, seed: int, num_pages: int, page_size: int) -> RoundedCache:
+        """Round the weights of `model` anew; returns a float32 cache for it that rounds to the cache's type.
+
+        Equal seeds give equal simulations.
+        """
+        self._chance.manual_seed(seed)
+        cache = RoundedCache(self.model.config.text, num_pages, page_size, self._formats.cache, self._chance)
+        for copied, original, dtype in self._weights:
+            copied.copy_(self._noisy(original, rounding_deviation(dtype)))
+        return cache
 
     def _float8_layers(self, model: Moondream) -> set[str]:
         """The linear layers whose products are in float8 on paths that use float8."""
@@ -155,14 +162,14 @@ class RoundingNoise:
                     names.add(f"vision.{name}")
         return names - {"vision.patch_emb"}
 
-    def _round_linear(self, name: str, layer: nn.Linear, *, is_float8: bool) -> None:
+    def _round_linear(self, name: str, layer: nn.Linear, original: Tensor, *, is_float8: bool) -> None:
         weights = prompts = decoding = FLOAT8 if is_float8 else self._formats.model
         if name.startswith("text.blocks."):
             decoding = self._formats.model
             if is_float8 and int(name.split(".")[2]) < NUM_WIDE_BLOCKS:
                 # Rounding of the weights of decode steps counts as rounding of their activations.
                 weights, prompts, decoding = self._formats.model, self._formats.model, FLOAT8
-        self._round(layer.weight.data, weights)
+        self._weights.append((layer.weight, original, weights))
         self._disturb_input(layer, prompts, decoding)
 
     def _disturb_input(self, module: nn.Module, prompts: torch.dtype, decoding: torch.dtype) -> None:
@@ -187,9 +194,6 @@ class RoundingNoise:
             return self._noisy(output, deviation)
 
         module.register_forward_hook(disturb)
-
-    def _round(self, values: Tensor, dtype: torch.dtype) -> None:
-        values.copy_(self._noisy(values, rounding_deviation(dtype)))
 
     def _noisy(self, values: Tensor, deviation: float) -> Tensor:
         # Uniform, as the error of a rounding. The standard deviation is the half width / sqrt(3).
@@ -291,12 +295,12 @@ def expected_errors(
         with routing.recorded(model):
             exact.append(prompt_tensors(run, request))
     simulated: list[list[dict[str, Tensor]]] = [[] for _ in requests]
+    noise = RoundingNoise(formats, model)
     for seed in range(NUM_SIMULATIONS):
-        noise = RoundingNoise(formats, seed, model.device)
-        cache = noise.cache(model.config.text, pages_of_context(model, config), config.page_size)
-        run = PromptRun(noise.perturbed(model), config, prepare, cache)
+        cache = noise.begin(seed, pages_of_context(model, config), config.page_size)
+        run = PromptRun(noise.model, config, prepare, cache)
         for request, routing, samples in zip(requests, routings, simulated, strict=True):
-            with routing.simulated(run.model):
+            with routing.simulated(noise.model):
                 samples.append(prompt_tensors(run, request))
     return [
         PromptErrors(

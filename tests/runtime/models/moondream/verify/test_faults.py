@@ -6,14 +6,11 @@ from functools import partial
 
 import pytest
 
-from bench.correctness.dimensions import shape_of, write_fixture
 from kestrel_ops import Kernels
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.models.moondream.verify import verification
 from kestrel_runtime.verify.reference_fixture import ReferenceFixture
 
-SHAPE = shape_of("seed-5")
-"""Four layers of four heads and seven experts of which four are chosen; products of multiples of 16."""
 PATHS = {
     "bfloat16": EngineConfig(device="cpu", dtype="bfloat16", text_path="fused"),
     "float8": EngineConfig(device="cpu", dtype="bfloat16", text_path="fused-float8"),
@@ -23,37 +20,30 @@ every_path = pytest.mark.parametrize("config", PATHS.values(), ids=PATHS)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("seed-5")
-    write_fixture(path, SHAPE, with_answers=False)
-    return path
-
-
-@pytest.fixture(scope="module")
 def known():
-    """The errors that correct paths have, by configuration."""
-    return {}
+    """By configuration: the fixture with its loaded checkpoint, and the errors that correct paths have."""
+    return {}, {}
 
 
 @pytest.fixture
-def failed(folder, known, monkeypatch):
+def failed(tiny_fixture, known, monkeypatch):
     """The cases that fail with an operation replaced by what `fault` makes of it.
 
     What errors correct paths have takes most of the time. It is found once for a configuration, without a fault,
     unless it is to be `simulated_anew`, with the fault.
     """
+    fixtures, errors = known
+    select, simulate = Kernels.select, verification.expected_errors
 
     def run(config, operation="resample", fault=lambda operation: operation, *, simulated_anew=False):
-        select, simulate = Kernels.select, verification.expected_errors
-
         def expected_errors(*arguments):
             if simulated_anew:
                 return simulate(*arguments)
-            if config not in known:
+            if config not in errors:
                 monkeypatch.setattr(Kernels, "select", select)
-                known[config] = simulate(*arguments)
+                errors[config] = simulate(*arguments)
                 monkeypatch.setattr(Kernels, "select", faulty)
-            return known[config]
+            return errors[config]
 
         monkeypatch.setattr(verification, "expected_errors", expected_errors)
 
@@ -61,8 +51,10 @@ def failed(folder, known, monkeypatch):
             kernels = select(*arguments)
             return replace(kernels, **{operation: fault(getattr(kernels, operation))})
 
+        if config not in fixtures:
+            fixtures[config] = ReferenceFixture(tiny_fixture, config)
         monkeypatch.setattr(Kernels, "select", faulty)
-        return [case.name for case in ReferenceFixture(folder, config).cases() if case.complaint is not None]
+        return [case.name for case in fixtures[config].cases() if case.complaint is not None]
 
     return run
 
@@ -86,12 +78,20 @@ def test_without_a_fault_everything_holds(failed, config):
     assert failed(config) == []
 
 
+def swapped_heads(attention, *arguments):
+    return attention(*arguments)[:, [1, 0, 2, 3]]
+
+
 @every_path
 def test_two_swapped_heads_of_one_layer_are_found(failed, config):
-    def swapped(attention, *arguments):
-        return attention(*arguments)[:, [1, 0, 2, 3]]
+    assert failed(config, "prefill_attention", at_call(1, swapped_heads))
 
-    assert failed(config, "prefill_attention", at_call(1, swapped), simulated_anew=True)
+
+def test_a_fault_does_not_widen_its_own_bounds(failed):
+    fault = "prefill_attention", at_call(1, swapped_heads)
+    found = failed(PATHS["bfloat16"], *fault, simulated_anew=True)
+    assert found == failed(PATHS["bfloat16"], *fault)
+    assert found
 
 
 @every_path

@@ -1,5 +1,6 @@
 """Simulated rounding: of which size it is where, and that it leaves the model alone."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,24 +10,24 @@ import torch
 from safetensors.torch import load_file
 
 from bench.correctness.dimensions import shape_of, write_fixture
+from bench.correctness.models import ModelShape
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import PackedChunks
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.moondream.verify import simulated_rounding as module
 from kestrel_runtime.models.moondream.verify.prompt_run import DECODED_HIDDEN, HIDDEN, PromptRun, prompt_tensors
 from kestrel_runtime.models.moondream.verify.simulated_rounding import (
     FLOAT8,
     Formats,
     RoundedCache,
     RoundingNoise,
+    expected_errors,
     rounded_to_grid,
 )
 from kestrel_runtime.models.moondream.verify.tolerances import rounding_deviation
 from kestrel_runtime.verify.preparing import preparing
 from kestrel_runtime.verify.reference_fixture import ReferenceFixture
-from tests.reference_fixtures import MD2_SMALL
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 
 CPU = torch.device("cpu")
@@ -45,18 +46,30 @@ def deviation(noisy, exact):
     return ((noisy - exact).norm() / exact.norm()).item()
 
 
+def perturbed(model, formats):
+    """A copy of the model in its first simulation."""
+    noise = RoundingNoise(formats, model)
+    noise.begin(1, 8, 4)
+    return noise.model
+
+
 def test_the_original_is_not_changed_and_equal_seeds_give_equal_noise():
     model = random_model(tiny_config(2))
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    one, same, other = (RoundingNoise(BFLOAT16, seed, CPU).perturbed(model) for seed in (1, 1, 2))
+    noise, weights, rows = RoundingNoise(BFLOAT16, model), [], []
+    for seed in (1, 2, 1):
+        noise.begin(seed, 8, 4)
+        weights.append(noise.model.text.lm_head.weight.clone())
+        rows.append(noise.model.text.lm_head(torch.ones(3, model.config.text.dim)))
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-    assert torch.equal(one.text.lm_head.weight, same.text.lm_head.weight)
-    assert not torch.equal(one.text.lm_head.weight, other.text.lm_head.weight)
+    for one, other, same in (weights, rows):
+        assert torch.equal(one, same)
+        assert not torch.equal(one, other)
 
 
 def test_weights_are_off_by_the_rounding_of_their_own_type():
     model = random_model(tiny_config(2))
-    noisy = RoundingNoise(SHORT, 1, CPU).perturbed(model)
+    noisy = perturbed(model, SHORT)
 
     def off_by(part):
         return deviation(part(noisy).weight, part(model).weight)
@@ -70,7 +83,7 @@ def test_weights_are_off_by_the_rounding_of_their_own_type():
 
 def test_rows_of_a_prompt_are_rounded_to_the_products_type_and_a_single_one_is_not():
     model = random_model(tiny_config(2))
-    noisy = RoundingNoise(SHORT, 1, CPU).perturbed(model)
+    noisy = perturbed(model, SHORT)
     rows = torch.randn(40, model.config.text.dim)
     blocks: Any = noisy.text.blocks
     first, second = blocks[0].mlp.fc1, blocks[1].mlp.fc1
@@ -95,15 +108,16 @@ def test_experts_that_multiply_in_float8_are_off_by_both_their_products():
     int4 = replace(BFLOAT16, expert_weights="int4")
     wanted = (SHORT, 2**0.5 * rounding_deviation(FLOAT8)), (BFLOAT16, 0.005), (int4, 2**0.5 * 0.092)
     for formats, expected in wanted:
-        noisy: Any = RoundingNoise(formats, 1, CPU).perturbed(model).text.blocks[-1].mlp
+        noisy: Any = perturbed(model, formats).text.blocks[-1].mlp
         noisy.router = exact.router  # whose errors choose other experts
         assert deviation(noisy(hidden), exact(hidden)) == pytest.approx(expected, rel=0.2)
 
 
 def test_a_perturbed_models_cache_rounds_to_the_caches_type_and_differs_by_seed():
-    config = tiny_config(2).text
+    model = random_model(tiny_config(2))
+    config = model.config.text
     key = torch.randn(200, config.n_kv_heads, config.head_dim)
-    one, other = (RoundingNoise(SHORT, seed, CPU).cache(config, 8, 4) for seed in (1, 2))
+    one, other = (RoundingNoise(SHORT, model).begin(seed, 8, 4) for seed in (1, 2))
     kept, _ = one.rounded(0, key, key)
     assert deviation(kept, key) == pytest.approx(rounding_deviation(FLOAT8), rel=0.15)
     assert not torch.equal(kept, other.rounded(0, key, key)[0])
@@ -202,16 +216,25 @@ def test_attention_over_rounded_values_is_off_as_that_over_a_real_float8_cache(s
 FLOAT8_CACHE = EngineConfig(device="cpu", dtype="bfloat16", text_path="plain", kv_dtype="float8")
 
 
-def test_a_decode_step_over_a_real_float8_cache_is_off_as_far_as_simulated_ones(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "NUM_SIMULATIONS", 24)  # for a mean square that is certain enough
+def write_one_prompt(folder: Path, shape: ModelShape, size: tuple[int, int]) -> bytes:
+    """Write a reference fixture with the tensors of one prompt; returns its image, of this size."""
+    write_fixture(folder, replace(shape, image_sizes=(size,)), with_answers=False)
+    (image,) = folder.glob("*.jpg")
+    return image.read_bytes()
+
+
+def test_a_decode_step_over_a_real_float8_cache_is_off_as_far_as_simulated_ones(tmp_path: Path):
     # The cache's scale shifts the grid that numbers are rounded to: each gives another correct result.
-    config = replace(FLOAT8_CACHE, model=str(MD2_SMALL))
+    shape = shape_of("seed-0")
+    image = write_one_prompt(tmp_path, shape, shape.image_sizes[1])
+    config = replace(FLOAT8_CACHE, model=str(tmp_path))
     loaded = LoadedModel.load(config)
-    request = Query("license terms", (MD2_SMALL / "image_2_300x900.png").read_bytes())
-    exact = load_file(MD2_SMALL / "expected.safetensors")[f"2.{HIDDEN}"]
+    question = json.loads((tmp_path / "expected.json").read_text())["images"][0]["query_prompt"]
+    exact = load_file(tmp_path / "expected.safetensors")[f"0.{HIDDEN}"]
     chance, squares = torch.Generator().manual_seed(1), []
     with preparing(loaded, config) as prepare:
-        (errors,) = module.expected_errors(config, Formats.of(config, loaded.model), [request], prepare)
+        request = Query(question, image)
+        (errors,) = expected_errors(config, Formats.of(config, loaded.model), [request], prepare)
         run = PromptRun(loaded.model, config, prepare)
         for _ in range(12):
             for scales in (run.cache.key_scales, run.cache.value_scales):
@@ -224,7 +247,8 @@ def test_a_decode_step_over_a_real_float8_cache_is_off_as_far_as_simulated_ones(
 
 
 def test_a_decode_step_over_a_float8_cache_may_choose_another_expert_where_two_nearly_tie(tmp_path: Path):
-    # At this shape the cache's rounding moves the routers' logits of the decoded token by more than the gap of two
-    # experts, and the prompt's logits by less.
-    write_fixture(tmp_path, shape_of("odd-experts"), with_answers=False)
+    # Of this prompt the cache's rounding moves a router's logits of the decoded token by more than the gap of two
+    # experts. With another expert than the reference's its hidden state would be too far off.
+    shape = shape_of("odd-experts")
+    write_one_prompt(tmp_path, shape, shape.image_sizes[0])
     assert [case.complaint for case in ReferenceFixture(tmp_path, FLOAT8_CACHE).cases() if case.complaint] == []

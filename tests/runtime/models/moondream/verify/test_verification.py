@@ -1,7 +1,6 @@
 """The acceptance of a checkpoint: the small reference fixtures pass, and a wrong number or answer is found."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
+from bench.correctness.dimensions import write_expected
+from bench.correctness.models import TOKENS, ModelShape, write_scaled_model
+from bench.harness.workload import chart
 from kestrel_ops import dequantise_int4, quantise_int4
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
-from kestrel_runtime.verify.recording import QUESTIONS, record_expected
 from kestrel_runtime.verify.reference_fixture import ReferenceFixture
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, copy_with_one_image
+
+EXPERT_AXES = 3  # of the weights of all experts of a layer; other weights have at most two
 
 
 def verify(folder: Path, dtype: str = "float32", **paths: Any) -> tuple[int, int, list[str]]:
@@ -39,86 +41,60 @@ def test_every_case_of_the_small_reference_folders_passes(folder: Path, num_case
     assert (passed, failed, len(lines)) == (num_cases, 0, num_cases)
 
 
-def test_a_wrong_answer_is_named(copy: Path) -> None:
+def test_a_wrong_answer_and_a_number_outside_its_tolerance_are_named(copy: Path) -> None:
     expected = json.loads((copy / "expected.json").read_text())
     expected["images"][0]["calls"][0]["expect"]["answer"] += "!"
     expected["images"][0]["calls"][2]["expect"]["points"][0]["x"] += 1 / 1024
     (copy / "expected.json").write_text(json.dumps(expected))
-    passed, failed, lines = verify(copy)
-    assert failed == 2
-    assert passed == len(lines) - 2
-    wrong = [line for line in lines if line.startswith("FAILED")]
-    assert "query(" in wrong[0]
-    assert "point(" in wrong[1]
-
-
-def test_a_number_outside_its_tolerance_is_named(copy: Path) -> None:
     tensors = load_file(copy / "expected.safetensors")
     tensors["0.query_prompt_logits"][3] += 0.01
     save_file(tensors, copy / "expected.safetensors")
-    _, failed, lines = verify(copy)
-    assert failed == 1
-    assert any(line.startswith("FAILED") and "query_prompt_logits" in line for line in lines)
+    passed, failed, lines = verify(copy)
+    assert failed == 3
+    assert passed == len(lines) - 3
+    wrong = [line for line in lines if line.startswith("FAILED")]
+    assert "query_prompt_logits" in wrong[0]
+    assert "query(" in wrong[1]
+    assert "point(" in wrong[2]
 
 
-def test_a_shorter_type_is_held_to_its_own_tolerance_in_numbers_alone(copy: Path) -> None:
-    passed, failed, lines = verify(copy, "bfloat16")
-    assert (passed, failed) == (len(lines), 0)
-    assert not any("query(" in line for line in lines)
-
-
-@pytest.mark.parametrize("paths", [{"text_path": "fused"}, {"vision_path": "fused"}], ids=["text", "vision"])
-def test_fused_paths_pass_as_the_plain_ones_do(copy: Path, paths: dict[str, str]) -> None:
-    passed, failed, lines = verify(copy, **paths)
+def test_fused_paths_pass_as_the_plain_ones_do(copy: Path) -> None:
+    passed, failed, lines = verify(copy, text_path="fused", vision_path="fused")
     assert [line for line in lines if line.startswith("FAILED")] == []
     assert (passed, failed) == (len(lines), 0)
 
 
 @pytest.mark.parametrize(
-    "paths", [{"text_path": "fused-float8"}, {"kv_dtype": "float8"}], ids=["text", "keys and values"]
+    "formats",
+    [{"dtype": "bfloat16"}, {"text_path": "fused-float8"}, {"kv_dtype": "float8"}, {"expert_dtype": "float8"}],
+    ids=["everything", "text", "keys and values", "experts"],
 )
-def test_float8_is_held_to_its_own_tolerance_in_numbers_alone(copy: Path, paths: dict[str, str]) -> None:
-    passed, _, lines = verify(copy, **paths)
+def test_a_shorter_type_is_held_to_its_own_tolerance_in_numbers_alone(
+    tiny_fixture: Path, formats: dict[str, str]
+) -> None:
+    passed, failed, lines = verify(tiny_fixture, **formats)
     assert [line for line in lines if line.startswith("FAILED")] == []
-    assert passed == len(lines)
+    assert (passed, failed) == (len(lines), 0)
     assert not any("query(" in line for line in lines)
 
 
-def widen_experts(folder: Path, change: Callable[[Tensor], Tensor] = lambda expert: expert) -> None:
-    """Write the experts of a checkpoint as float32, each changed."""
-    weights = load_file(folder / "model.safetensors")
-    for name in [name for name in weights if name.endswith("_scale")]:
-        own = name.replace("moe_quant.up_scale", "mlp.experts.weight").replace(
-            "moe_quant.down_scale", "mlp.output_experts.weight"
-        )
-        wide = weights[own].float() * weights.pop(name)[..., None]
-        weights[own] = torch.stack([change(expert) for expert in wide])
-    save_file(weights, folder / "model.safetensors")
-
-
-def test_rounded_experts_are_held_to_the_tolerance_of_float8(copy: Path) -> None:
-    noise = torch.Generator().manual_seed(
-        1
-    )  # less than a hundredth of what float8 rounds; without it nothing changes
-    widen_experts(copy, lambda expert: expert * (1 + 1e-4 * torch.randn(expert.shape, generator=noise)))
-    passed, _, lines = verify(copy, expert_dtype="float8")
+def test_experts_of_4_bits_answer_and_compute_exactly_as_the_weights_that_they_stand_for(
+    tiny_shape: ModelShape, tmp_path: Path
+) -> None:
+    write_scaled_model(tmp_path, tiny_shape.config, fp8_experts=False, seed=1, words=TOKENS)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name, stack in weights.items():
+        if stack.ndim == EXPERT_AXES:
+            exact = [dequantise_int4(*quantise_int4(expert), expert.shape[1]) for expert in stack]
+            weights[name] = torch.stack(exact)
+    save_file(weights, tmp_path / "model.safetensors")
+    ((width, height),) = tiny_shape.image_sizes
+    num_asked, num_certain = write_expected(tmp_path, {"image.jpg": chart(0, width, height)})
+    passed, failed, lines = verify(tmp_path, expert_dtype="int4")
     assert [line for line in lines if line.startswith("FAILED")] == []
-    assert passed == len(lines)
-    assert not any("query(" in line for line in lines)
-
-
-def test_experts_of_4_bits_answer_and_compute_exactly_as_the_weights_that_they_stand_for(copy: Path) -> None:
-    widen_experts(copy, lambda expert: dequantise_int4(*quantise_int4(expert), expert.shape[1]))
-    questions = json.loads((copy / "expected.json").read_text()) | {"text_only": []}
-    for image in questions["images"]:
-        asked = (call["args"]["question"] for call in image["calls"] if call["skill"] == "query")
-        image["query_prompt"] = next(asked)
-    (copy / QUESTIONS).write_text(json.dumps(questions))
-    num_asked, num_certain = record_expected(copy, EngineConfig(model=str(copy), device="cpu"))
-    passed, _, lines = verify(copy, expert_dtype="int4")
-    assert [line for line in lines if line.startswith("FAILED")] == []
-    assert passed == len(lines)
-    assert sum("query(" in line or "point(" in line for line in lines) == num_certain
+    assert (passed, failed) == (len(lines), 0)
+    skills = ("query(", "caption(", "point(", "detect(", "segment(")
+    assert sum(any(skill in line for skill in skills) for line in lines) == num_certain
     assert 0 < num_certain <= num_asked
 
 
