@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +13,49 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.correctness.dimensions import shape_of, write_fixture
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.verify import verification
 from kestrel_runtime.verify import acceptance
 from kestrel_runtime.verify.acceptance import PrecisionResult, Verdict, check_precision
-from tests.reference_fixtures import MD2_SMALL, copy_with_one_image, expected
+from tests.reference_fixtures import expected
+
+Check = Callable[..., PrecisionResult]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Moondream 2 with its answers about one image, which has points in it."""
+    folder = tmp_path_factory.mktemp("recorded")
+    shape = shape_of("seed-2")
+    write_fixture(folder, replace(shape, image_sizes=shape.image_sizes[-1:]))
+    return folder
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Answers of the reference about one image, without the checkpoint."""
-    copy = copy_with_one_image(MD2_SMALL, tmp_path / "expected")
-    (copy / "model.safetensors").unlink()
-    answers = expected(copy)
-    answers["images"][0]["query_prompt"] = answers["images"][0]["calls"][0]["args"]["question"]
-    write_answers(copy, answers)
-    return copy
+def folder(recorded: Path, tmp_path: Path) -> Path:
+    """The answers without the checkpoint."""
+    return shutil.copytree(recorded, tmp_path / "expected", ignore=shutil.ignore_patterns("model.safetensors"))
+
+
+@pytest.fixture
+def check(recorded: Path, folder: Path) -> Check:
+    """Compares the checkpoint with the answers, in a precision."""
+
+    def run(dtype: str = "float32") -> PrecisionResult:
+        config = EngineConfig(model=str(recorded), device="cpu", dtype=dtype, max_batch_size=2)
+        return check_precision(folder, dtype, config, speed_s=0.0, tell=lambda line: None)
+
+    return run
 
 
 def write_answers(folder: Path, answers: dict[str, Any]) -> None:
     (folder / "expected.json").write_text(json.dumps(answers))
 
 
-def check(folder: Path, dtype: str = "float32") -> PrecisionResult:
-    config = EngineConfig(model=str(MD2_SMALL), device="cpu", dtype=dtype, max_batch_size=2)
-    return check_precision(folder, dtype, config, speed_s=0.0, tell=lambda line: None)
-
-
-def test_a_checkpoint_that_agrees_with_the_reference_passes(folder: Path) -> None:
-    result = check(folder)
+def test_a_checkpoint_that_agrees_with_the_reference_passes(check: Check) -> None:
+    result = check()
     assert (result.failures, result.problems, result.is_exact) == ([], (), True)
     assert len(result.cases) > 5
     assert result.agreement.num_equal == result.agreement.num_answers == len(result.answers) > 4
@@ -49,7 +65,7 @@ def test_a_checkpoint_that_agrees_with_the_reference_passes(folder: Path) -> Non
     assert Verdict.of([result]) is Verdict.PASSED
 
 
-def test_where_the_reference_differs_is_named_and_fails(folder: Path) -> None:
+def test_where_the_reference_differs_is_named_and_fails(check: Check, folder: Path) -> None:
     answers = expected(folder)
     call = next(call for call in answers["images"][0]["calls"] if call["skill"] == "point")
     call["expect"]["points"][0]["x"] += 0.01
@@ -58,48 +74,51 @@ def test_where_the_reference_differs_is_named_and_fails(folder: Path) -> None:
     tensors = load_file(folder / "expected.safetensors")
     tensors["0.query_prompt_logits"][3] += 0.01
     save_file(tensors, folder / "expected.safetensors")
-    result = check(folder)
+    result = check()
     name = answers["images"][0]["image"]
     failures = [line.partition(":")[0] for line in result.failures]
     assert failures == [
         f"{name} tiling",
         f"{name} query_prompt_logits",
-        f"{name} point(object='copy', max_objects=4)",
+        f"{name} point(object='tallest bar', max_objects=4)",
     ]
     assert Verdict.of([result]) is Verdict.FAILED
 
 
 def test_answers_that_the_last_bits_of_the_weights_decide_are_not_judged(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    check: Check, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def change_much(loaded: LoadedModel) -> None:
         with torch.inference_mode():
-            loaded.model.text.lm_head.bias.add_(torch.randn(640, generator=torch.manual_seed(1)), alpha=9)
+            bias = loaded.model.text.lm_head.bias
+            bias.add_(torch.randn(bias.shape, generator=torch.manual_seed(1)), alpha=9)
 
     answers = expected(folder)
     query = answers["images"][0]["calls"][0]
     query["expect"]["answer"] += "!"
     write_answers(folder, answers)
     monkeypatch.setattr(acceptance, "nudge", change_much)
-    result = check(folder)
+    result = check()
     assert result.uncertain == {0}
     assert result.failures == []
     assert result.agreement.num_equal == result.agreement.num_answers - 1
 
 
-def test_skills_that_neither_side_has_are_left_out_and_those_of_the_reference_fail(folder: Path) -> None:
+def test_skills_that_neither_side_has_are_left_out_and_those_of_the_reference_fail(
+    check: Check, folder: Path
+) -> None:
     answers = expected(folder)
     segment = {"skill": "segment", "args": {"object": "copy"}}
     answers["images"][0]["calls"] = [segment, {**segment, "expect": {"segments": []}}]
     answers["text_only"] = []
     write_answers(folder, answers)
-    result = check(folder)
+    result = check()
     assert len(result.answers) == 1
     assert ["SkillUnsupported" in line for line in result.failures] == [True]
 
 
 def test_answers_in_shorter_formats_are_counted_and_not_judged(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    check: Check, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def out_of_memory(*_: Any) -> None:
         raise torch.OutOfMemoryError
@@ -108,7 +127,7 @@ def test_answers_in_shorter_formats_are_counted_and_not_judged(
     answers = expected(folder)
     answers["images"][0]["calls"][0]["expect"]["answer"] += "!"
     write_answers(folder, answers)
-    result = check(folder, "bfloat16")
+    result = check("bfloat16")
     assert (result.is_exact, result.failures) == (False, [])
     assert result.agreement.num_equal < result.agreement.num_answers
     assert result.problems == ("tensors were not compared: the memory of the device is too small for it",)
