@@ -6,10 +6,9 @@ Bounds are fixed in float32 and come from simulated rounding in shorter formats.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -42,9 +41,16 @@ from kestrel_runtime.models.verification import Case, Fixture, Prepare, PromptRe
 def verification(model: Moondream, config: EngineConfig) -> Verification:
     """The family's part of `kestrel-grpc verify`."""
     formats = Formats.of(config, model)
+    simulated: dict[tuple[Query, ...], list[PromptErrors]] = {}
+
+    def errors_of(requests: tuple[Query, ...], prepare: Prepare) -> list[PromptErrors]:
+        if requests not in simulated:
+            simulated[requests] = expected_errors(config, formats, requests, prepare)
+        return simulated[requests]
 
     def tensor_cases(fixture: Fixture, prepare: Prepare) -> Iterator[Case]:
-        return _TensorCases(model, config, formats, fixture, prepare).run()
+        is_exact = formats.shortest == torch.float32
+        return _TensorCases(model, config, fixture, prepare, None if is_exact else errors_of).run()
 
     def record_prompt(request: Query, prepare: Prepare) -> PromptRecord:
         assert isinstance(request.image, bytes), "a prompt about an image file"
@@ -63,15 +69,21 @@ def verification(model: Moondream, config: EngineConfig) -> Verification:
 
 
 class _TensorCases:
+    """One comparison of a fixture's tensors; `errors_of` simulates the errors of prompts in shorter formats."""
+
     def __init__(
-        self, model: Moondream, config: EngineConfig, formats: Formats, fixture: Fixture, prepare: Prepare
+        self,
+        model: Moondream,
+        config: EngineConfig,
+        fixture: Fixture,
+        prepare: Prepare,
+        errors_of: Callable[[tuple[Query, ...], Prepare], list[PromptErrors]] | None,
     ) -> None:
         self._model = model
         self._config = config
-        self._formats = formats
         self._fixture = fixture
         self._prepare = prepare
-        self._is_exact = formats.shortest == torch.float32
+        self._errors_of = errors_of
 
     def run(self) -> Iterator[Case]:
         for index, image in enumerate(self._fixture.expected["images"]):
@@ -109,16 +121,14 @@ class _TensorCases:
     @property
     def _prompt_config(self) -> EngineConfig:
         # With rounding, hooks on the routers record and replace their choices. A captured graph would not run them.
-        follows = not self._is_exact and self._model.config.text.moe is not None
+        follows = self._errors_of is not None and self._model.config.text.moe is not None
         return replace(self._config, cuda_graphs=False) if follows else self._config
 
     def _errors(self, index: int) -> PromptErrors | None:
-        return None if self._is_exact else self._all_errors[index]
-
-    @cached_property
-    def _all_errors(self) -> list[PromptErrors]:
-        requests = [self._request(image) for image in self._fixture.expected["images"]]
-        return expected_errors(self._config, self._formats, requests, self._prepare)
+        if self._errors_of is None:
+            return None
+        requests = tuple(self._request(image) for image in self._fixture.expected["images"])
+        return self._errors_of(requests, self._prepare)[index]
 
     def _request(self, expected: dict[str, Any]) -> Query:
         """The prompt whose tensors are compared: the first question, unless the fixture names one."""

@@ -8,7 +8,6 @@ import pytest
 
 from kestrel_ops import Kernels
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.models.moondream.verify import verification
 from kestrel_runtime.verify.reference_fixture import ReferenceFixture
 
 PATHS = {
@@ -21,40 +20,30 @@ every_path = pytest.mark.parametrize("config", PATHS.values(), ids=PATHS)
 
 @pytest.fixture(scope="module")
 def known():
-    """By configuration: the fixture with its loaded checkpoint, and the errors that correct paths have."""
-    return {}, {}
+    """The fixture by configuration; it knows the errors that correct paths have, which take most of the time."""
+    return {}
 
 
 @pytest.fixture
 def failed(tiny_fixture, known, monkeypatch):
     """The cases that fail with an operation replaced by what `fault` makes of it.
 
-    What errors correct paths have takes most of the time. It is found once for a configuration, without a fault,
-    unless it is to be `simulated_anew`, with the fault.
+    What errors correct paths have is found without a fault, unless it is to be `simulated_anew`, with the fault.
     """
-    fixtures, errors = known
-    select, simulate = Kernels.select, verification.expected_errors
+    select = Kernels.select
 
     def run(config, operation="resample", fault=lambda operation: operation, *, simulated_anew=False):
-        def expected_errors(*arguments):
-            if simulated_anew:
-                return simulate(*arguments)
-            if config not in errors:
-                monkeypatch.setattr(Kernels, "select", select)
-                errors[config] = simulate(*arguments)
-                monkeypatch.setattr(Kernels, "select", faulty)
-            return errors[config]
-
-        monkeypatch.setattr(verification, "expected_errors", expected_errors)
-
         def faulty(*arguments):
             kernels = select(*arguments)
             return replace(kernels, **{operation: fault(getattr(kernels, operation))})
 
-        if config not in fixtures:
-            fixtures[config] = ReferenceFixture(tiny_fixture, config)
-        monkeypatch.setattr(Kernels, "select", faulty)
-        return [case.name for case in fixtures[config].cases() if case.complaint is not None]
+        if config not in known:
+            known[config] = ReferenceFixture(tiny_fixture, config)
+            list(known[config].cases())
+        fixture = ReferenceFixture(tiny_fixture, config) if simulated_anew else known[config]
+        with monkeypatch.context() as patched:
+            patched.setattr(Kernels, "select", faulty)
+            return [case.name for case in fixture.cases() if case.complaint is not None]
 
     return run
 
