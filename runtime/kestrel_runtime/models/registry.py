@@ -26,14 +26,19 @@ _DEFAULT = "moondream"
 def family_of(checkpoint: Checkpoint) -> ModelFamily:
     """The family of the checkpoint. Raises `CheckpointError` if it cannot be imported."""
     name = (checkpoint.config or {}).get("model_type")
-    installed = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
-    addresses = {**installed, **FAMILIES}
-    if not isinstance(name, str) or name not in addresses:
-        name = _DEFAULT
-    module, _, attribute = addresses[name].partition(":")
+    address = _address(name) if isinstance(name, str) else None
+    if address is None:
+        name, address = _DEFAULT, FAMILIES[_DEFAULT]
+    module, _, attribute = address.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise CheckpointError(
-            f"the model family {name} cannot be imported from {addresses[name]}: {error}"
-        ) from error
+        raise CheckpointError(f"the model family {name} cannot be imported from {address}: {error}") from error
+
+
+def _address(name: str) -> str | None:
+    if name in FAMILIES:
+        return FAMILIES[name]
+    # This reads a file of every installed package.
+    installed = {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    return installed.get(name)
