@@ -27,7 +27,7 @@ from training.questions import ask
 from training.scenes import HELD_OUT_SEED, Scene, make_scene
 from training.scoring import normalised
 
-NUM_SCENES = 5
+NUM_SCENES = 3
 MAX_SHIPPED_BYTES = 200_000
 UNCHANGED = ("count", "shape", "relation", "presence", "place")
 

@@ -17,9 +17,9 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.engine.engine import LocalEngine
 from training.scenes import Thing
 
-NUM_OUTLINES = 24
+NUM_OUTLINES = 12
 SIDE_PX = 512
-LEAST_MEAN_IOU = 0.86
+LEAST_MEAN_IOU = 0.84
 """The model card has 0.906, with a standard deviation of 0.11: this is two standard errors below."""
 
 

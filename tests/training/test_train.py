@@ -1,5 +1,6 @@
 import copy
 import io
+from dataclasses import replace
 
 import torch
 
@@ -11,14 +12,13 @@ from training.network import Network
 from training.train import Recipe, State
 
 
-def _state(teacher: Teacher, recipe: Recipe) -> State:
-    return State(Network(new_model(teacher.config, recipe.seed)), recipe)
-
-
 def test_a_run_goes_on_from_its_checkpoint_as_if_never_stopped(teacher: Teacher):
     group, recipe = GroupMaker(teacher, 0, 1, 1)(0), Recipe(num_steps=10, num_warmup_steps=2)
     batch = (group.tiles, group.tilings, group.visits[0])
-    whole, resumed = _state(teacher, recipe), _state(teacher, recipe)
+    # A block of each kind.
+    text, vision = replace(teacher.config.text, n_layers=2), replace(teacher.config.vision, enc_n_layers=1)
+    config = replace(teacher.config, text=text, vision=vision)
+    whole, resumed = (State(Network(new_model(config, recipe.seed)), recipe) for _ in range(2))
     whole.learn(batch)
     file = io.BytesIO()
     torch.save(whole.save(), file)
@@ -29,7 +29,7 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_never_stopped(teacher: Teacher)
     assert whole.step == resumed.step == 2
     pairs = zip(whole.network.parameters(), resumed.network.parameters(), strict=True)
     assert all(torch.equal(first, second) for first, second in pairs)
-    start = new_model(teacher.config, recipe.seed)
+    start = new_model(config, recipe.seed)
     assert any(
         not torch.equal(first, second)
         for first, second in zip(whole.network.model.parameters(), start.parameters(), strict=True)
