@@ -20,6 +20,11 @@ def one_thread(monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
 
 
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch):
+    monkeypatch.setattr(dimensions, "MAX_TOKENS", 8)
+
+
 def test_paths_of_a_small_shape_pass_and_leave_a_table_and_json(tmp_path, capsys):
     file = tmp_path / "sweep.json"
     command = ["--device", "cpu", "--shape", SMALL, "--runs", "2", "--json", str(file)]

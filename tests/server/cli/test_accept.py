@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from html.parser import HTMLParser
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from PIL import Image
 
 from kestrel_grpc.__main__ import main
 from kestrel_grpc.cli import accept
@@ -47,11 +49,12 @@ class Page(HTMLParser):
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accept, "_SPEED_S", 0.0)
+    monkeypatch.setattr(accept, "MAX_TOKENS", 24)
 
 
 def accept_model(tmp_path: Path, *words: str) -> tuple[int, Path]:
     file = tmp_path / "page.html"
-    command = ["accept", "--device", "cpu", "--set", "max-batch-size=2", "--html", str(file)]
+    command = ["accept", "--device", "cpu", "--set", "max-batch-size=1", "--html", str(file)]
     return main([*command, *words]), file
 
 
@@ -64,7 +67,10 @@ def test_the_built_in_model_passes_without_an_independent_reference(
         *(call_of(skill, object="star") for skill in ("point", "detect", "segment")),
         call_of("gaze", eye=[0.5, 0.4]),
     ]
-    picture = Picture(scene.name, scene.data, scene.question, asked)
+    buffer = io.BytesIO()
+    with Image.open(io.BytesIO(scene.data)) as image:
+        image.resize((224, 224 * image.height // image.width)).save(buffer, "PNG")  # two tiles
+    picture = Picture(scene.name, buffer.getvalue(), scene.question, asked)
     monkeypatch.setattr(accept, "_drawn_pictures", lambda: iter([picture]))
     status, file = accept_model(tmp_path)
     lines = capsys.readouterr().out.splitlines()
@@ -89,7 +95,6 @@ def test_a_reference_in_the_published_layout_is_asked_in_a_process_of_its_own(
     calls = [{name: call[name] for name in ("skill", "args")} for call in entry["calls"]]
     picture = Picture(entry["image"], (fixture / entry["image"]).read_bytes(), calls[0]["args"]["question"], calls)
     monkeypatch.setattr(accept, "_drawn_pictures", lambda: iter([picture]))
-    monkeypatch.setattr(accept, "MAX_TOKENS", 24)
     monkeypatch.setenv("PYTHONPATH", f"{STAND_INS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     recorded = json.loads((checkpoint / "recorded.json").read_text())
     recorded["images"][0]["calls"][-1]["expect"]["points"][0]["x"] = 0.5
