@@ -45,12 +45,16 @@ def add_demo_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
+        arguments.draw.touch()  # fails now rather than after all answers
         asyncio.run(_demonstrate(arguments.draw))
     except BrokenPipeError:
         raise
     except OSError as error:
         print(f"kestrel-grpc: {arguments.draw}: {error.strerror}", file=sys.stderr)
         return 1
+    finally:
+        if arguments.draw.is_file() and not arguments.draw.stat().st_size:
+            arguments.draw.unlink()
     return 0
 
 

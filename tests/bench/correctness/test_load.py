@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from bench.correctness import load
+from bench.correctness.dimensions import shape_of, write_fixture
 from bench.correctness.load import (
     Difference,
     Look,
@@ -54,8 +55,10 @@ def looks(*host: float) -> list[Look]:
 
 def test_sixty_mixed_requests_leave_nothing_behind(tmp_path, monkeypatch, capsys):
     file = tmp_path / "stress.json"
+    write_fixture(tmp_path / "model", shape_of("seed-5"), with_answers=False)
     switches = ["--device", "cpu", "--requests", "60", "--distinct", "11", "--at-once", "8", "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["load", *switches, "--set", "max-batch-size=8"])
+    switches += ["--model", str(tmp_path / "model"), "--set", "max-batch-size=8"]
+    monkeypatch.setattr(sys, "argv", ["load", *switches])
     assert load.main() == 0
     result = json.loads(file.read_text())
     assert result["verdicts"] == {

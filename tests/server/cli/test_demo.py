@@ -1,5 +1,6 @@
 """The demo as a new user runs it: correct answers on stdout, and a picture with the objects found."""
 
+import errno
 from importlib.resources import files
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from PIL import Image, ImageChops
 
 from kestrel_grpc.__main__ import main
+from kestrel_grpc.cli import demo
 
 
 def test_the_demo_answers_truly_and_draws_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,6 +34,20 @@ def test_the_demo_answers_truly_and_draws_what_it_found(tmp_path: Path, capsys: 
         assert ImageChops.difference(drawn.convert("RGB"), picture.convert("RGB")).getbbox() is not None
 
 
-def test_a_picture_that_cannot_be_written_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_that_cannot_be_written_is_one_clear_line_before_anything_is_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["demo", "--draw", "/nowhere/demo.png"]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "kestrel-grpc: /nowhere/demo.png: No such file or directory\n"
+
+
+def test_a_demo_that_fails_leaves_no_empty_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(demo, "_demonstrate", fail)
+    target = tmp_path / "demo.png"
+    assert main(["demo", "--draw", str(target)]) == 1
+    assert not target.exists()
