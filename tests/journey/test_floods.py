@@ -1,9 +1,11 @@
-"""Ten times as many requests as a server can take: those that are let in go on, and all others are told so."""
+"""Ten times as many requests as a server can take: those that are let in are answered, and all others told so."""
 
 import asyncio
+import threading
 from typing import Any
 
 import grpc
+import pytest
 
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -11,54 +13,43 @@ from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
 
-NUM_RUNNING, NUM_WAITING = 2, 2
-CAPACITY = NUM_RUNNING + NUM_WAITING
+NUM_WAITING = 3
+CAPACITY = 1 + NUM_WAITING
+MAX_WAIT_S = 60
 
 
-def endless(seed: int) -> wire.QueryRequest:
-    """A question whose answer has 3,000 tokens: the token that would end it is never drawn."""
-    sampling = {"temperature": 5.0, "top_p": 1.0, "max_tokens": 3000, "seed": seed}
-    return wire.QueryRequest(
-        question="hello", sampling={**sampling, "logit_bias": [{"token_id": 0, "bias": -100.0}]}
-    )
+async def test_ten_times_the_capacity_is_refused_while_those_let_in_are_answered(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_go_on, launch = threading.Event(), threading.Event(), StepRunner.launch
 
+    def held(runner: StepRunner, *arguments: Any) -> Any:
+        has_begun.set()
+        assert may_go_on.wait(MAX_WAIT_S)
+        return launch(runner, *arguments)
 
-async def test_ten_times_the_capacity_is_refused_while_those_let_in_go_on(loaded: LoadedModel) -> None:
-    engine_config = EngineConfig("", max_batch_size=NUM_RUNNING, max_queued_requests=NUM_WAITING)
-    config = ServerConfig(port=0, engine=engine_config)
+    monkeypatch.setattr(StepRunner, "launch", held)
+    engine_config = EngineConfig("", max_batch_size=1, max_queued_requests=NUM_WAITING)
     engine = LocalEngine(loaded, engine_config)
+    config = ServerConfig(port=0, engine=engine_config)
     async with Server(engine, config) as server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = VisionServiceStub(channel)
-        calls: list[Any] = [stub.Query(endless(seed)) for seed in range(10 * CAPACITY)]
-        first_pieces = [asyncio.ensure_future(call.read()) for call in calls]
-        num_refused = 0
-        for arrival in asyncio.as_completed([code_if_refused(first) for first in first_pieces]):
-            if code := await arrival:
-                assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-                num_refused += 1
-            if num_refused == 9 * CAPACITY:
-                break
-        let_in = [(call, first) for call, first in zip(calls, first_pieces, strict=True) if not call.done()]
+        request = wire.CompleteQueryRequest(question="hello", sampling={"max_tokens": 3})
+        first = asyncio.ensure_future(code_of(stub.CompleteQuery(request)))
+        assert await asyncio.to_thread(has_begun.wait, MAX_WAIT_S)
+        others = [asyncio.ensure_future(code_of(stub.CompleteQuery(request))) for _ in range(10 * CAPACITY - 1)]
+        for _, refused in zip(range(9 * CAPACITY), asyncio.as_completed(others), strict=False):
+            assert await refused is grpc.StatusCode.RESOURCE_EXHAUSTED
+        let_in = [first, *(call for call in others if not call.done())]
         assert len(let_in) == CAPACITY
-        # As those that run are cancelled, those that wait get their turn.
-        for first in asyncio.as_completed([read_on(call, first) for call, first in let_in]):
-            (await first).cancel()
+        may_go_on.set()
+        assert await asyncio.gather(*let_in) == [grpc.StatusCode.OK] * CAPACITY
     engine.close()
 
 
-async def code_if_refused(first: asyncio.Future[Any]) -> grpc.StatusCode | None:
-    """None once the first piece of an answer has come."""
-    try:
-        await first
-    except grpc.aio.AioRpcError as error:
-        return error.code()
-    return None
-
-
-async def read_on(call: Any, first: asyncio.Future[Any]) -> Any:
-    """The call, once two pieces of its answer have come."""
-    await first
-    assert await call.read()
-    return call
+async def code_of(call: Any) -> grpc.StatusCode:
+    """How a call ends."""
+    return await call.code()
