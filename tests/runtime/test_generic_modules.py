@@ -29,10 +29,7 @@ NEEDS_MOONDREAM = re.compile(
 SOME_GENERIC_TESTS = (
     "tests/runtime/scheduling/test_output_parser.py",
     "tests/runtime/execution/test_step_runner.py",
-    "tests/runtime/engine/test_loop.py",
-    "tests/runtime/engine/test_preprocessing.py",
     "tests/runtime/models/second_family",
-    "tests/runtime/verify",
 )
 
 # One process for both, so that the libraries are imported once. The tests come first: they set up what modules read

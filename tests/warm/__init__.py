@@ -46,7 +46,10 @@ MAX_REQUEST_BYTES = 128 * 1024
 MAX_DESCRIPTORS = 64
 HUB_VARIABLES = "HF_"
 """The beginning of the names of variables that the library of the hub reads while it is imported."""
-_FREE_VARIABLES = ("KESTREL_", "PYTEST_", "TMPDIR", "PATH", "POISON", "NO_PROXY", "ENGINE_CHANNEL", HUB_VARIABLES)
+_FREE_VARIABLES = (
+    *("KESTREL_", "PYTEST_", "TMPDIR", "PATH", "POISON", "NO_PROXY", "ENGINE_CHANNEL", HUB_VARIABLES),
+    "TORCHINDUCTOR_CACHE_DIR",  # set by torch itself, when a test has it import its compiler
+)
 """Beginnings of names of variables that no other library reads while it is imported."""
 _PR_SET_CHILD_SUBREAPER = 36
 _CHECKOUT = Path(__file__).resolve().parents[2]
@@ -94,8 +97,10 @@ class Starter:
         """Stands for `_posixsubprocess.fork_exec`, which `subprocess` and `multiprocessing` call."""
         arguments, _, closes, kept, folder, variables, stdin, _, _, stdout, _, stderr, _, ends, *rest = values
         _, is_session_leader, group, *identity, preexec, _ = rest
+        words, flags = [os.fsdecode(word) for word in arguments[1:]], _own_flags()
         start = Start(
-            arguments=[os.fsdecode(word) for word in arguments[1:]],
+            # `multiprocessing` passes the flags of this process on; the starter has them.
+            arguments=words[len(flags) :] if words[: len(flags)] == flags else words,
             folder=os.path.abspath(os.fsdecode(folder or ".")),
             variables=_named(variables),
             numbers=[0, 1, 2, *(number for number in kept if number > 2 and number != ends)],
@@ -131,6 +136,10 @@ def _without_sources(variables: Mapping[str, str]) -> dict[str, str]:
     folders = variables.get("PYTHONPATH", "").split(os.pathsep)
     others = os.pathsep.join(folder for folder in folders if folder and folder not in _SOURCES)
     return {**variables, "PYTHONPATH": others}
+
+
+def _own_flags() -> list[str]:
+    return vars(subprocess)["_args_from_interpreter_flags"]()
 
 
 def _named(variables: Sequence[bytes] | None) -> dict[str, str]:
@@ -219,7 +228,7 @@ def _own_starter() -> Starter:
     """Of this process, started at the first call; it ends with this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     variables = {"GRPC_VERBOSITY": "NONE", **os.environ}
-    command = (sys.executable, "-m", "tests.warm", str(theirs.fileno()))
+    command = (sys.executable, *_own_flags(), "-m", "tests.warm", str(theirs.fileno()))
     with as_usual():
         process = subprocess.Popen(
             command, cwd=_CHECKOUT, env=variables, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
