@@ -2,7 +2,7 @@
 
 `python -m tests.warm DESCRIPTOR` runs it until the other end of the socket is closed. If the socket listens, each
 connection (`command.py`) brings one request, and the starter runs until it is killed. It has one thread, no gRPC
-channel, no context of ZeroMQ and no event loop, none of which survives a fork.
+channel and no event loop, none of which survives a fork.
 """
 
 from __future__ import annotations
