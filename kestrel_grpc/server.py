@@ -123,7 +123,7 @@ class Server:
             lambda: engine.status is not EngineStatus.DEAD, lambda: self._readiness.is_ready, self._scrape
         )
         has_probe_port = config.metrics_port is not None and host is None
-        self._probe_port = ProbePort(self._probes) if has_probe_port else None
+        self._probe_port = ProbePort(self._probes, config.metrics_names) if has_probe_port else None
         self._maintenance = None if at_rest is None else Maintenance(engine, at_rest)
         self._images = images or image_source(config)
         self._submission = Submission(engine, self._images, self._store, model_names=config.served_model_name or ())

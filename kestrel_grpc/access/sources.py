@@ -4,13 +4,15 @@ A page that a user of this machine opens can send requests to a server on it. Th
 `Origin`. Those of a site whose name has been made to stand for this machine (DNS rebinding) carry that name as
 `Host`, and also as `Origin`: so `Origin` is compared with `Host` only after `Host` has been found to be a name of
 this server. Callers that are no browsers are not affected: they send no `Origin`, and as `Host` what they connect
-to.
+to, or none in HTTP/1.0.
 """
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Collection, Sequence
+
+from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
@@ -38,25 +40,29 @@ class SourceGuard:
         self._origins = frozenset(origin.lower() for origin in origins)
         self._known_good: set[bytes] = set()
 
-    def check(self, headers: RawHeaders, scheme: str) -> None:
+    def check(self, headers: RawHeaders, scheme: str, version: str) -> None:
         """Raise `SourceNotAllowed` for a request that is not to be answered.
 
-        `scheme` is that of the connection, `http` or `https`.
+        Raises `InvalidRequest` where not one host is named.
+
+        `scheme` is that of the connection, `http` or `https`; `version` that of HTTP, `1.0` or `1.1`.
         """
         host: bytes | None = None
         origins: list[str] = []
         for name, value in headers:
             if name == b"host":
                 if host is not None:
-                    raise SourceNotAllowed("Host", "more than one")
+                    raise _invalid("must be given once")
                 host = value
             elif name == b"origin":
                 origins.append(value.decode("latin-1"))
-        if host is None:
-            raise SourceNotAllowed("Host", "")
-        self._check_host(host)
+        if host is not None:
+            self._check_host(host)
+        elif version != "1.0":  # which knows no such header; browsers send it in any version
+            raise _invalid("is required")
+        own = "" if host is None else f"{scheme}://{host.decode('latin-1').lower()}"
         for origin in origins:
-            if not self._may_call(origin.lower(), f"{scheme}://{host.decode('latin-1').lower()}"):
+            if not self._may_call(origin.lower(), own):
                 raise SourceNotAllowed("Origin", origin)
 
     def _check_host(self, host: bytes) -> None:
@@ -69,7 +75,7 @@ class SourceGuard:
 
     def _may_call(self, origin: str, own: str) -> bool:
         """Whether pages of `origin` may call a server whose own pages have the origin `own` for this caller."""
-        return origin in self._origins or (self._has_pages and origin == own)
+        return origin in self._origins or (self._has_pages and origin == own != "")
 
     def _is_ours(self, host: str) -> bool:
         name, separator, port = host.rpartition(":")
@@ -80,6 +86,10 @@ class SourceGuard:
         if name == "localhost" or name.endswith(".localhost") or _is_address(name):
             return True
         return self._hosts is None or name in self._hosts
+
+
+def _invalid(description: str) -> InvalidRequest:
+    return InvalidRequest((Violation("Host", description),))
 
 
 def _is_address(name: str) -> bool:

@@ -344,6 +344,11 @@ class ServerConfig:
             max_ttl_s=self.max_image_ttl,
         )
 
+    @property
+    def metrics_names(self) -> tuple[str, ...]:
+        """The names that the metrics port is called by on this machine, besides addresses and `localhost`."""
+        return (*(self.http_hosts or ()), self.metrics_host)
+
     def precision_line(self) -> str:
         """For the log: the number formats that were chosen, and why."""
         own = [(name, getattr(self.engine, name)) for name in _FORMATS]
@@ -369,9 +374,10 @@ def _contradictions(config: ServerConfig) -> Iterator[str]:
     for name in ("triton_port", "triton_shared_memory"):
         if getattr(config, name) is not None and not config.triton:
             yield f"{flag_name(name)}: needs --triton"
-    for name in ("http_hosts", "http_origins"):
-        if getattr(config, name) is not None and config.http_port is None:
-            yield f"{flag_name(name)}: needs --http-port"
+    if config.http_origins is not None and config.http_port is None:
+        yield "--http-origins: needs --http-port"
+    if config.http_hosts is not None and config.http_port is None and config.metrics_port is None:
+        yield "--http-hosts: needs --http-port or --metrics-port"
     if config.tokens is not None or config.insecure_public:
         return
     advice = "anybody could call; give --tokens{}, or say --insecure-public"

@@ -224,7 +224,7 @@ class Supervisor:
         config = self.config
         if config.metrics_port is not None:
             probes = Probes(lambda: True, self._is_ready, self.metrics)
-            self._probe_port = ProbePort(probes)
+            self._probe_port = ProbePort(probes, config.metrics_names)
             await self._probe_port.start(config.metrics_host, config.metrics_port)
             address = address_of(config.metrics_host, self._probe_port.port or 0)
             _log.info("metrics and probes of all processes on http://%s", address)

@@ -24,7 +24,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-STATUSES = frozenset((200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 503, 504))
+STATUSES = frozenset((200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 501, 503, 504, 505))
 _PATIENCE_S = 30.0
 _AT_ONCE = 8
 _IMAGE = base64.b64encode(bytes(range(256)) * 4).decode()

@@ -3,11 +3,16 @@
 Bounds what a client can take up before the application sees its request: the bytes and the time of the headers, the
 bytes that frame a body, the time between requests, and the number of connections. The body itself is bounded by who
 reads it; until then at most 64 KiB of it are held.
+
+Also decides where a request ends, so that a proxy, the parser and the application see the same end: offers of
+another protocol (`Upgrade`) are ignored, fields behind a body are dropped, and a body that is neither counted by
+`Content-Length` nor in chunks is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import resource
 import socket
 import ssl
@@ -19,6 +24,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -44,6 +50,11 @@ _CLOSING_S = 1.0
 _BACKLOG = 1024
 _PROBES: Mapping[str, int] = MappingProxyType({"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 2})
 _TOO_LARGE = "the headers, or the framing of the body, are too large"
+_INVALID = "this is no valid HTTP/1.1 request"
+_VERSIONS = frozenset(("1.0", "1.1"))
+_CHUNKED = b"chunked"
+# What a client sends to offer another protocol, and the options of `Connection` that belong to it.
+_OFFERS = frozenset((b"upgrade", b"http2-settings"))
 
 
 class ReplaceableConnections:
@@ -116,6 +127,10 @@ class Connection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._framing_bytes = self._header_bytes = self._body_bytes = 0
         self._ignores_input = False
+        self._has_head = False
+        self._refusal: tuple[int, str] | None = None
+        self.body_problem = ""
+        """What is wrong with the framing of the body that is being received; empty where nothing is."""
 
     @property
     def is_idle(self) -> bool:
@@ -150,7 +165,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         self._replaceable.remove(self)
         self._disarm_head_timer()
-        self._unset_keepalive_if_required()
+        self._stop_idle_timer()
         serving, self._serving = self._serving, None
         if serving is not None:
             serving.cancel()
@@ -161,13 +176,42 @@ class Connection(HttpToolsProtocol):
         if self._ignores_input:
             return
         self._framing_bytes += len(data)
-        super().data_received(data)
-        if self.transport.is_closing():
+        self._stop_idle_timer()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self._end_input()
+        if self.transport.is_closing() or self._ignores_input:
             return
         if self._framing_bytes > MAX_HEAD_BYTES + self._body_bytes // _BODY_BYTES_PER_FRAMING_BYTE:
             self._refuse(431, _TOO_LARGE)
         elif self.is_idle and self._head_timer is None:
             self._arm_head_timer()
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser. Raises `HttpParserError`, also where a method that the parser calls has raised."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            # The parser takes what follows the headers for another protocol. So a new one gets the headers without
+            # the offer, and then the rest.
+            head = self._head_without_offer()
+            self._header_bytes = 0
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.feed_data(head)
+            if rest := data[offer.args[0] :]:
+                self._parse(rest)
+
+    def _head_without_offer(self) -> bytes:
+        """The request line and the headers as they were parsed, without those that offer another protocol."""
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = (option.strip() for option in value.split(b","))
+                lines.append(b"connection: " + b", ".join(item for item in options if item.lower() not in _OFFERS))
+            elif name not in _OFFERS:
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def on_message_begin(self) -> None:
         if not self.is_idle:
@@ -176,6 +220,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
             raise ValueError("a request before the answer to the one before it")
         super().on_message_begin()
+        self._has_head = False
         if self._is_refused:
             self._is_refused = False
             self._replaceable.add_idle(self)
@@ -185,14 +230,46 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_bytes += len(name) + len(value)
         if self._header_bytes > MAX_HEAD_BYTES:
-            raise ValueError("the headers are too large")
-        super().on_header(name, value)
+            self._stop(431, _TOO_LARGE)
+        if not self._has_head:  # else it is behind the body: not even a proxy has looked at it
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            self._stop(501, "this server is no proxy")
+        if self.parser.should_upgrade():
+            return  # `_parse` has them parsed again
+        self._require_framing()
+        if not self.url.startswith(b"/"):
+            self._use_address()
+        self._has_head = True
         self._disarm_head_timer()
         self.server_state.default_headers = _default_headers(int(time.time()))
         self._replaceable.remove(self)
         super().on_headers_complete()
+
+    def _require_framing(self) -> None:
+        """Refuse a request whose end is not found in the way in which everybody finds it."""
+        version = self.parser.get_http_version()
+        if version not in _VERSIONS:
+            self._stop(505, "this port speaks HTTP/1.1")
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if not codings:
+            return
+        if version == "1.0":
+            self._stop(400, _INVALID)  # HTTP/1.0 has no such header: a proxy of that version does not look at it
+        if len(codings) > 1 or codings[0].strip(b" \t").lower() != _CHUNKED:
+            self._stop(501, "the only Transfer-Encoding that this server reads is chunked")
+
+    def _use_address(self) -> None:
+        """Take the host and the path from a target such as `http://localhost:8000/v1/models`."""
+        _, separator, rest = self.url.partition(b"://")
+        if not separator:
+            return
+        length = next((index for index, byte in enumerate(rest) if byte in b"/?#"), len(rest))
+        host, path = rest[:length], rest[length:]
+        self.headers[:] = [(b"host", host), *(header for header in self.headers if header[0] != b"host")]
+        self.url = path if path.startswith(b"/") else b"/" + path
 
     def on_body(self, body: bytes) -> None:
         self._framing_bytes -= len(body)
@@ -200,6 +277,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # `_parse` has the message parsed again
         self._framing_bytes = self._header_bytes = self._body_bytes = 0
         super().on_message_complete()
 
@@ -210,23 +289,34 @@ class Connection(HttpToolsProtocol):
         if self.cycle.more_body and not self.transport.is_closing():
             self.transport.close()  # the rest of an unread body has no other timeout
 
-    def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn when its parser or a method above raises."""
-        if self._header_bytes > MAX_HEAD_BYTES:
-            self._refuse(431, _TOO_LARGE)
-        elif not self._ignores_input:
-            self._refuse(400, "this is no valid HTTP/1.1 request")
+    def _stop(self, status: int, message: str) -> None:
+        """Stop the parser, from a method that it calls; the request is refused."""
+        self._refusal = (status, message)
+        raise ValueError(message)
+
+    def _end_input(self) -> None:
+        """The parser has stopped."""
+        if not self._ignores_input:
+            self._refuse(*(self._refusal or (400, _INVALID)))
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer a request that never reaches the application, and close."""
+        """Answer a request that never reaches the application, and close; or have it answer the one that it has."""
         self._ignores_input = True
         if not self.is_idle:
-            self.abort()  # an answer may have begun
+            self.cycle.keep_alive = False
+            if self.cycle.more_body:
+                self.body_problem = message
+                self.cycle.message_event.set()
             return
         content = message.encode() + b"\n"
         head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(STATUS_LINE[status] + head % len(content) + content)
         self.transport.close()
+
+    def _stop_idle_timer(self) -> None:
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
 
     def _arm_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._end_head_time)
@@ -257,6 +347,8 @@ class Listener:
         """`max_connections` None: a share of the descriptors, at most `MAX_CONNECTIONS`."""
         self.port: int | None = None
         """The port that is listened on; None before `start`."""
+        self.is_local = False
+        """True where only this machine reaches the port; known after `start`."""
         self._app = app
         self._max_connections = max_connections
         self._state = ServerState()
@@ -285,7 +377,9 @@ class Listener:
             )
         except OSError as error:
             raise PortUnavailable(f"cannot listen on {address_of(host, port)}: {error.strerror}") from error
-        self.port = self._server.sockets[0].getsockname()[1]
+        names = [item.getsockname() for item in self._server.sockets]
+        self.port = names[0][1]
+        self.is_local = all(ipaddress.ip_address(name[0].partition("%")[0]).is_loopback for name in names)
 
     async def close(self) -> None:
         """Accept no connection any more and end those that there are. May be repeated."""

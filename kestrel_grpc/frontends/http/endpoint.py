@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -50,8 +50,8 @@ class Dialect(Protocol):
     failure_description: str
     """A sentence about the form of errors, for the OpenAPI document."""
 
-    def authorization(self, exchange: Exchange) -> str | None:
-        """The `authorization` header that another header of the request replaces; None if there is none."""
+    def authorizations(self, exchange: Exchange) -> Sequence[str]:
+        """The `authorization` headers that other headers of the request stand for."""
         ...
 
     def failure(self, failure: CallFailure, request_id: str) -> bytes:
@@ -122,9 +122,8 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         headers, admission = exchange.headers, self._admission
-        authorization = self._dialect.authorization(exchange)
-        if authorization is not None:
-            headers = [*headers, ("authorization", authorization)]
+        if further := self._dialect.authorizations(exchange):
+            headers = [*headers, *(("authorization", value) for value in further)]
         timeout_s, problem = _timeout(exchange.header(TIMEOUT_KEY))
         call = admission.begin(headers, timeout_s, self._operation.method, exchange.peer)
         exchange.connection.serve_by(asyncio.current_task())

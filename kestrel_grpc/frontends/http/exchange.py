@@ -12,7 +12,7 @@ from kestrel_grpc.frontends.http.connection import CONNECTION_KEY, Connection
 from kestrel_grpc.wire.call_context import REQUEST_ID_KEY
 from kestrel_grpc.wire.errors import MediaTypeUnsupported
 from kestrel_grpc.wire.message_gate import MessageTooLarge
-from kestrel_runtime.api.errors import EngineUnavailable
+from kestrel_runtime.api.errors import EngineUnavailable, InvalidRequest, Violation
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -97,6 +97,8 @@ class Exchange:
 
     async def _next_piece(self) -> bytes:
         message = await self._receive()
+        if problem := self.connection.body_problem:
+            raise InvalidRequest((Violation("", problem),))
         if message["type"] != "http.request":  # the task is about to be cancelled, if it was not already
             raise EngineUnavailable("the client has disconnected")
         self._has_whole_body = not message.get("more_body", False)
@@ -145,9 +147,9 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async def _discard_body(self) -> None:
-        with contextlib.suppress(TimeoutError, EngineUnavailable):
+        with contextlib.suppress(TimeoutError, EngineUnavailable, InvalidRequest):
             async with asyncio.timeout(_DISCARD_S):
-                while not self._has_whole_body:
+                while not self._has_whole_body and not self.connection.body_problem:
                     await self._next_piece()
 
 

@@ -77,6 +77,7 @@ class HttpFrontend:
         self._services = services
         self._certificate = certificate
         self._probes = probes
+        self._probe_apps = probes.apps()
         self._page = page
         described = [
             (item, service.dialect.failure_description) for service in services for item in service.operations
@@ -106,8 +107,12 @@ class HttpFrontend:
         await self._listener.close()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        probe = self._probe_apps.get(scope["path"])
+        if probe is not None:  # whoever asks: load balancers name hosts that are none of ours, or no host
+            await probe(scope, receive, send)
+            return
         try:
-            self._guard.check(scope["headers"], scope["scheme"])
+            self._guard.check(scope["headers"], scope["scheme"], scope["http_version"])
         except Exception as error:
             await self._refuse(error, scope, receive, send)
             return
@@ -167,7 +172,10 @@ class HttpFrontend:
             for name, file in self._page.files.items():
                 paths[name] = path = _Path(self._refuse, own)
                 path.endpoints.update(GET=file, HEAD=file)
-        return {**self._probes.apps(), **paths}
+        for path in paths.values():
+            if "GET" in path.endpoints:
+                path.endpoints.setdefault("HEAD", path.endpoints["GET"])  # the connection leaves out the body
+        return paths
 
     async def _scrape(self, _: object, call: CallContext) -> bytes:
         return await self._probes.scrape()

@@ -5,16 +5,20 @@
 | `/metrics` | Prometheus text |
 
 The HTTP port answers them beside its services, `/metrics` to callers with a token; `ProbePort` answers them alone,
-to everybody who reaches it, until the server has stopped.
+to everybody who reaches it, until the server has stopped. Probes are answered whatever `Host` a request names.
+Pages of other sites do not get `/metrics` (`access/sources.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
+from kestrel_grpc.access.sources import SourceGuard, SourceNotAllowed
 from kestrel_grpc.frontends.http.connection import App, Listener
 from kestrel_grpc.frontends.http.exchange import Exchange, Receive, Scope, Send
 from kestrel_grpc.wire.call_context import CallContext
+from kestrel_grpc.wire.errors import describe
+from kestrel_runtime.api.errors import InvalidRequest
 
 TEXT = b"text/plain; charset=utf-8"
 METRICS_TEXT = b"text/plain; version=0.0.4; charset=utf-8"
@@ -42,19 +46,33 @@ class Probes:
 class ProbePort(Listener):
     """A port of its own for probes and metrics, without a token."""
 
-    def __init__(self, probes: Probes) -> None:
+    def __init__(self, probes: Probes, hosts: Collection[str] = ()) -> None:
+        """`hosts` are the names, besides addresses and `localhost`, that the port is called by on this machine. One
+        that others reach may have any name for them."""
         super().__init__(self._serve, max_connections=MAX_CONNECTIONS)
         self._probes = probes
         self._apps = probes.apps()
+        self._local_guard = SourceGuard(hosts, (), has_pages=False)
+        self._guard = SourceGuard(None, (), has_pages=False)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._apps.get(scope["path"])
         if app is not None:
             await app(scope, receive, send)
         elif scope["path"] == "/metrics":
-            await _respond(Exchange(scope, receive, send), 200, await self._probes.scrape(), METRICS_TEXT)
+            await self._answer_metrics(scope, Exchange(scope, receive, send))
         else:
             await _respond(Exchange(scope, receive, send), 404, b"not found\n")
+
+    async def _answer_metrics(self, scope: Scope, exchange: Exchange) -> None:
+        guard = self._local_guard if self.is_local else self._guard
+        try:
+            guard.check(scope["headers"], scope["scheme"], scope["http_version"])
+        except (SourceNotAllowed, InvalidRequest) as error:
+            failure = describe(error)
+            await _respond(exchange, failure.http_status, f"{failure.message}\n".encode())
+            return
+        await _respond(exchange, 200, await self._probes.scrape(), METRICS_TEXT)
 
 
 def _answer_if(is_well: Callable[[], bool]) -> App:

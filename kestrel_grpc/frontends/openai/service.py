@@ -39,9 +39,9 @@ class OpenAiDialect:
 
     failure_description = "A failure, in `error`: `message`, `type`, `param` and `code`."
 
-    def authorization(self, exchange: Exchange) -> str | None:
+    def authorizations(self, exchange: Exchange) -> Sequence[str]:
         """There is no other header."""
-        return None
+        return ()
 
     def failure(self, failure: CallFailure, request_id: str) -> bytes:
         return failure_json(failure)

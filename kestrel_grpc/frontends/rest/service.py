@@ -23,10 +23,9 @@ class RestDialect:
 
     failure_description = "A failure, in `error`: `code`, `message`, `status`, `request_id` and `violations`."
 
-    def authorization(self, exchange: Exchange) -> str | None:
+    def authorizations(self, exchange: Exchange) -> Sequence[str]:
         """Moondream's client sends its key in a header of its own."""
-        token = exchange.header(_TOKEN_KEY)
-        return None if token is None or exchange.header("authorization") is not None else f"Bearer {token}"
+        return [f"Bearer {value}" for name, value in exchange.headers if name == _TOKEN_KEY]
 
     def failure(self, failure: CallFailure, request_id: str) -> bytes:
         return failure_json(failure, request_id)

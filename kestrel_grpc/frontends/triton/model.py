@@ -54,12 +54,17 @@ INPUTS: Mapping[str, Input] = MappingProxyType(
 )
 
 
+def is_model(name: str, version: str, served: str) -> bool:
+    """True if `name` is `MODEL` or `served`, the engine's name of the model, and it has this version."""
+    return name in (MODEL, served) and version in ("", VERSION)
+
+
 def require_model(name: str, version: str, served: str) -> None:
-    """Raise `ModelNotFound` unless `name` is `MODEL` or `served`, the engine's name of the model."""
-    if name not in (MODEL, served):
-        raise ModelNotFound(name)
-    if version not in ("", VERSION):
-        raise ModelNotFound(f"{name}/versions/{version[:_MAX_ECHO_CHARS]}")
+    """Raise `ModelNotFound` unless `is_model` returns True."""
+    if is_model(name, version, served):
+        return
+    known = name in (MODEL, served)
+    raise ModelNotFound(f"{name}/versions/{version[:_MAX_ECHO_CHARS]}" if known else name)
 
 
 def metadata(name: str) -> wire.ModelMetadataResponse:

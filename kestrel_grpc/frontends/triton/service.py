@@ -15,7 +15,7 @@ import grpc
 
 from kestrel_grpc import __version__
 from kestrel_grpc.frontends.triton.inference import Inference
-from kestrel_grpc.frontends.triton.model import MODEL, VERSION, config, metadata, require_model
+from kestrel_grpc.frontends.triton.model import MODEL, VERSION, config, is_model, metadata, require_model
 from kestrel_grpc.frontends.triton.rendering import to_triton
 from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
@@ -81,8 +81,9 @@ class TritonService:
         return wire.ServerReadyResponse(ready=self._readiness.is_ready)
 
     async def ModelReady(self, message: wire.ModelReadyRequest, call: CallContext) -> wire.ModelReadyResponse:
-        require_model(message.name, message.version, self._served)
-        return wire.ModelReadyResponse(ready=self._readiness.is_ready)
+        # Programs wait for a model, or look for one, by this answer: it is no error that there is none of the name.
+        is_served = is_model(message.name, message.version, self._served)
+        return wire.ModelReadyResponse(ready=is_served and self._readiness.is_ready)
 
     async def ServerMetadata(
         self, message: wire.ServerMetadataRequest, call: CallContext

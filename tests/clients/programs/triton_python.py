@@ -138,6 +138,7 @@ def check_metadata(client: Any) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("moondream")
+    assert not client.is_model_ready("other")
     assert client.get_server_metadata().name == "kestrel-grpc"
     metadata = client.get_model_metadata("moondream", as_json=True)
     assert [item["name"] for item in metadata["outputs"]] == ["TEXT_OUTPUT"]

@@ -5,6 +5,7 @@ from collections.abc import Collection
 import pytest
 
 from kestrel_grpc.access.sources import SourceGuard, SourceNotAllowed
+from kestrel_runtime.api.errors import InvalidRequest
 
 HOST = (b"host", b"localhost:8000")
 
@@ -29,7 +30,7 @@ def guard(
     ],
 )
 def test_addresses_and_localhost_are_answered(host):
-    guard().check([(b"host", host.encode())], "http")
+    guard().check([(b"host", host.encode())], "http", "1.1")
 
 
 @pytest.mark.parametrize(
@@ -38,35 +39,43 @@ def test_addresses_and_localhost_are_answered(host):
 )
 def test_other_names_are_not_answered(host):
     with pytest.raises(SourceNotAllowed):
-        guard().check([(b"host", host.encode())], "http")
+        guard().check([(b"host", host.encode())], "http", "1.1")
 
 
 def test_listed_names_are_answered_with_any_port():
     one = guard(("kestrel.lan",))
     for _ in range(2):
-        one.check([(b"host", b"Kestrel.LAN:8000")], "http")
+        one.check([(b"host", b"Kestrel.LAN:8000")], "http", "1.1")
     with pytest.raises(SourceNotAllowed):
-        one.check([(b"host", b"other.lan")], "http")
+        one.check([(b"host", b"other.lan")], "http", "1.1")
 
 
 def test_where_tokens_are_asked_for_any_name_is_answered():
-    guard(None).check([(b"host", b"kestrel.example.com")], "http")
+    guard(None).check([(b"host", b"kestrel.example.com")], "http", "1.1")
 
 
 @pytest.mark.parametrize("headers", [[], [HOST, HOST], [HOST, (b"host", b"evil.example")]])
 def test_a_request_names_one_host(headers):
+    with pytest.raises(InvalidRequest):
+        guard(None).check(headers, "http", "1.1")
+
+
+def test_a_request_of_http_1_0_need_not_name_a_host():
+    guard().check([], "http", "1.0")
     with pytest.raises(SourceNotAllowed):
-        guard(None).check(headers, "http")
+        guard(has_pages=True).check([(b"origin", b"")], "http", "1.0")
+    with pytest.raises(SourceNotAllowed):
+        guard().check([(b"host", b"evil.example")], "http", "1.0")
 
 
 @pytest.mark.parametrize("origin", [b"https://evil.example", b"null", b"http://localhost:8000", b""])
 def test_pages_of_origins_that_are_not_listed_are_not_answered(origin):
     with pytest.raises(SourceNotAllowed):
-        guard(None, ("https://good.example",)).check([HOST, (b"origin", origin)], "http")
+        guard(None, ("https://good.example",)).check([HOST, (b"origin", origin)], "http", "1.1")
 
 
 def test_pages_of_listed_origins_are_answered():
-    guard(None, ("https://good.example",)).check([HOST, (b"origin", b"https://good.example")], "http")
+    guard(None, ("https://good.example",)).check([HOST, (b"origin", b"https://good.example")], "http", "1.1")
 
 
 @pytest.mark.parametrize(
@@ -81,9 +90,9 @@ def test_pages_of_listed_origins_are_answered():
 )
 def test_pages_of_the_server_itself_are_answered_if_it_has_any(host, origin, scheme):
     headers = [(b"origin", origin.encode()), (b"host", host.encode())]
-    guard(("kestrel.lan",), has_pages=True).check(headers, scheme)
+    guard(("kestrel.lan",), has_pages=True).check(headers, scheme, "1.1")
     with pytest.raises(SourceNotAllowed):
-        guard(("kestrel.lan",)).check(headers, scheme)
+        guard(("kestrel.lan",)).check(headers, scheme, "1.1")
 
 
 @pytest.mark.parametrize(
@@ -102,14 +111,14 @@ def test_pages_of_the_server_itself_are_answered_if_it_has_any(host, origin, sch
 )
 def test_pages_of_other_servers_are_not_answered_by_one_with_pages(origin):
     with pytest.raises(SourceNotAllowed) as caught:
-        guard(None, has_pages=True).check([HOST, (b"origin", origin.encode())], "http")
+        guard(None, has_pages=True).check([HOST, (b"origin", origin.encode())], "http", "1.1")
     assert caught.value.header == "Origin"
 
 
 def test_a_name_that_has_been_made_to_stand_for_this_machine_is_no_origin_of_the_server():
     headers = [(b"origin", b"http://evil.example:8000"), (b"host", b"evil.example:8000")]
     with pytest.raises(SourceNotAllowed) as caught:
-        guard(has_pages=True).check(headers, "http")
+        guard(has_pages=True).check(headers, "http", "1.1")
     assert caught.value.header == "Host"
 
 
@@ -117,4 +126,4 @@ def test_one_origin_of_several_that_is_not_allowed_is_enough_for_a_refusal():
     own, other = (b"origin", b"http://localhost:8000"), (b"origin", b"https://evil.example")
     for origins in ((own, other), (other, own)):
         with pytest.raises(SourceNotAllowed):
-            guard(has_pages=True).check([HOST, *origins], "http")
+            guard(has_pages=True).check([HOST, *origins], "http", "1.1")

@@ -147,6 +147,7 @@ def test_switches_are_on_or_off_and_on_where_they_are_only_named() -> None:
         (["--reflection", "token"], "--reflection token: needs --tokens"),
         (["--triton", "off", "--triton-port", "0"], "--triton-port: needs --triton"),
         (["--http-origins", "https://a.example"], "--http-origins: needs --http-port"),
+        (["--http-hosts", "kestrel.lan"], "--http-hosts: needs --http-port or --metrics-port"),
         (
             ["--frontends", "2", "--unix-socket", "/run/kestrel"],
             "--unix-socket: belongs to one process; it needs --frontends 1 or 0",

@@ -28,12 +28,24 @@ def holds(request: Any) -> list[object]:
         (POST + b"Content-Length: 17\r\nContent-Length: 18\r\n\r\n", 400),
         (POST + b"Content-Length: +17\r\n\r\n", 400),
         (POST + b"Transfer-Encoding: chunked, gzip\r\n\r\n", 400),
+        (POST + b"Transfer-Encoding: gzip\r\n\r\n", 501),
+        (POST + b"Transfer-Encoding: identity\r\n\r\n", 501),
+        (POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n11\r\n", 501),
+        (POST + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n11\r\n", 501),
+        (POST + b"Transfer-Encoding: chunked;q=1\r\n\r\n11\r\n", 501),
+        (POST.replace(b"1.1", b"1.0") + b"Transfer-Encoding: chunked\r\n\r\n11\r\n", 400),
+        (POST + b"Content-Length: 17, 17\r\n\r\n", 400),
+        (POST.replace(b"\r\n", b"\n") + b"Content-Length: 17\n\n", 400),
+        (POST + b"X-A: b\r\n c\r\nContent-Length: 17\r\n\r\n", 400),
+        (POST.replace(b"1.1", b"2.0") + b"Content-Length: 17\r\n\r\n", 505),
+        (b"GET /healthz\r\n\r\n", 505),
+        (b"CONNECT localhost:443 HTTP/1.1\r\nHost: localhost:443\r\n\r\n", 501),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
         (POST + b"X: " + b"a" * 70_000 + b"\r\n\r\n", 431),
         (POST + b"".join(b"X-%d: 1\r\n" % number for number in range(20_000)) + b"\r\n", 431),
     ],
-    ids=range(9),
+    ids=range(21),
 )
 async def test_what_is_no_request_is_refused_and_the_connection_closed(sent: bytes, status: int) -> None:
     async with serving_http() as rig:
@@ -43,6 +55,132 @@ async def test_what_is_no_request_is_refused_and_the_connection_closed(sent: byt
             await connection.ended()
         assert rig.engine.requests == []
         assert (await rig.ask("/v1/query", {"question": "?"})).status == 200
+
+
+OFFERS = (
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n",
+    b"Connection: upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n",
+    b"Connection: Upgrade\r\nUpgrade: TLS/1.2\r\n",
+    b"Connection: keep-alive\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nUpgrade: websocket\r\n",
+)
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n" % (len(QUERY), QUERY)
+
+
+@pytest.mark.parametrize("offer", OFFERS, ids=range(len(OFFERS)))
+@pytest.mark.parametrize("framed", [b"Content-Length: 17\r\n\r\n" + QUERY, CHUNKED + b"\r\n"], ids=["17", "chunks"])
+async def test_an_offer_of_another_protocol_is_ignored_in_any_packets(offer: bytes, framed: bytes) -> None:
+    request = POST + offer + framed
+    head = request.index(b"\r\n\r\n") + 4
+    async with serving_http() as rig:
+        for pieces in (
+            (request,),
+            (request[:head], request[head:]),
+            (request[: head - 1], request[head - 1 :]),
+            (request[: head + 5], request[head + 5 :]),
+            tuple(request[at : at + 1] for at in range(len(request))),
+        ):
+            async with rig.connect() as connection:
+                for piece in pieces:
+                    connection.writer.write(piece)
+                    await connection.writer.drain()
+                    await asyncio.sleep(0)
+                response = await connection.response()
+                assert (response.status, response.json["answer"]) == (200, "a kestrel")
+                # The connection goes on as any other.
+                await connection.send("/healthz", headers={"Connection": "Upgrade", "Upgrade": "h2c"})
+                assert (await connection.response()).status == 200
+                await connection.send("/v1/query", {"question": "?"})
+                assert (await connection.response()).status == 200
+
+
+async def test_a_request_that_offers_another_protocol_may_end_its_connection() -> None:
+    async with serving_http() as rig:
+        for version, options in ((b"1.1", b"close, Upgrade"), (b"1.0", b"Upgrade")):
+            async with rig.connect() as connection:
+                connection.writer.write(POST.replace(b"1.1", version) + b"Content-Length: 17\r\n")
+                connection.writer.write(b"Connection: %b\r\nUpgrade: h2c\r\n\r\n" % options + QUERY)
+                response = await connection.response()
+                assert (response.status, response.headers["connection"]) == (200, "close")
+                await connection.ended()
+
+
+async def test_what_follows_a_request_with_an_offer_is_a_second_request() -> None:
+    request = POST + OFFERS[0] + b"Content-Length: 17\r\n\r\n" + QUERY
+    async with serving_http(FakeEngine(holds)) as rig, rig.connect() as connection:
+        connection.writer.write(request + request)
+        await rig.engine.num_submitted.acquire()
+        rig.engine.release()
+        response = await connection.response()
+        assert (response.status, response.headers["connection"]) == (200, "close")
+        await connection.ended()
+        assert len(rig.engine.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "trailer",
+    [
+        b"Host: evil.example",
+        b"Origin: https://evil.example",
+        b"Authorization: Bearer x",
+        b"X-Request-Id: trailer",
+        b"X-Request-Timeout: soon",
+        b"Content-Encoding: gzip",
+        b"Content-Type: text/plain",
+        b"Expect: 100-continue",
+        b"Connection: Upgrade\r\nUpgrade: h2c",
+    ],
+)
+async def test_fields_behind_a_body_are_no_headers(trailer: bytes) -> None:
+    async with serving_http() as rig, rig.connect() as connection:
+        for _ in range(2):
+            connection.writer.write(POST + CHUNKED + trailer + b"\r\n\r\n")
+            response = await connection.response()
+            assert response.status == 200
+            assert response.headers["x-request-id"] != "trailer"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"zz\r\n",
+        b"10\r\n" + QUERY + b"\r\n0\r\n\r\n",
+        b"11\n" + QUERY + b"\n0\n\n",
+        b"11;a\n" + QUERY + b"\r\n0\r\n\r\n",
+        b"11 \r\n" + QUERY + b"\r\n0\r\n\r\n",
+        b"11\r\n" + QUERY + b"\r\n0\r\nContent-Length: 3\r\n\r\n",
+        b"11\r\n" + QUERY + b"\r\n0\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"11\r\n" + QUERY + b"\r\n0\r\n" + b"X-Trailer: 1\r\n" * 20_000,
+    ],
+    ids=range(8),
+)
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_body_whose_end_is_not_clear_is_refused(body: bytes, is_late: bool) -> None:
+    async with serving_http() as rig, rig.connect() as connection:
+        connection.writer.write(POST + b"Transfer-Encoding: chunked\r\n\r\n")
+        if is_late:
+            await connection.writer.drain()
+            await asyncio.sleep(0)
+        connection.writer.write(body)
+        response = await connection.response()
+        assert (response.status, response.json["error"]["code"]) == (400, "INVALID_REQUEST")
+        assert response.headers["connection"] == "close"
+        await connection.ended()
+        assert rig.engine.requests == []
+        failed = (await rig.ask("/metrics")).body.decode()
+        assert 'kestrel_requests_failed_total{reason="INVALID_REQUEST",rpc_method="rest/query"} 1' in failed
+
+
+async def test_a_target_with_a_host_is_taken_apart() -> None:
+    async with serving_http() as rig, rig.connect() as connection:
+        for target, host, status in (
+            (b"http://localhost/v1/models?a=b", b"localhost", 200),
+            (b"http://127.0.0.1:1/v1/models", b"evil.example", 200),
+            (b"http://evil.example/v1/models", b"localhost", 403),
+            (b"http://localhost", b"localhost", 200),
+            (b"http://localhost?a", b"localhost", 200),
+        ):
+            connection.writer.write(b"GET %b HTTP/1.1\r\nHost: %b\r\n\r\n" % (target, host))
+            assert (await connection.response()).status == status, target
 
 
 async def test_headers_that_do_not_come_end_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:

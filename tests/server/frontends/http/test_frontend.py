@@ -66,6 +66,12 @@ async def test_a_call_with_two_tokens_is_refused(tmp_path: Path) -> None:
             both = {"authorization": f"Bearer {second}", **bearer("alice")}
             refused = await rig.ask("/v1/query", QUERY, headers=both)
             assert (refused.status, refused.json["error"]["code"]) == (401, "TOKEN_INVALID")
+            for both in (
+                {"x-moondream-auth": second, "X-Moondream-Auth": "alice"},
+                {"x-moondream-auth": second, **bearer("alice")},
+            ):
+                refused = await rig.ask("/v1/query", QUERY, headers=both)
+                assert (refused.status, refused.json["error"]["code"]) == (401, "TOKEN_INVALID")
         assert rig.engine.requests == []
 
 
@@ -221,6 +227,50 @@ async def test_probes_follow_the_engine() -> None:
         assert [(await rig.ask(path)).status for path in ("/healthz", "/livez", "/readyz")] == [200, 200, 503]
         rig.engine.die()
         assert [(await rig.ask(path)).status for path in ("/healthz", "/livez", "/readyz")] == [503, 503, 503]
+
+
+async def test_probes_answer_whoever_asks() -> None:
+    heads = (
+        b"GET %b HTTP/1.1\r\nHost: balancer.example\r\n\r\n",
+        b"GET %b HTTP/1.1\r\nHost: localhost\r\nOrigin: https://evil.example\r\n\r\n",
+        b"GET %b HTTP/1.1\r\n\r\n",
+        b"GET %b HTTP/1.0\r\n\r\n",
+        b"GET %b HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
+        b"GET %b HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
+    )
+    async with serving_http() as rig:
+        for path in (b"/healthz", b"/livez", b"/readyz"):
+            for head in heads:
+                async with rig.connect() as connection:
+                    connection.writer.write(head % path)
+                    assert (await connection.response()).body == b"ok\n"
+            for version in (b"1.0", b"1.1"):
+                async with rig.connect() as connection:
+                    connection.writer.write(b"HEAD %b HTTP/%b\r\nConnection: close\r\n\r\n" % (path, version))
+                    assert (await connection.head())[0] == 200
+                    assert await connection.reader.read() == b""
+
+
+async def test_head_answers_as_get_without_a_body() -> None:
+    async with serving_http() as rig, rig.connect() as connection:
+        for path in ("/v1/models", "/metrics", "/openapi.json"):
+            await connection.send(path, verb="HEAD")
+            status, headers = await connection.head()
+            assert (status, int(headers["content-length"]) > 0) == (200, True)
+            await connection.send(path)
+            assert (await connection.response()).status == 200
+        await connection.send("/v1/query", verb="HEAD")
+        assert (await connection.head())[0] == 405
+
+
+async def test_a_request_names_one_host() -> None:
+    async with serving_http() as rig, rig.connect() as connection:
+        for hosts in (b"", b"Host: localhost\r\nHost: localhost\r\n"):
+            connection.writer.write(b"GET /v1/models HTTP/1.1\r\n" + hosts + b"\r\n")
+            refused = await connection.response()
+            assert (refused.status, refused.json["error"]["violations"][0]["field"]) == (400, "Host")
+        connection.writer.write(b"GET /v1/models HTTP/1.0\r\n\r\n")
+        assert (await connection.response()).status == 200
 
 
 async def test_draining_lets_streams_finish_and_refuses_new_calls() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
 
 import pytest
@@ -23,13 +23,15 @@ def engine() -> FakeEngine:
     return FakeEngine()
 
 
-def new_port(engine: FakeEngine) -> ProbePort:
+def new_port(engine: FakeEngine, hosts: Collection[str] = ()) -> ProbePort:
     readiness = Readiness(engine)
 
     async def scrape() -> bytes:
         return b"answer 42.0\n"
 
-    return ProbePort(Probes(lambda: engine.status is not EngineStatus.DEAD, lambda: readiness.is_ready, scrape))
+    return ProbePort(
+        Probes(lambda: engine.status is not EngineStatus.DEAD, lambda: readiness.is_ready, scrape), hosts
+    )
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ async def port(engine) -> AsyncIterator[int]:
 
 async def get(port: int, path: str) -> tuple[int, str]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n".encode())
+    writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
     answer = (await asyncio.wait_for(reader.read(), MAX_WAIT_S)).decode()
     writer.close()
     head, _, body = answer.partition("\r\n\r\n")
@@ -54,6 +56,50 @@ async def get(port: int, path: str) -> tuple[int, str]:
 async def test_metrics_are_the_text_that_is_given(port):
     assert await get(port, "/metrics") == (200, "answer 42.0\n")
     assert (await get(port, "/"))[0] == 404
+
+
+async def ask(port: int | None, head: str) -> int:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"{head}\r\nconnection: close\r\n\r\n".encode())
+    answer = await asyncio.wait_for(reader.read(), MAX_WAIT_S)
+    writer.close()
+    return int(answer.split()[1])
+
+
+METRICS = "GET /metrics HTTP/1.1\r\nhost: "
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (METRICS + "127.0.0.1:9464", 200),
+        (METRICS + "localhost:9464", 200),
+        (METRICS + "[::1]:9464", 200),
+        (METRICS + "kestrel.lan:9464", 200),
+        ("GET /metrics HTTP/1.0", 200),
+        ("HEAD /metrics HTTP/1.1\r\nhost: localhost", 200),
+        (METRICS + "evil.example:9464", 403),
+        (METRICS + "localhost.evil.example", 403),
+        (METRICS + "localhost\r\norigin: http://localhost", 403),
+        (METRICS + "localhost\r\norigin: null", 403),
+        (METRICS + "localhost\r\nhost: localhost", 400),
+        ("GET /metrics HTTP/1.1", 400),
+        ("GET /readyz HTTP/1.1\r\nhost: evil.example\r\norigin: http://evil.example", 200),
+    ],
+)
+async def test_pages_of_other_sites_read_no_metrics_of_this_machine(engine, head, status):
+    probes = new_port(engine, hosts=("kestrel.lan",))
+    await probes.start("127.0.0.1", 0)
+    assert await ask(probes.port, head) == status
+    await probes.close()
+
+
+async def test_prometheus_calls_a_port_that_others_reach_by_any_name(engine):
+    probes = new_port(engine)
+    await probes.start("0.0.0.0", 0)
+    assert await ask(probes.port, METRICS + "kestrel:9464") == 200
+    assert await ask(probes.port, METRICS + "kestrel:9464\r\norigin: http://kestrel:9464") == 403
+    await probes.close()
 
 
 async def test_readiness_and_life_follow_the_engine(port, engine):

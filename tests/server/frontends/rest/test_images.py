@@ -112,7 +112,7 @@ async def test_what_is_no_image_id_is_refused(verb: str):
 async def test_other_verbs_are_not_allowed():
     async with serving_http() as rig:
         answer = await rig.ask(f"/v1/images/sha256:{DIGEST}", {}, verb="POST")
-    assert (answer.status, answer.headers["allow"]) == (405, "GET, DELETE")
+    assert (answer.status, answer.headers["allow"]) == (405, "GET, DELETE, HEAD")
 
 
 async def test_images_belong_to_a_namespace_and_need_a_token_for_images(tmp_path: Path):

@@ -33,6 +33,18 @@ async def test_probes_follow_the_engine() -> None:
         assert health.status == HealthCheckResponse.NOT_SERVING
 
 
+async def test_a_name_that_the_server_does_not_have_is_not_ready() -> None:
+    asked = [("moondream", "1"), ("fake", ""), ("", ""), ("Moondream", ""), ("moondream", "x"), ("x" * 100_000, "")]
+    async with serving() as rig:
+        triton = TritonStub(rig.channel)
+        answers = [
+            (await triton.ModelReady(wire.ModelReadyRequest(name=name, version=version))).ready
+            for name, version in asked
+        ]
+        assert answers == [True, True, False, False, False, False]
+        assert "ModelReady" not in rig.server.metrics_text().decode()
+
+
 async def test_the_model_is_described() -> None:
     async with serving() as rig:
         triton = TritonStub(rig.channel)
@@ -82,8 +94,8 @@ async def test_other_models_are_unknown(name: str, version: str, text: str) -> N
     asked.model_name, asked.model_version = name, version
     async with serving() as rig:
         triton = TritonStub(rig.channel)
+        assert not (await triton.ModelReady(wire.ModelReadyRequest(name=name, version=version))).ready
         calls: list[Any] = [
-            triton.ModelReady(wire.ModelReadyRequest(name=name, version=version)),
             triton.ModelMetadata(wire.ModelMetadataRequest(name=name, version=version)),
             triton.ModelConfig(wire.ModelConfigRequest(name=name, version=version)),
             triton.ModelStatistics(wire.ModelStatisticsRequest(name=name, version=version)),
