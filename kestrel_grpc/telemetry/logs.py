@@ -39,7 +39,6 @@ _MAX_LINES_AT_ONCE = 1024
 _MAX_UNMIXED_BYTES = 4096
 _COUNT_EVERY_S = 1.0
 _CALL = "request_id=%(request_id)s method=%(method)s outcome=%(outcome)s duration_ms=%(duration_ms).1f"
-_TRACED_CALL = f"{_CALL} trace_id=%(trace_id)s"
 _COUNTED_CALLS = "outcome=%(outcome)s: %(calls)d more calls ended so within a second, without a line each"
 _DROPPED = "%(lines)d lines of the log were dropped, because they were not read in time"
 
@@ -70,14 +69,19 @@ class CallLog:
             "outcome": outcome.reason,
             "duration_ms": round(call.duration_s * 1000.0, 1),
         }
+        line = _CALL
         if call.principal:
             facts["tenant"] = call.principal
+        if call.request is not None and call.request.adapter:
+            facts["adapter"] = call.request.adapter
+            line += " adapter=%(adapter)s"
         if call.finished is not None:
             facts["input_tokens"] = call.finished.usage.num_input_tokens
             facts["output_tokens"] = call.finished.usage.num_output_tokens
         if call.trace_id:
             facts["trace_id"] = call.trace_id
-        _log_facts(_TRACED_CALL if call.trace_id else _CALL, facts)
+            line += " trace_id=%(trace_id)s"
+        _log_facts(line, facts)
 
     def close(self) -> None:
         """Write the counts that are outstanding."""

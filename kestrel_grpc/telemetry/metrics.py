@@ -23,13 +23,14 @@ from kestrel_grpc import __version__
 from kestrel_grpc.telemetry.device_reading import DeviceReading, device_reader
 from kestrel_grpc.telemetry.histograms import Histogram, Series
 from kestrel_grpc.telemetry.logs import dropped_lines
-from kestrel_grpc.wire.call_context import CallContext, Outcome
+from kestrel_grpc.wire.call_context import CallContext, Outcome, RequestSummary
 from kestrel_runtime.api.engine import CacheLoad, Engine, EngineInfo, EngineStatus, Load
 from kestrel_runtime.api.events import Finished
 
 PROVIDER = "kestrel"
 _MAX_NAMED_ADAPTERS = 64
-"""Each has a series of its own; the requests of further adapters are counted together."""
+"""Each has series of its own; the requests of further adapters are counted together, as those of `_OTHER`."""
+_OTHER = "other"
 
 
 class Kind(Enum):
@@ -473,8 +474,8 @@ class ServerMetrics:
         self._preprocess = self._histogram(PREPROCESS_DURATION).series()
         self._prefill = self._histogram(PREFILL_DURATION).series()
         self._image_size = self._histogram(IMAGE_SIZE).series()
-        # Kept by skill: looking up each series by its labels would cost as much as the observation.
-        self._answer_series: dict[str, _AnswerSeries] = {}
+        # Kept by skill and model: looking up each series by its labels would cost as much as the observation.
+        self._answer_series: dict[tuple[str, str], _AnswerSeries] = {}
 
     def record(self, call: CallContext, outcome: Outcome) -> None:
         """Count a call that has ended."""
@@ -486,13 +487,14 @@ class ServerMetrics:
         if request is None:
             return
         error_type = "" if outcome.is_ok else outcome.code
-        self._requests.series(request.skill, PROVIDER, self._model, error_type).observe(duration_s)
+        if call.finished is not None and request.adapter:
+            self._record_adapter(request.adapter)
+        model = self._model_label(request)
+        self._requests.series(request.skill, PROVIDER, model, error_type).observe(duration_s)
         if request.image_bytes is not None:
             self._image_size.observe(request.image_bytes)
         if call.finished is not None:
-            self._record_answer(request.skill, call.finished)
-            if request.adapter:
-                self._record_adapter(request.adapter)
+            self._record_answer(request.skill, model, call.finished)
 
     def _read(self) -> Reading:
         engine = None if self._engine is None else self._engine.read()
@@ -505,18 +507,25 @@ class ServerMetrics:
 
     def _record_adapter(self, name: str) -> None:
         is_named = name in self._adapter_requests or len(self._adapter_requests) < _MAX_NAMED_ADAPTERS
-        self._adapter_requests[name if is_named else "other"] += 1
+        self._adapter_requests[name if is_named else _OTHER] += 1
 
-    def _record_answer(self, skill: str, finished: Finished) -> None:
-        series = self._answer_series.get(skill)
+    def _model_label(self, request: RequestSummary) -> str:
+        """The model of a request; an adapter is named once it has answered, as callers may name any."""
+        is_known = not request.adapter or request.adapter in self._adapter_requests
+        return request.model(self._model) if is_known else f"{self._model}/{_OTHER}"
+
+    def _record_answer(self, skill: str, model: str, finished: Finished) -> None:
+        series = self._answer_series.get((skill, model))
         if series is None:
-            series = self._answer_series[skill] = self._new_answer_series(skill)
+            series = self._answer_series[skill, model] = self._new_answer_series(skill, model)
         usage, timing = finished.usage, finished.timing
         series.input_tokens.observe(usage.num_input_tokens)
         series.output_tokens.observe(usage.num_output_tokens)
         series.first_token.observe(timing.time_to_first_token_s)
-        if usage.num_output_tokens > 1:
-            series.per_token.observe(timing.decode_s / (usage.num_output_tokens - 1))
+        # The timing is that of the first sample, the usage that of all.
+        num_others = sum(other.usage.num_output_tokens for other in finished.alternatives)
+        if usage.num_output_tokens - num_others > 1:
+            series.per_token.observe(timing.decode_s / (usage.num_output_tokens - num_others - 1))
         self._queue.observe(timing.queue_s)
         self._preprocess.observe(timing.preprocess_s)
         self._prefill.observe(timing.prefill_s)
@@ -530,8 +539,8 @@ class ServerMetrics:
             self.registry,
         )
 
-    def _new_answer_series(self, skill: str) -> _AnswerSeries:
-        labels = (skill, PROVIDER, self._model)
+    def _new_answer_series(self, skill: str, model: str) -> _AnswerSeries:
+        labels = (skill, PROVIDER, model)
         return _AnswerSeries(
             input_tokens=self._tokens.series(*labels, "input"),
             output_tokens=self._tokens.series(*labels, "output"),

@@ -129,8 +129,8 @@ class CallTracer:
             attributes |= {"error.type": outcome.code, "kestrel.reason": outcome.reason}
         if call.request is not None:
             attributes |= self._request_attributes(call.request)
-        if call.finished is not None:
-            attributes |= self._answer_attributes(call.finished)
+            if call.finished is not None:
+                attributes |= self._answer_attributes(call.request, call.finished)
         return attributes
 
     def _request_attributes(self, request: RequestSummary) -> Mapping[str, Any]:
@@ -138,7 +138,7 @@ class CallTracer:
         known = {
             "gen_ai.operation.name": request.skill,
             "gen_ai.provider.name": PROVIDER,
-            "gen_ai.request.model": self._model,
+            "gen_ai.request.model": request.model(self._model),
             "gen_ai.request.max_tokens": sampling.max_tokens,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
@@ -149,9 +149,9 @@ class CallTracer:
             attributes["gen_ai.input.messages"] = _message("user", request.text)
         return attributes
 
-    def _answer_attributes(self, finished: Finished) -> Mapping[str, Any]:
+    def _answer_attributes(self, request: RequestSummary, finished: Finished) -> Mapping[str, Any]:
         attributes: dict[str, Any] = {
-            "gen_ai.response.model": self._model,
+            "gen_ai.response.model": request.model(self._model),
             "gen_ai.response.finish_reasons": (finished.finish_reason.name.lower(),),
             "gen_ai.usage.input_tokens": finished.usage.num_input_tokens,
             "gen_ai.usage.output_tokens": finished.usage.num_output_tokens,

@@ -108,6 +108,10 @@ class RequestSummary:
         self.image_bytes = None if request.image is None else len(request.image)
         """None where there is no image."""
 
+    def model(self, served: str) -> str:
+        """Returns the name of the model that answers: `served`, or with an adapter `served/adapter`."""
+        return f"{served}/{self.adapter}" if self.adapter else served
+
 
 class CallContext:
     """Made when a call arrives. `deadline_s` counts from then; None where the caller set no deadline.

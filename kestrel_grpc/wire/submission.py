@@ -51,7 +51,7 @@ class Submission:
     ) -> list[Stream]:
         """As `submit`, with a stream for each of the samples that the request asks for. The streams raise what the
         engine raises; if it refuses one of the samples, none runs."""
-        request = await self._with_adapter(self._with_own_name(request))
+        request = await self._with_adapter(request)
         if call.max_priority is not request.options.max_priority:
             request = replace(request, options=replace(request.options, max_priority=call.max_priority))
         call.request = RequestSummary(request)
@@ -64,30 +64,41 @@ class Submission:
         call.release()
         return streams
 
-    def _with_own_name(self, request: Request) -> Request:
-        """A further name of the served model is replaced, also where the name of an adapter follows."""
-        options, served = request.options, self._engine.info.model
-        for name in self._model_names:
-            if options.model == name or options.model.startswith(f"{name}/"):
-                model = served + options.model.removeprefix(name)
-                return replace(request, options=replace(options, model=model))
-        return request
+    async def adapter_of(self, model: str) -> str:
+        """Returns the adapter that requests get which name this model; "" for the served model itself.
+
+        An adapter is named as `model/name@step` or `name@step`. Raises `ModelNotFound` where there is none.
+        """
+        adapter, _ = self._split(model)
+        return await self._listed(adapter, model) if adapter else ""
+
+    def _split(self, model: str) -> tuple[str, bool]:
+        """The name of the adapter in the name of a model, and whether the name of the served model precedes it."""
+        names = ("", *self._model_names, self._engine.info.model)
+        if model in names:
+            return "", True
+        found = (model.removeprefix(f"{name}/") for name in names if name and model.startswith(f"{name}/"))
+        adapter = next(found, "")
+        return adapter or model, adapter != ""
+
+    async def _listed(self, adapter: str, model: str) -> str:
+        names = await self._engine.adapter_names()
+        # Of a repository every revision may be named, and only its name is listed.
+        if adapter not in names and adapter.partition("@")[0] not in names:
+            raise ModelNotFound(model, did_you_mean(model, (self._engine.info.model, *names)))
+        return adapter
 
     async def _with_adapter(self, request: Request) -> Request:
-        """A model named as `model/name@step` or `name@step` is an adapter of the served model, unless the request
-        names another. Raises `ModelNotFound`."""
+        """The request with the served model, and the adapter that its model names. Raises `ModelNotFound`."""
         options, served = request.options, self._engine.info.model
         if options.model in ("", served):
             return request
-        adapter = options.model.removeprefix(f"{served}/")
-        if adapter == options.model:
-            names = await self._engine.adapter_names()
-            # Of a repository every revision may be named, and only its name is listed.
-            if adapter not in names and adapter.partition("@")[0] not in names:
-                raise ModelNotFound(options.model, did_you_mean(options.model, (served, *names)))
-        if options.adapter not in ("", adapter):
+        adapter, is_sure = self._split(options.model)
+        if not is_sure:
+            await self._listed(adapter, options.model)
+        if adapter and options.adapter not in ("", adapter):
             raise ModelNotFound(options.model)
-        return replace(request, options=replace(options, model=served, adapter=adapter))
+        return replace(request, options=replace(options, model=served, adapter=adapter or options.adapter))
 
     async def _with_image(self, request: Request, image: ImageReference, call: CallContext) -> Request:
         if isinstance(image, ImageUri):

@@ -63,7 +63,9 @@ class VisionService:
         async def answer(message: Any, call: CallContext) -> Any:
             streams = await self._submission.submit_samples(*_parsed(parse, message), call)
             del message
-            return render(await last_event(streams, call), call.request_id, self._model)
+            finished = await last_event(streams, call)
+            assert call.request is not None
+            return render(finished, call.request_id, call.request.model(self._model))
 
         return answer
 
@@ -73,11 +75,13 @@ class VisionService:
         async def events(message: Any, call: CallContext) -> AsyncGenerator[Any, None]:
             stream = await self._submission.submit(*_parsed(parse, message), call)
             del message
+            assert call.request is not None
+            model = call.request.model(self._model)
             with ending_with(stream):
                 async for event in stream:
                     if isinstance(event, Finished):
                         call.finished = event
-                    yield render(event, call.request_id, self._model)
+                    yield render(event, call.request_id, model)
 
         return events
 

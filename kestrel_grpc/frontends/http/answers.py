@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kestrel_grpc.images.stored_images import ImageReference
-from kestrel_grpc.wire.call_context import CallContext
+from kestrel_grpc.wire.call_context import CallContext, RequestSummary
 from kestrel_grpc.wire.submission import Submission, ending_with, last_event, with_alternatives
 from kestrel_runtime.api.events import Event, Finished
 from kestrel_runtime.api.requests import Request
@@ -47,14 +47,15 @@ class ParsedRequest:
 
 
 def serving(
-    submission: Submission, new_renderer: Callable[[str, Any], Renderer]
+    submission: Submission, new_renderer: Callable[[str, RequestSummary, Any], Renderer]
 ) -> Callable[[ParsedRequest, CallContext], Awaitable[Answer]]:
-    """Makes the `serve` of an operation. `new_renderer` takes the id of a request and its style."""
+    """Makes the `serve` of an operation. `new_renderer` takes the id of a request, its summary and its style."""
 
     async def serve(parsed: ParsedRequest, call: CallContext) -> Answer:
-        renderer = new_renderer(call.request_id, parsed.style)
-        is_streamed = parsed.is_streamed
+        is_streamed, style = parsed.is_streamed, parsed.style
         streams = await submission.submit_samples(parsed.request, parsed.image, call)
+        assert call.request is not None
+        renderer = new_renderer(call.request_id, call.request, style)
         del parsed  # it holds the image
         if is_streamed:
             return _rendered_events(streams, renderer, call)

@@ -132,9 +132,9 @@ def models_json(models: Sequence[str], adapters: Iterable[str], created_s: int) 
     return to_json({"object": "list", "data": data})
 
 
-def model_json(name: str, models: Sequence[str], created_s: int) -> bytes:
-    """The served model, or one of its adapters."""
-    return to_json(_model(name, created_s, parent=None if name in models else models[0]))
+def model_json(name: str, created_s: int, *, parent: str | None) -> bytes:
+    """The served model, or one of its adapters; `parent` is the model that the adapter changes."""
+    return to_json(_model(name, created_s, parent=parent))
 
 
 def failure_json(failure: CallFailure) -> bytes:

@@ -24,11 +24,11 @@ from kestrel_grpc.frontends.openai.requests import (
     parse_chat,
     parse_completion,
 )
-from kestrel_grpc.wire.call_context import CallContext
+from kestrel_grpc.wire.call_context import CallContext, RequestSummary
 from kestrel_grpc.wire.errors import CallFailure, MethodUnknown
 from kestrel_grpc.wire.submission import Submission
 from kestrel_runtime.api.engine import Engine
-from kestrel_runtime.api.errors import ModelNotFound, did_you_mean
+from kestrel_runtime.api.errors import ModelNotFound
 
 # Routes that clients of OpenAI know and that are refused by their name.
 _REFUSED = ("/v1/responses", "/v1/embeddings", "/v1/images/generations", "/v1/moderations", "/v1/batches")
@@ -57,6 +57,7 @@ class OpenAiService:
         self, submission: Submission, engine: Engine, *, model_names: Sequence[str] = (), max_image_bytes: int
     ) -> None:
         """`model_names`: the names of the served model that callers are told; none for its own name."""
+        self._submission = submission
         self._engine = engine
         self._models = tuple(model_names) or (engine.info.model,)
         self._started_s = int(time.time())
@@ -108,9 +109,13 @@ class OpenAiService:
 
     def _new_renderer_of(
         self, kind: type[ChatRenderer] | type[CompletionRenderer]
-    ) -> Callable[[str, bool], ChatRenderer | CompletionRenderer]:
-        def new_renderer(request_id: str, includes_usage: bool) -> ChatRenderer | CompletionRenderer:
-            return kind(request_id, self._models[0], int(time.time()), includes_usage=includes_usage)
+    ) -> Callable[[str, RequestSummary, bool], ChatRenderer | CompletionRenderer]:
+        def new_renderer(
+            request_id: str, request: RequestSummary, includes_usage: bool
+        ) -> ChatRenderer | CompletionRenderer:
+            # As the list of models has it.
+            model = request.adapter or self._models[0]
+            return kind(request_id, model, int(time.time()), includes_usage=includes_usage)
 
         return new_renderer
 
@@ -118,10 +123,11 @@ class OpenAiService:
         return models_json(self._models, await self._engine.adapter_names(), self._started_s)
 
     async def _get_model(self, parameters: Mapping[str, str], call: CallContext) -> bytes:
-        name, known = parameters["model"], (*self._models, *await self._engine.adapter_names())
-        if name not in known:
-            raise ModelNotFound(name, did_you_mean(name, known))
-        return model_json(name, self._models, self._started_s)
+        name = parameters["model"]
+        if not name:
+            raise ModelNotFound(name)
+        adapter = await self._submission.adapter_of(name)
+        return model_json(name, self._started_s, parent=self._models[0] if adapter else None)
 
 
 def _refusing(path: str) -> Callable[[object, CallContext], Awaitable[bytes]]:

@@ -12,6 +12,7 @@ from kestrel_grpc.frontends.rest.images import ImageRoutes
 from kestrel_grpc.frontends.rest.rendering import Renderer, failure_event, failure_json
 from kestrel_grpc.frontends.rest.requests import ROUTES, Format, field_name, parse_request
 from kestrel_grpc.images.image_store import ImageIntake
+from kestrel_grpc.wire.call_context import RequestSummary
 from kestrel_grpc.wire.errors import CallFailure
 from kestrel_grpc.wire.submission import Submission
 
@@ -43,8 +44,8 @@ class RestService:
     def __init__(
         self, submission: Submission, model: str, intake: ImageIntake | None, *, max_image_bytes: int
     ) -> None:
-        def new_renderer(request_id: str, style: Format) -> Renderer:
-            return Renderer(request_id, model, style)
+        def new_renderer(request_id: str, request: RequestSummary, style: Format) -> Renderer:
+            return Renderer(request_id, request.model(model), style)
 
         serve = serving(submission, new_renderer)
         self.dialect = RestDialect()

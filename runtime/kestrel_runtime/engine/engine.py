@@ -34,6 +34,7 @@ from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.build import build
 from kestrel_runtime.engine.open_streams import OpenStreams
+from kestrel_runtime.engine.preprocessing import SharedImage
 from kestrel_runtime.engine.watchdog import Watchdog, all_stacks
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -152,11 +153,9 @@ class LocalEngine:
         now = time.monotonic()
         max_queue_s = request.options.max_queue_s
         wait_limit_s = _wait_limit_s(request, deadline_s)
-        clock = SequenceClock(
-            submitted=now,
-            deadline=None if deadline_s is None else now + deadline_s,
-            queue_deadline=None if max_queue_s is None else now + max_queue_s,
-        )
+        deadline = None if deadline_s is None else now + deadline_s
+        queue_deadline = None if max_queue_s is None else now + max_queue_s
+        shared = SharedImage() if len(streams) > 1 and request.image is not None else None
         try:
             self._check(request)
             cost = self._cost_of(request, tenant)
@@ -165,7 +164,8 @@ class LocalEngine:
                 self._admission.enter(stream, cost, now, wait_limit_s=wait_limit_s)
             for stream, sampling in zip(streams, samples, strict=True):
                 sample = request if sampling is request.sampling else replace(request, sampling=sampling)
-                self._prepare(sample, stream, clock, tenant, namespace, wait_limit_s)
+                clock = SequenceClock(now, deadline, queue_deadline)  # samples start and end one by one
+                self._prepare(sample, stream, clock, tenant, namespace, wait_limit_s, shared)
         except BaseException as error:
             for stream in streams:
                 self._admission.leave(stream)
@@ -182,6 +182,7 @@ class LocalEngine:
         tenant: str,
         namespace: str,
         wait_limit_s: float | None,
+        shared: SharedImage | None,
     ) -> None:
         """Have an admitted request prepared, with its adapter where it names one."""
         submit = partial(
@@ -191,6 +192,7 @@ class LocalEngine:
             tenant,
             namespace,
             is_wanted=lambda: not stream.over.done(),
+            shared=shared,
         )
         adapter = request.options.adapter
         try:

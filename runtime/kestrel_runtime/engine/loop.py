@@ -46,6 +46,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -612,7 +613,7 @@ def events_after(sequence: Sequence, now: float) -> list[Event]:
     events: list[Event] = list(parser.consume(sequence.tokens[-1]))
     if sequence.clock.first_token is None:
         sequence.clock.first_token = now
-        events.insert(0, Started(_usage(sequence)))
+        events.insert(0, Started(replace(_usage(sequence), num_output_tokens=0)))
     if parser.finish_reason is None and sequence.is_full:
         events += parser.truncate()
     if parser.finish_reason is not None:

@@ -6,9 +6,11 @@ that submits the request does it at once.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -17,7 +19,13 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from kestrel_runtime.api.errors import ContextLengthExceeded, EngineUnavailable, KestrelError, RequestRefused
+from kestrel_runtime.api.errors import (
+    ContextLengthExceeded,
+    EngineUnavailable,
+    InternalError,
+    KestrelError,
+    RequestRefused,
+)
 from kestrel_runtime.api.images import Image as RequestImage
 from kestrel_runtime.api.images import RemoteImage, image_digest, is_hashed_at_once
 from kestrel_runtime.api.requests import CachePolicy, Request
@@ -47,6 +55,101 @@ class ImageFacts(NamedTuple):
     """None where it has not been computed yet."""
     num_bytes: int
     """The most memory that decoding and tiling it takes."""
+
+
+class SharedImage:
+    """The image of all samples of a request: the first sample decodes it for all. Safe in any thread."""
+
+    def __init__(self) -> None:
+        self.facts: ImageFacts | None = None
+        """The facts about the image, once it is decoded."""
+        self.decoded: tuple[Tiles | DecodedImage, tuple[int, int]] | None = None
+        """Its tiles, and its width and height in pixels, once it is decoded."""
+        self._lock = threading.Lock()
+        self._turn: Future[None] | None = None  # done when the preparation that decodes has ended
+        self._error: Exception | None = None
+
+    def prepare(self, start: Callable[[], Future[Sequence] | Sequence]) -> Future[Sequence] | Sequence:
+        """Prepare a sample by `start`: at once for the first one, and for others when that one is prepared.
+
+        Samples whose first one fails do so, too; where it is cancelled, the next one takes its place.
+        Raises what `start` raises.
+        """
+        with self._lock:
+            turn, is_first = self._turn, self._turn is None
+            if turn is None:
+                turn = self._turn = Future()
+        if is_first:
+            return self._prepare_first(turn, start)
+        if not turn.done():
+            return _Following(turn, partial(self.prepare, start))
+        if self._error is not None:
+            # One error for all would collect their tracebacks.
+            raise copy.copy(self._error) if isinstance(self._error, KestrelError) else InternalError(self._error)
+        return start()
+
+    def _prepare_first(
+        self, turn: Future[None], start: Callable[[], Future[Sequence] | Sequence]
+    ) -> Future[Sequence] | Sequence:
+        try:
+            preparation = start()
+        except BaseException:
+            self._turn = None
+            turn.set_result(None)
+            raise
+        if isinstance(preparation, Sequence):
+            turn.set_result(None)
+        else:
+            preparation.add_done_callback(partial(self._end_turn, turn))
+        return preparation
+
+    def _end_turn(self, turn: Future[None], done: Future[Sequence]) -> None:
+        error = None if done.cancelled() else done.exception()
+        if isinstance(error, Exception):
+            self._error = error
+        elif done.cancelled() or error is not None:  # `Interrupted`: its caller has gone
+            self._turn = None
+        turn.set_result(None)
+
+
+class _Following(Future[Sequence]):
+    """A preparation that begins when `turn` is done. It can be cancelled before, and until a worker starts it."""
+
+    def __init__(self, turn: Future[None], start: Callable[[], Future[Sequence] | Sequence]) -> None:
+        super().__init__()
+        self._start: Callable[[], Future[Sequence] | Sequence] | None = start
+        self._current: Future[Sequence] | None = None
+        turn.add_done_callback(self._begin)
+
+    def cancel(self) -> bool:
+        if super().cancel():
+            self._start = None  # it refers to the request's image
+            return True
+        return self._current is not None and self._current.cancel()
+
+    def _begin(self, _: Future[None]) -> None:
+        start, self._start = self._start, None
+        if start is None or not self.set_running_or_notify_cancel():
+            return
+        try:
+            preparation = start()
+        except RuntimeError:  # the workers are closed, or the system has no thread left for us
+            self.set_exception(EngineUnavailable("no worker can take the request"))
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            if isinstance(preparation, Sequence):
+                self.set_result(preparation)
+            else:
+                self._current = preparation
+                preparation.add_done_callback(self._end)
+
+    def _end(self, done: Future[Sequence]) -> None:
+        error = Interrupted() if done.cancelled() else done.exception()
+        if error is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(done.result())
 
 
 class Preprocessor:
@@ -124,16 +227,31 @@ class Preprocessor:
         adapter: AdapterLease | None = None,
         *,
         is_wanted: Callable[[], bool] = lambda: True,
+        shared: SharedImage | None = None,
     ) -> Future[Sequence] | Sequence:
         """Have the request prepared, usually by a worker; the future can be cancelled until a worker starts.
 
         Requests wait for a worker by tenant, priority and age, like sequences that wait for pages. Decoding stops
         soon after `is_wanted` returns False or a deadline passes. A request whose image is known and cached, and is
-        small or stored, waits for no worker. Raises `ImageError` like `inspect`, what `prepare` raises, and
-        RuntimeError where the workers are closed.
+        small or stored, waits for no worker. Samples of one request have `shared` in common, and decode its image
+        once. Raises `ImageError` like `inspect`, what `prepare` raises, and RuntimeError where the workers are
+        closed.
         """
-        facts = None
-        if request.image is not None:
+        start = partial(self._submit, request, clock, tenant, namespace, adapter, is_wanted, shared)
+        return start() if shared is None else shared.prepare(start)
+
+    def _submit(
+        self,
+        request: Request,
+        clock: SequenceClock,
+        tenant: str,
+        namespace: str,
+        adapter: AdapterLease | None,
+        is_wanted: Callable[[], bool],
+        shared: SharedImage | None,
+    ) -> Future[Sequence] | Sequence:
+        facts = None if shared is None else shared.facts
+        if request.image is not None and facts is None:
             facts, is_known = self._facts_of(request.image, namespace)
             # Requests with another policy compute their image anew, so preparing it here would be wasted.
             if is_known and request.options.cache is CachePolicy.USE:
@@ -151,7 +269,14 @@ class Preprocessor:
         return self._workers.submit(
             Job(
                 lambda: self.prepare(
-                    request, clock, tenant, namespace, adapter, check_wanted=check_wanted, facts=facts
+                    request,
+                    clock,
+                    tenant,
+                    namespace,
+                    adapter,
+                    check_wanted=check_wanted,
+                    facts=facts,
+                    shared=shared,
                 ),
                 submitted=clock.submitted,
                 priority=request.options.priority,
@@ -171,8 +296,9 @@ class Preprocessor:
         *,
         check_wanted: Callable[[], None] = lambda: None,
         facts: ImageFacts | None = None,
+        shared: SharedImage | None = None,
     ) -> Sequence:
-        """Decode, tile and tokenise. `facts`: what is known of the image already.
+        """Decode, tile and tokenise. `facts`: what is known of the image already. `shared`: as for `submit`.
 
         The lease of the request's adapter becomes the sequence's.
 
@@ -180,8 +306,15 @@ class Preprocessor:
         usually as `ImageError` or `ContextLengthExceeded`; and whatever `check_wanted` raises.
         """
         sequence, digest = self._without_tiles(request, clock, tenant, namespace, adapter, facts)
-        if request.image is not None and not self._leaves_out_tiles(sequence, request, facts):
-            sequence.tiles, sequence.image_size_px = self._decode(request.image, tenant, check_wanted)
+        if request.image is None:
+            return sequence
+        if shared is not None and shared.decoded is not None:
+            sequence.tiles, sequence.image_size_px = shared.decoded
+        elif not self._leaves_out_tiles(sequence, request, facts):
+            decoded = self._decode(request.image, tenant, check_wanted)
+            sequence.tiles, sequence.image_size_px = decoded
+            if shared is not None:
+                shared.facts, shared.decoded = ImageFacts(digest, 0), decoded
             if digest is not None:
                 self._sizes_px.put((namespace, digest), sequence.image_size_px)
             clock.prepared = time.monotonic()

@@ -199,7 +199,7 @@ async def test_the_first_event_is_the_start_and_carries_the_prompts_usage(bench:
     bench.loop.step()
     first = (await bench.events(stream))[0]
     assert isinstance(first, Started)
-    assert first.usage.num_output_tokens == 1
+    assert first.usage.num_output_tokens == 0
     assert first.usage.num_input_tokens > 4
 
 
@@ -287,7 +287,7 @@ def test_the_first_token_starts_the_answer_and_a_full_context_ends_it() -> None:
     sequence.tokens.append(Token(7))
     (started,) = events_after(sequence, 1.0)
     assert isinstance(started, Started)
-    assert (started.usage.num_input_tokens, started.usage.num_output_tokens) == (7, 1)
+    assert (started.usage.num_input_tokens, started.usage.num_output_tokens) == (7, 0)
     sequence.tokens.append(Token(8))
     (finished,) = events_after(sequence, 3.0)
     assert isinstance(finished, Finished)

@@ -24,8 +24,9 @@ from kestrel_client import Client
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.telemetry import logs
 from kestrel_grpc.telemetry.logs import MAX_FAILURE_LINES, CallLog, LogWriter, dropped_lines, set_up_logging
-from kestrel_grpc.wire.call_context import OK, CallContext, Outcome
+from kestrel_grpc.wire.call_context import OK, CallContext, Outcome, RequestSummary
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
+from kestrel_runtime.api.requests import Query, RequestOptions
 from tests.reference_fixtures import MD3_SMALL
 from tests.server.serving import serving
 
@@ -75,6 +76,18 @@ async def test_a_call_is_one_line_of_text():
         r"method=kestrel\.v1\.VisionService/Query outcome=QUEUE_FULL duration_ms=\d+\.\d\n",
         log.text(),
     )
+
+
+async def test_the_line_of_a_call_names_its_adapter():
+    call = new_call()
+    call.request = RequestSummary(Query("?", options=RequestOptions(adapter="birds/best@7")))
+    lines = []
+    for line_format in ("text", "json"):
+        log = Log(line_format=line_format)
+        CallLog().record(call, OK)
+        lines.append(log.text())
+    assert "adapter=birds/best@7" in lines[0].split()
+    assert json.loads(lines[1])["adapter"] == "birds/best@7"
 
 
 def test_a_call_is_one_object_of_json_with_its_facts_as_fields():

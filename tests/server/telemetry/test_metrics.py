@@ -20,6 +20,7 @@ from kestrel_grpc.telemetry.metrics import (
     new_registry,
 )
 from kestrel_grpc.wire.call_context import OK, CallContext, Outcome, RequestSummary
+from kestrel_grpc.wire.submission import with_alternatives
 from kestrel_runtime.api.adapters import AdapterLoad
 from kestrel_runtime.api.engine import CacheLoad, EngineStatus, Load, MemoryPlan
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
@@ -28,7 +29,7 @@ from tests.fakes import FakeEngine
 from tests.reference_fixtures import CHECKOUT
 
 QUERY = "kestrel.v1.VisionService/Query"
-GEN_AI = {"gen_ai_operation_name": "query", "gen_ai_provider_name": "kestrel", "gen_ai_request_model": "fake"}
+GEN_AI = {"gen_ai_operation_name": "query", "gen_ai_provider_name": "kestrel", "gen_ai_request_model": "fake/a0"}
 BUSY = Outcome("RESOURCE_EXHAUSTED", "QUEUE_FULL")
 
 
@@ -109,11 +110,37 @@ async def test_a_single_token_has_no_time_per_token(metrics):
 
 async def test_a_request_that_failed_is_told_from_one_that_did_not(metrics):
     call = answered_call()
+    call.request = RequestSummary(Query("?"))
     call.finished = None
     metrics.record(call, Outcome("UNAVAILABLE", "QUEUE_TIMEOUT"))
     name = "gen_ai_server_request_duration_seconds_count"
-    assert value(metrics, name, **GEN_AI, error_type="UNAVAILABLE") == 1
-    assert value(metrics, name, **GEN_AI, error_type="") is None
+    labels = {**GEN_AI, "gen_ai_request_model": "fake"}
+    assert value(metrics, name, **labels, error_type="UNAVAILABLE") == 1
+    assert value(metrics, name, **labels, error_type="") is None
+
+
+async def test_only_adapters_that_have_answered_are_named_in_labels(metrics):
+    name, unavailable = "gen_ai_server_request_duration_seconds_count", Outcome("UNAVAILABLE", "QUEUE_TIMEOUT")
+    failed = answered_call()
+    failed.finished = None
+    counted = []
+    for call, outcome in ((failed, unavailable), (answered_call(), OK), (failed, unavailable)):
+        metrics.record(call, outcome)
+        by_model = (
+            value(metrics, name, **{**GEN_AI, "gen_ai_request_model": model}, error_type="UNAVAILABLE")
+            for model in ("fake/a0", "fake/other")
+        )
+        counted.append(tuple(by_model))
+    assert counted == [(None, 1), (None, 1), (1, 1)]
+
+
+async def test_the_time_per_token_is_that_of_one_sample(metrics):
+    call, longer = answered_call(), answered_call(9)
+    assert call.finished is not None
+    assert longer.finished is not None
+    call.finished = with_alternatives(call.finished, [longer.finished] * 3)
+    metrics.record(call, OK)
+    assert value(metrics, "gen_ai_server_time_per_output_token_seconds_sum", **GEN_AI) == 0.0625 / 2
 
 
 async def test_a_call_that_asked_nothing_of_the_model_is_a_call_and_no_request(metrics):

@@ -14,7 +14,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status as SpanStatus
 from kestrel_grpc.telemetry.tracing import MAX_TRACED_PER_S, CallTracer, TraceExport, TracingUnavailable
 from kestrel_grpc.wire.call_context import OK, CallContext, Outcome, RequestSummary
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
-from kestrel_runtime.api.requests import Query, SamplingParams
+from kestrel_runtime.api.requests import Query, RequestOptions, SamplingParams
 from tests.server.otlp import Receiver, attributes, receiving
 
 QUERY = "kestrel.v1.VisionService/Query"
@@ -93,6 +93,14 @@ def test_the_span_says_what_was_asked_of_which_model_and_how_it_ended(receiver, 
         "gen_ai.usage.input_tokens": 735,
         "gen_ai.usage.output_tokens": 3,
     }
+
+
+def test_the_span_names_the_adapter_that_answered(receiver, trace):
+    call = answered_call()
+    call.request = RequestSummary(Query("?", options=RequestOptions(adapter="birds")))
+    trace(call)
+    found = attributes(receiver.span(QUERY).attributes)
+    assert (found["gen_ai.request.model"], found["gen_ai.response.model"]) == ("fake/birds", "fake/birds")
 
 
 def test_a_call_over_http_has_the_port_of_http_and_is_no_call_of_grpc(receiver, trace):

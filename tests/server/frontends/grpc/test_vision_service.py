@@ -48,6 +48,29 @@ async def test_query_streams_started_deltas_and_the_whole() -> None:
         assert "".join(delta.text for delta in deltas if delta.channel == value) == text != ""
 
 
+@pytest.mark.parametrize("options", [{"adapter": "colours"}, {"model": "colours"}, {"model": "fake/colours"}])
+async def test_results_and_streams_name_the_adapter_that_answers(options: dict[str, Any]) -> None:
+    fields: Any = {"image": IMAGE, "options": generation_pb2.RequestOptions(**options)}
+    async with serving() as rig:
+        streams = [
+            rig.vision.Query(wire.QueryRequest(question="?", **fields)),
+            rig.vision.Caption(wire.CaptionRequest(**fields)),
+            rig.vision.StreamSegment(wire.StreamSegmentRequest(object="bird", **fields)),
+        ]
+        events = [[event async for event in stream] for stream in streams]
+        results = [
+            (await rig.vision.CompleteQuery(wire.CompleteQueryRequest(question="?", **fields))).result,
+            (await rig.vision.CompleteCaption(wire.CompleteCaptionRequest(**fields))).result,
+            await rig.vision.Point(wire.PointRequest(object="bird", **fields)),
+            await rig.vision.Detect(wire.DetectRequest(object="bird", **fields)),
+            await rig.vision.Segment(wire.SegmentRequest(object="bird", **fields)),
+            await rig.vision.Gaze(wire.GazeRequest(eye={"x": 0.5, "y": 0.5}, **fields)),
+        ]
+    names = {result.info.model for result in results}
+    names |= {each[0].started.model for each in events} | {each[-1].completed.info.model for each in events}
+    assert names == {"fake/colours"}
+
+
 async def test_segments_stream_the_box_and_then_the_path() -> None:
     fields: Any = {"object": "bird", "image": IMAGE}
     metadata = (("x-request-id", "same"),)

@@ -132,6 +132,44 @@ async def test_the_model_is_listed(rig: HttpServing):
 
 
 @pytest.mark.parametrize(
+    ("name", "answers_as"),
+    [
+        ("fake", "fake"),
+        ("moondream3-preview", "fake"),
+        ("colours", "colours"),
+        ("fake/colours", "colours"),
+        ("moondream3-preview/colours", "colours"),
+        ("colours@7", "colours@7"),
+        ("fake/shapes@200", "shapes@200"),
+    ],
+)
+async def test_a_name_that_requests_take_is_found_and_answers_name_what_answered(
+    rig: HttpServing, name: str, answers_as: str
+):
+    found = await rig.ask(f"/v1/models/{name}")
+    escaped = await rig.ask(f"/v1/models/{name.replace('/', '%2F').replace('@', '%40')}")
+    parent = {} if answers_as == "fake" else {"parent": "fake"}
+    assert (found.status, {**found.json, "created": 0}) == (
+        200,
+        {"id": name, "object": "model", "created": 0, "owned_by": "kestrel", **parent},
+    )
+    assert escaped.body == found.body
+    body = {**chat(TEXT), "model": name}
+    whole = await rig.ask(CHAT, body)
+    streamed = await rig.ask(CHAT, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    text = await rig.ask("/v1/completions", {"model": name, "prompt": "?"})
+    texts = await rig.ask("/v1/completions", {"model": name, "prompt": "?", "stream": True})
+    answers = [whole.json, text.json, *streamed.events[:-1], *texts.events[:-1]]
+    assert {answer["model"] for answer in answers} == {answers_as}
+
+
+@pytest.mark.parametrize("name", ["", "fake/", "gull", "fake/gull", "gull/colours", "colours/", "Fake"])
+async def test_a_name_of_no_model_is_not_found(rig: HttpServing, name: str):
+    answer = await rig.ask(f"/v1/models/{name}")
+    assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("tools", [{"type": "function"}]),
@@ -154,6 +192,8 @@ async def test_the_model_has_the_names_that_the_operator_gives_it():
     async with serving_http(served_model_name=("gpt-4o", "birds/best")) as rig:
         listed = (await rig.ask("/v1/models")).json
         one = await rig.ask("/v1/models/birds/best")
+        own = [await rig.ask(f"/v1/models/{name}") for name in ("fake", "gpt-4o/colours", "birds/best/colours")]
+        adapter = await rig.ask(CHAT, {**chat(TEXT), "model": "birds/best/colours"})
         answers = [
             await rig.ask(CHAT, {**chat(TEXT), "model": name})
             for name in ("gpt-4o", "birds/best", "fake", "moondream3-preview", "gpt-5")
@@ -163,6 +203,11 @@ async def test_the_model_has_the_names_that_the_operator_gives_it():
     names = [model["id"] for model in listed["data"]]
     assert (names[:2], "fake" in names) == (["gpt-4o", "birds/best"], False)
     assert one.json == listed["data"][1]
+    assert [(answer.status, answer.json.get("parent")) for answer in own] == [
+        (200, None),
+        *([(200, "gpt-4o")] * 2),
+    ]
+    assert adapter.json["model"] == "colours"
     assert [answer.status for answer in (*answers, rest)] == [200, 200, 200, 200, 404, 200]
     assert answers[1].json["model"] == "gpt-4o"
     assert served == {"fake"}

@@ -108,6 +108,23 @@ async def test_every_route_answers_in_the_shape_of_the_moondream_client(rig: Htt
     assert answer.json == with_metrics(**result)
 
 
+@pytest.mark.parametrize("name", ["colours", "fake/colours", "moondream3-preview/colours"])
+async def test_answers_name_the_adapter_that_answered(rig: HttpServing, name: str):
+    image, place = {"image_url": IMAGE_URL}, {"object": "bird"}
+    routes: dict[str, dict[str, Any]] = {
+        "query": {"question": "?"},
+        "caption": image,
+        "point": {**image, **place},
+        "detect": {**image, **place},
+        "segment": {**image, **place},
+        "gaze": {**image, "eye": [0.5, 0.25]},
+    }
+    for route, body in routes.items():
+        assert (await rig.ask(f"/v1/{route}", {**body, "model": name})).json["model"] == "fake/colours"
+    streamed = await rig.ask("/v1/query", {"question": "?", "model": name, "stream": True})
+    assert streamed.events[-1]["model"] == "fake/colours"
+
+
 async def test_the_other_format_has_pairs_and_metrics_beside_the_answer(rig: HttpServing):
     body = {"image_url": IMAGE_URL, "object": "bird", "format": "kestrel"}
     answer = (await rig.ask("/v1/point", body)).json
