@@ -8,7 +8,9 @@ its length in memory.
 from __future__ import annotations
 
 import json
+import re
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from kestrel_runtime.api.errors import InvalidRequest, Violation
@@ -20,6 +22,10 @@ MAX_TEXTS = 20_000
 _UNCHECKED_BYTES = 128 * 1024
 """A body of at most this size is parsed quickly, whatever it holds."""
 _LONG_BYTES = 64 * 1024
+HALF = "holds half of a surrogate pair"
+"""What is wrong with a text or a name that is not Unicode. Only an escape can write one."""
+_ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+_MAX_NAME_CHARS = 64
 
 
 class LongText:
@@ -39,8 +45,12 @@ class LongText:
         return self._raw
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
-    """The object in a body; long texts that are values of an object become `LongText`. Raises `InvalidRequest`."""
+def parse_json(body: bytes, report: Callable[[str, str], object]) -> dict[str, Any]:
+    """The object in a body; long texts that are values of an object become `LongText`. Raises `InvalidRequest`.
+
+    Halves of surrogate pairs stay as their escapes. `report` is called with the place of each text or name that has
+    one, such as `messages[0].content`, and with what is wrong.
+    """
     long_texts: dict[str, LongText] = {}
     if len(body) > _UNCHECKED_BYTES:
         body, long_texts = _without_long_texts(body)
@@ -53,6 +63,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
     try:
         decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_hook=replace) if long_texts else _DECODER
         document = decoder.decode(body.decode("utf-8"))
+        if _ESCAPED_HALF.search(body):
+            document = _without_halves(document, "", report)
     except RecursionError:
         raise _invalid("the JSON is nested too deeply") from None
     except ValueError:
@@ -60,6 +72,29 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise _invalid("the body must be a JSON object")
     return document
+
+
+def _without_halves(value: Any, path: str, report: Callable[[str, str], object]) -> Any:
+    """A value with the escapes of halves in place of these."""
+    if isinstance(value, dict):
+        found: dict[str, Any] = {}
+        for name, item in value.items():
+            written = _escaped(name)
+            place = f"{path}.{written[:_MAX_NAME_CHARS]}".removeprefix(".")
+            if written != name:
+                report(place, HALF)
+            found[written] = _without_halves(item, place, report)
+        return found
+    if isinstance(value, list):
+        return [_without_halves(item, f"{path}[{index}]", report) for index, item in enumerate(value)]
+    if isinstance(value, str) and (written := _escaped(value)) != value:
+        report(path, HALF)
+        return written
+    return value
+
+
+def _escaped(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _without_long_texts(body: bytes) -> tuple[bytes, dict[str, LongText]]:

@@ -205,7 +205,7 @@ def parse_chat(max_image_bytes: int, data: bytes) -> ParsedRequest:
     `max_image_bytes` is the largest encoded image.
     """
     problems = Problems()
-    body = read(ChatBody, parse_json(data), problems)
+    body = read(ChatBody, parse_json(data, problems.add), problems)
     conversation = read_conversation(body.messages, problems)
     if body.top_logprobs is not None and not body.logprobs:
         problems.add("top_logprobs", "needs logprobs")
@@ -222,7 +222,7 @@ def parse_chat(max_image_bytes: int, data: bytes) -> ParsedRequest:
 def parse_completion(data: bytes) -> ParsedRequest:
     """A request of `/v1/completions`. Raises `InvalidRequest` with everything that is wrong."""
     problems = Problems()
-    body = read(CompletionBody, parse_json(data), problems)
+    body = read(CompletionBody, parse_json(data, problems.add), problems)
     sampling = body.params(logprobs=body.logprobs)
     return _parsed(body, Conversation(body.prompt), None, sampling, problems, completion_name)
 

@@ -246,7 +246,7 @@ def parse_request(body_type: type[SkillBody], max_image_bytes: int, data: bytes)
     `max_image_bytes` is the largest encoded image.
     """
     problems = Problems()
-    body = read(body_type, parse_json(data), problems)
+    body = read(body_type, parse_json(data, problems.add), problems)
     fields = vars(body)  # routes have different ones
     is_streamed, url = fields.get("stream", False), fields["image_url"]
     if is_streamed and (body.settings.n or 1) > 1:

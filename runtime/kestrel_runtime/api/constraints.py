@@ -211,6 +211,8 @@ def schema_problems(text: str) -> list[str]:
         return ["must be an object"]
     if _num_nodes(schema) > MAX_SCHEMA_NODES:
         return [f"must have at most {MAX_SCHEMA_NODES} names and values"]
+    if halves := list(_halves(schema, "")):
+        return halves[:_MOST_PROBLEMS]
     walk = _Walk()
     walk.schema(schema, "")
     if walk.num_properties > MAX_PROPERTIES:
@@ -246,6 +248,26 @@ def _num_nodes(value: Any) -> int:
     if isinstance(value, list):
         return 1 + sum(map(_num_nodes, cast("list[Any]", value)))
     return 1
+
+
+def _halves(value: Any, path: str) -> Iterator[str]:
+    """A problem for each name and text with half of a surrogate pair, which is no Unicode."""
+    if isinstance(value, dict):
+        for name, item in cast("dict[str, Any]", value).items():
+            written = _escaped(name)
+            place = f"{path}/{_shown(written)}"
+            if written != name:
+                yield f"{place} holds half of a surrogate pair"
+            yield from _halves(item, place)
+    elif isinstance(value, list):
+        for index, item in enumerate(cast("list[Any]", value)):
+            yield from _halves(item, f"{path}/{index}")
+    elif isinstance(value, str) and _escaped(value) != value:
+        yield f"{path} holds half of a surrogate pair"
+
+
+def _escaped(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:

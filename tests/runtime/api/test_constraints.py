@@ -147,6 +147,20 @@ def problems(schema: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"\ud800": 1}, ["/\\ud800"]),
+        ({"properties": {"\udfff": {"const": "\ud800"}}}, ["/properties/\\udfff", "/properties/\\udfff/const"]),
+        ({"enum": ["a", "\ud800b"], "title": "\ud800"}, ["/enum/1", "/title"]),
+        ({"type": "string", "pattern": "\ud800"}, ["/pattern"]),
+        ({"enum": ["\U0001f600"]}, []),
+    ],
+)
+def test_a_schema_is_unicode(schema, expected):
+    assert problems(schema) == [f"{place} holds half of a surrogate pair" for place in expected]
+
+
+@pytest.mark.parametrize(
     ("schema", "told"),
     [
         ("no json", "must be JSON"),

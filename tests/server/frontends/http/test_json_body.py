@@ -1,0 +1,87 @@
+"""The JSON of a body: what is no Unicode is named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kestrel_grpc.frontends.http.json_body import HALF, parse_json
+from kestrel_runtime.api.errors import InvalidRequest
+from tests.server.http_calls import serving_http
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "?"}]}
+
+
+@pytest.mark.parametrize(
+    ("document", "places"),
+    [
+        ({"\ud800": 1}, {"\\ud800"}),
+        ({"a": "\udfffb"}, {"a"}),
+        ({"a": [{}, {"b\ud800": ["", "\udc00\ud800"]}]}, {"a[1].b\\ud800", "a[1].b\\ud800[1]"}),
+        ({"\ud83d": {"\udc00": 2}, "c": "\ud83d\ude00"}, {"\\ud83d", "\\ud83d.\\udc00"}),
+        ({"c\ud83d\ude00": "\ud83d\ude00"}, set()),
+    ],
+)
+def test_each_half_of_a_surrogate_pair_has_a_place(document: dict[str, Any], places: set[str]) -> None:
+    found: dict[str, str] = {}
+    parsed = parse_json(json.dumps(document).encode(), found.__setitem__)
+    assert found == dict.fromkeys(places, HALF)
+    json.dumps(parsed, ensure_ascii=False).encode()  # what is left is Unicode
+    assert len(parsed) == len(document)
+
+
+def test_json_that_is_nested_too_deeply_is_refused_with_halves_too() -> None:
+    with pytest.raises(InvalidRequest, match="nested"):
+        parse_json(b'{"\\ud800":' + b"[" * 900 + b"]" * 900 + b"}", lambda path, description: None)
+
+
+FIELDS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("query", {"question": "?", "\ud800": 1}, "\\ud800"),
+    ("query", {"question": "\ud800"}, "question"),
+    ("query", {"question": "?", "settings": {"stop": ["\ud800"]}}, "settings.stop[0]"),
+    ("query", {"question": "?", "settings": {"\ud800": 1}}, "settings.\\ud800"),
+    ("query", {"question": "?", "constraint": {"choices": ["a", "\ud800"]}}, "constraint.choices[1]"),
+    (
+        "query",
+        {"question": "?", "constraint": {"json_schema": {"properties": {"\ud800": {}}}}},
+        "constraint.json_schema.properties.\\ud800",
+    ),
+    ("query", {"question": "?", "image_url": "\ud800"}, "image_url"),
+    ("caption", {"image_url": "AAAA", "length": "\ud800"}, "length"),
+    ("point", {"image_url": "AAAA", "object": "\ud800"}, "object"),
+    ("detect", {"image_url": "AAAA", "object": "a", "\ud800": {}}, "\\ud800"),
+    ("segment", {"image_url": "AAAA", "object": "\ud800"}, "object"),
+    ("chat/completions", {**CHAT, "\ud800": 1}, "\\ud800"),
+    ("chat/completions", {**CHAT, "model": "\ud800"}, "model"),
+    ("chat/completions", {**CHAT, "user": "\ud800"}, "user"),
+    ("chat/completions", {**CHAT, "metadata": {"\ud800": "a"}}, "metadata.\\ud800"),
+    ("chat/completions", {**CHAT, "metadata": {"a": "\ud800"}}, "metadata.a"),
+    (
+        "chat/completions",
+        {"model": "fake", "messages": [{"role": "user", "content": "\ud800"}]},
+        "messages[0].content",
+    ),
+    (
+        "chat/completions",
+        {**CHAT, "tools": [{"type": "function", "function": {"name": "\ud800"}}]},
+        "tools[0].function.name",
+    ),
+    (
+        "chat/completions",
+        {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "\ud800", "schema": {}}}},
+        "response_format.json_schema.name",
+    ),
+    ("completions", {"model": "fake", "prompt": "\ud800"}, "prompt"),
+    ("completions", {"model": "fake", "prompt": "?", "\ud800": 1}, "\\ud800"),
+)
+
+
+async def test_half_of_a_surrogate_pair_is_refused_by_the_name_of_its_field() -> None:
+    async with serving_http() as rig:
+        for path, body, field in FIELDS:
+            answer = await rig.ask(f"/v1/{path}", body)
+            assert answer.status == 400
+            assert f"{field}: {HALF}" in answer.json["error"]["message"]
+        assert rig.engine.requests == []
