@@ -19,9 +19,17 @@ def load() -> Iterator[LoadProcesses]:
         yield processes
 
 
+def recorded(load: LoadProcesses, num_callers: int) -> Recording:
+    """Records over a longer window where the machine was too busy for a request in a shorter one."""
+    windows_s = (0.2, 2.0, 20.0, 60.0)
+    recordings = (
+        load.closed(WORKLOADS["direct"], num_callers, duration_s=window_s, warm_up_s=5.0) for window_s in windows_s
+    )
+    return next(recording for recording in recordings if recording.samples)
+
+
 def test_a_closed_loop_records_every_piece_of_every_answer(load: LoadProcesses):
-    recording = load.closed(WORKLOADS["direct"], 3, duration_s=0.2, warm_up_s=5.0)
-    assert recording.samples
+    recording = recorded(load, 3)
     assert {sample.error for sample in recording.samples} == {""}
     assert {sample.num_tokens for sample in recording.samples} == {3}
     assert {len(sample.arrivals) for sample in recording.samples} == {3}
@@ -32,7 +40,7 @@ def test_a_closed_loop_records_every_piece_of_every_answer(load: LoadProcesses):
 
 
 def test_fewer_requests_than_processes_are_as_many_as_asked(load: LoadProcesses):
-    recording = load.closed(WORKLOADS["direct"], 1, duration_s=0.2, warm_up_s=5.0)
+    recording = recorded(load, 1)
     assert most_at_once(recording) == 1
 
 
@@ -72,7 +80,9 @@ def test_a_closed_loop_that_is_ended_early_has_the_window_until_then():
 
 def test_a_server_that_is_gone_is_an_error_of_every_request(unused_address: str):
     with LoadProcesses(unused_address, 1, num_pictures=1) as load:
-        recording = load.closed(WORKLOADS["text"], 2, duration_s=0.1, warm_up_s=5.0)
+        windows_s = (0.1, 1.0, 10.0, 60.0)  # longer where the machine was too busy for a request in a shorter one
+        recordings = (load.closed(WORKLOADS["text"], 2, duration_s=item, warm_up_s=5.0) for item in windows_s)
+        recording = next(recording for recording in recordings if recording.samples)
     assert {sample.error for sample in recording.samples} == {grpc.StatusCode.UNAVAILABLE.name}
 
 

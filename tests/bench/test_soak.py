@@ -79,6 +79,17 @@ def test_whatever_is_left_behind_is_named(soak: Soak, complaint: str):
     assert complaint in soak.as_text()
 
 
+def test_a_short_soak_allows_what_pools_make_on_demand_and_not_what_each_call_leaves():
+    short = replace(half_an_hour(), duration_s=3.0)
+    for kind, base in (("num_threads", 18), ("num_descriptors", 20)):
+        few = replace(short, after=replace(REST, vitals=with_core(**{kind: base + 8})))
+        assert few.complaints() == []
+        many = replace(short, after=replace(REST, vitals=with_core(**{kind: base + 9})))
+        assert len(many.complaints()) == 1
+    task = replace(short, after=replace(REST, holdings=Holdings(4, Counter())))
+    assert task.complaints() == ["tasks: 3 after the warm-up, 4 in the end"]
+
+
 class TwoFrontends:
     """A server whose bursts reach these front ends, one after the other."""
 

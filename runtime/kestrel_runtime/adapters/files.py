@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kestrel_runtime.api.adapters import AdapterName
-from kestrel_runtime.api.errors import AdapterInvalid, AdapterNotFound, did_you_mean
+from kestrel_runtime.api.errors import AdapterInvalid, AdapterNotFound
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -87,7 +87,7 @@ class AdapterSource:
                     return folder, self._root
         if name.path in self._repositories:
             return self._fetch(name)
-        raise AdapterNotFound(str(name), did_you_mean(str(name), self.names()))
+        raise AdapterNotFound(str(name))
 
     def names(self) -> list[str]:
         """The names of folders with weights and of the listed repositories, in order, at most 1,000."""

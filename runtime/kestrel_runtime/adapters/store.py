@@ -7,6 +7,7 @@ slots, else in the order in which they were first named.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import threading
@@ -20,7 +21,13 @@ from typing import Any, Protocol, TypeVar
 from kestrel_runtime.adapters.files import AdapterFiles
 from kestrel_runtime.adapters.slots import AdapterSlots, Residence
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
-from kestrel_runtime.api.errors import AdapterNotFound, EngineUnavailable, InternalError, KestrelError
+from kestrel_runtime.api.errors import (
+    AdapterNotFound,
+    EngineUnavailable,
+    InternalError,
+    KestrelError,
+    did_you_mean,
+)
 
 LISTING_S = 1.0
 """The shortest time between two listings of the folder of adapters, for all callers together."""
@@ -330,7 +337,26 @@ class AdapterStore:
 
     def _failed(self, pending: _Pending, error: KestrelError) -> None:
         self._num_failures += 1
-        self._finish(pending, error)
+        if not isinstance(error, AdapterNotFound) or error.hint:
+            self._finish(pending, error)
+            return
+        with self._changed:
+            self._pending.pop(pending.name, None)
+            waiting = pending.take()
+        try:
+            threading.Thread(
+                target=self._refuse, args=(waiting, error), name="kestrel-adapter-names", daemon=True
+            ).start()
+        except RuntimeError:  # the system has no thread left for us
+            _fail(waiting, error)
+
+    def _refuse(self, waiting: list[Future[Any]], error: AdapterNotFound) -> None:
+        """Fails these futures with the name that may have been meant, in a thread of its own: others' adapters are
+        loaded meanwhile."""
+        names: list[str] = []
+        with contextlib.suppress(TimeoutError):  # the folder may hang
+            names = self.names().result(LISTING_S)
+        _fail(waiting, AdapterNotFound(error.name, did_you_mean(error.name, names)))
 
     def _finish(self, pending: _Pending, error: KestrelError | None) -> None:
         """The load ended without an adapter; `error` is None if no caller waited any more."""

@@ -21,6 +21,7 @@ KestrelError
 from __future__ import annotations
 
 import difflib
+import heapq
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -35,10 +36,21 @@ class Violation:
     description: str
 
 
+_MAX_COMPARED_CHARS, _MAX_COMPARED_WORDS = 48, 32
+
+
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """The end of a message about an unknown word: the known word that is most like it, if one is."""
-    close = difflib.get_close_matches(word, list(words), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    """Returns the end of a message about an unknown word: the known word that is most like it, or "".
+
+    Takes a few milliseconds at most: of many words, only those with the same first letter and the most similar
+    length are compared, and long ones by their beginning alone.
+    """
+    nearest = heapq.nsmallest(
+        _MAX_COMPARED_WORDS, words, key=lambda known: (known[:1] != word[:1], abs(len(known) - len(word)))
+    )
+    beginnings = {known[:_MAX_COMPARED_CHARS]: known for known in reversed(nearest)}
+    close = difflib.get_close_matches(word[:_MAX_COMPARED_CHARS], list(beginnings), n=1)
+    return f"; did you mean {beginnings[close[0]]}?" if close else ""
 
 
 class KestrelError(Exception):

@@ -24,6 +24,7 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import CacheLoad, ClearedCache, CoreReading, EngineStatus, ImageInfo, Load
 from kestrel_runtime.api.errors import (
     AdapterNotFound,
+    DeadlineExceeded,
     EngineUnavailable,
     InternalError,
     KestrelError,
@@ -157,7 +158,7 @@ class LocalEngine:
         queue_deadline = None if max_queue_s is None else now + max_queue_s
         shared = SharedImage() if len(streams) > 1 and request.image is not None else None
         try:
-            self._check(request)
+            self._check(request, deadline_s)
             cost = self._cost_of(request, tenant)
             for stream in streams:
                 self._streams.add(stream)
@@ -237,7 +238,7 @@ class LocalEngine:
         Raises `EngineUnavailable`, `ModelNotFound`, `SkillUnsupported`, `ImageError` and `Overloaded`. The image
         that the request has now stands for the one to come.
         """
-        self._check(request)
+        self._check(request, deadline_s)
         place = object()
         cost = self._cost_of(request, tenant)
         self._admission.enter(place, cost, time.monotonic(), wait_limit_s=_wait_limit_s(request, deadline_s))
@@ -397,7 +398,10 @@ class LocalEngine:
             raise AdapterNotFound(name, "; the server was started without --adapters and --adapter-repositories")
         return self._adapters
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request, deadline_s: float | None) -> None:
+        # A caller whose deadline has passed got that outcome from its own clock: the log must not say "queue full".
+        if deadline_s is not None and deadline_s <= 0:
+            raise DeadlineExceeded("the deadline passed")
         if self._status is not EngineStatus.SERVING:
             raise EngineUnavailable(f"the engine is {self._status.name.lower()}")
         self.info.check(request)

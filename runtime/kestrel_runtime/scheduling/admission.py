@@ -3,12 +3,14 @@
 A request is in the queue from `enter` until it starts or leaves; waiting for a preprocessing worker is part of it.
 
 Rules
-  B1  Requests, image bytes and estimated tokens in the queue each have a `FairLimit`, except that an empty queue
-      takes any request.
-  B2  A request whose estimated wait exceeds its wait limit is refused at once, instead of timing out in the queue.
+  B1  Requests, image bytes and estimated tokens in the queue are each bounded, except that an empty queue takes any
+      request.
+  B2  Each bound is a `FairLimit`: no tenant takes all of it.
+  B3  A request whose estimated wait exceeds its wait limit is refused at once, instead of timing out in the queue.
 
-The wait is estimated from recent starts. Only time in which other requests were waiting counts, since an idle
-engine starts few requests although it is fast.
+The wait is estimated from recent starts: those of all requests, and those of its own tenant with its priority. The
+longer estimate counts. Only time in which requests were waiting counts, since an idle engine starts few requests
+although it is fast.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ _MAX_STARTS = 64
 _EVIDENCE_S = 60.0
 _RETRY_UNKNOWN_S = 1.0
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 60.0
+
+_Line = tuple[str, Priority, Priority]
+"""Requests that start one after the other: of one tenant, priority and standing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +67,9 @@ class Admission:
         )
         self._lock = RLock()
         self._costs: dict[Hashable, Cost] = {}
-        self._lines: dict[tuple[str, Priority, Priority], int] = {}  # without zeros
-        self._intervals: deque[tuple[float, float]] = deque()  # (moment, time since last start)
-        self._intervals_s = 0.0  # their sum
-        self._last_start: float | None = None  # None where no request has waited since
+        self._lines: dict[_Line, int] = {}  # without zeros
+        self._pace = _Pace()
+        self._line_paces: dict[_Line, _Pace] = {}  # of lines that have started requests lately
 
     def __len__(self) -> int:
         return len(self._costs)
@@ -84,14 +88,11 @@ class Admission:
     def start(self, key: Hashable, now: float) -> None:
         """The request has started and leaves the queue."""
         with self._lock:
-            if key not in self._costs:
+            cost = self._costs.get(key)
+            if cost is None:
                 return
-            if self._last_start is not None:
-                if len(self._intervals) == _MAX_STARTS:
-                    self._intervals_s -= self._intervals.popleft()[1]
-                self._intervals.append((now, now - self._last_start))
-                self._intervals_s += now - self._last_start
-            self._last_start = now
+            self._pace.start(now)
+            self._line_pace(_line(cost), now).start(now)
             self.leave(key)
 
     def leave(self, key: Hashable) -> None:
@@ -103,17 +104,24 @@ class Admission:
             if cost is not None:
                 self._book(cost, -1)
                 if not self._costs:
-                    self._last_start = None
+                    self._pace.pause()
+                line = _line(cost)
+                if line not in self._lines and line in self._line_paces:
+                    self._line_paces[line].pause()
 
     def estimated_wait_s(self, cost: Cost, now: float) -> float | None:
         """Estimated wait of a new request, rather too short than too long; None without enough recent starts.
 
         All requests of its own tenant with at least its priority start before it, and as many of each other tenant
-        with at least its standing.
+        with at least its standing. Requests that others send while it waits are not among these: they show in how
+        far apart the starts of its own line were.
         """
         ahead: Counter[str] = Counter()
         with self._lock:
-            pace_s = self._pace_s(now)
+            pace_s = self._pace.mean_s(now)
+            line_pace = self._line_paces.get(_line(cost))
+            line_pace_s = None if line_pace is None else line_pace.mean_s(now)
+            num_in_line = self._lines.get(_line(cost), 0)
             for (tenant, priority, standing), count in self._lines.items():
                 is_own = tenant == cost.tenant
                 if priority <= cost.priority if is_own else standing <= cost.standing:
@@ -121,7 +129,8 @@ class Admission:
         if pace_s is None:
             return None
         own = ahead.pop(cost.tenant, 0)
-        return pace_s * (own + sum(min(count, own + 1) for count in ahead.values()))
+        wait_s = pace_s * (own + sum(min(count, own + 1) for count in ahead.values()))
+        return wait_s if line_pace_s is None else max(wait_s, line_pace_s * num_in_line)
 
     def _check_bounds(self, cost: Cost, now: float) -> None:
         for (bound, limit), wanted in zip(self._limits, _amounts(cost), strict=True):
@@ -133,29 +142,67 @@ class Admission:
 
     def _retry_after_s(self, num_requests: int, now: float) -> float:
         """The time in which half of `num_requests` start. Shorter delays would make many retries fail again."""
-        pace_s = self._pace_s(now)
+        pace_s = self._pace.mean_s(now)
         if pace_s is None:
             return _RETRY_UNKNOWN_S
         return min(max(pace_s * num_requests / 2, _MIN_RETRY_S), _MAX_RETRY_S)
 
-    def _pace_s(self, now: float) -> float | None:
-        """Mean time between two starts while requests wait; None without enough recent starts."""
+    def _line_pace(self, line: _Line, now: float) -> _Pace:
+        pace = self._line_paces.get(line)
+        if pace is None:
+            for other in [other for other, known in self._line_paces.items() if known.is_over(now)]:
+                del self._line_paces[other]
+            pace = self._line_paces[line] = _Pace()
+        return pace
+
+    def _book(self, cost: Cost, sign: int) -> None:
+        for (_, limit), amount in zip(self._limits, _amounts(cost), strict=True):
+            if amount:
+                limit.count(cost.tenant, sign * amount)
+        line = _line(cost)
+        count = self._lines.get(line, 0) + sign
+        if count:
+            self._lines[line] = count
+        else:
+            del self._lines[line]
+
+
+class _Pace:
+    """Measures the time between two starts while requests wait."""
+
+    def __init__(self) -> None:
+        self._intervals: deque[tuple[float, float]] = deque()  # (moment, time since last start)
+        self._intervals_s = 0.0  # their sum
+        self._last_start: float | None = None  # None where no request has waited since
+
+    def start(self, now: float) -> None:
+        """Counts a start."""
+        if self._last_start is not None:
+            if len(self._intervals) == _MAX_STARTS:
+                self._intervals_s -= self._intervals.popleft()[1]
+            self._intervals.append((now, now - self._last_start))
+            self._intervals_s += now - self._last_start
+        self._last_start = now
+
+    def pause(self) -> None:
+        """No request waits: the time until the next start does not count."""
+        self._last_start = None
+
+    def mean_s(self, now: float) -> float | None:
+        """Returns the mean time between two starts; None without enough recent starts."""
         while self._intervals and self._intervals[0][0] < now - _EVIDENCE_S:
             self._intervals_s -= self._intervals.popleft()[1]
         if len(self._intervals) < _MIN_STARTS:
             return None
         return max(0.0, self._intervals_s) / len(self._intervals)
 
-    def _book(self, cost: Cost, sign: int) -> None:
-        for (_, limit), amount in zip(self._limits, _amounts(cost), strict=True):
-            if amount:
-                limit.count(cost.tenant, sign * amount)
-        line = (cost.tenant, cost.priority, cost.standing)
-        count = self._lines.get(line, 0) + sign
-        if count:
-            self._lines[line] = count
-        else:
-            del self._lines[line]
+    def is_over(self, now: float) -> bool:
+        """True once no request waits and no interval is recent."""
+        return self._last_start is None and (not self._intervals or self._intervals[-1][0] < now - _EVIDENCE_S)
+
+
+def _line(cost: Cost) -> _Line:
+    return cost.tenant, cost.priority, cost.standing
 
 
 def _amounts(cost: Cost) -> tuple[int, int, int]:

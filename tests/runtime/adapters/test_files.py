@@ -110,15 +110,6 @@ def test_repositories_are_listed_with_the_folders(root: Path) -> None:
     assert AdapterSource(root / "absent", [], MAX_BYTES).names() == []
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"), [("glod", "gold"), ("team/colours@10", "team/colours@100"), ("zzz", None)]
-)
-def test_what_may_have_been_meant_by_an_unknown_name_is_suggested(root: Path, name: str, meant: str | None) -> None:
-    with pytest.raises(AdapterNotFound) as caught:
-        AdapterSource(root, [], MAX_BYTES).read(name)
-    assert str(caught.value) == f"no adapter named {name!r}" + (f"; did you mean {meant}?" if meant else "")
-
-
 @pytest.mark.parametrize("name", ["org/absent", f"{LISTED}@v3"])
 def test_what_the_hub_does_not_give_is_refused_with_the_reason(source: AdapterSource, name: str) -> None:
     with pytest.raises(AdapterInvalid, match="cannot be downloaded: LocalEntryNotFoundError"):

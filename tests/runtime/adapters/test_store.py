@@ -43,6 +43,12 @@ class Files:
         self.may_read = threading.Event()
         self.may_read.set()
         self.is_reading = threading.Event()
+        self.may_list = threading.Event()
+        self.may_list.set()
+
+    def names(self) -> list[str]:
+        assert self.may_list.wait(MAX_WAIT_S)
+        return sorted(self.versions)
 
     def read(self, name: str) -> AdapterFiles:
         self.is_reading.set()
@@ -67,11 +73,12 @@ def new_store(files: Files, target: Target) -> Iterator[Callable[[int], AdapterS
     stores: list[AdapterStore] = []
 
     def new(num_slots: int) -> AdapterStore:
-        stores.append(AdapterStore(files.read, target, num_slots))
+        stores.append(AdapterStore(files.read, target, num_slots, files.names))
         return stores[-1]
 
     yield new
     files.may_read.set()
+    files.may_list.set()
     for store in stores:
         store.close()
 
@@ -93,6 +100,23 @@ def test_a_lease_is_of_what_was_written(new_store: Callable[[int], AdapterStore]
     assert target.slots[lease.slot] == lease.digest == b"first 1"
     assert store.acquire("first").done(), "it is loaded now"
     assert store.reading().num_loads == 1
+
+
+@pytest.mark.parametrize(("name", "meant"), [("frist", "; did you mean first?"), ("zzz", "")])
+def test_what_may_have_been_meant_by_an_unknown_name_is_suggested(
+    new_store: Callable[[int], AdapterStore], name: str, meant: str
+) -> None:
+    with pytest.raises(AdapterNotFound) as caught:
+        new_store(1).acquire(name).result(MAX_WAIT_S)
+    assert str(caught.value) == f"no adapter named {name!r}{meant}"
+
+
+def test_an_unknown_name_holds_up_no_other_adapter(new_store: Callable[[int], AdapterStore], files: Files) -> None:
+    store = new_store(1)
+    files.may_list.clear()
+    unknown = store.acquire("frist")
+    leased(store.acquire("first"))
+    assert str(unknown.exception(MAX_WAIT_S)) == "no adapter named 'frist'", "the folder hangs"
 
 
 def test_requests_of_one_adapter_wait_for_one_load(new_store: Callable[[int], AdapterStore], files: Files) -> None:

@@ -1,10 +1,11 @@
 """An error that is kept keeps nothing that its frames held."""
 
 import gc
+import random
 import traceback
 import weakref
 
-from kestrel_runtime.api.errors import clear_locals, drop_tracebacks
+from kestrel_runtime.api.errors import clear_locals, did_you_mean, drop_tracebacks
 
 
 class Image:
@@ -64,3 +65,10 @@ def test_a_dropped_traceback_is_gone_all_along_the_chain() -> None:
     assert kept.__traceback__ is None
     assert kept.__cause__ is not None
     assert kept.__cause__.__traceback__ is None
+
+
+def test_the_word_that_was_meant_is_found_among_many_long_ones() -> None:
+    letters = random.Random(4)
+    words = ["".join(letters.choices("abc/_", k=200)) for _ in range(20_000)]  # comparing all would take minutes
+    assert did_you_mean(words[7][:-3], words) == f"; did you mean {words[7]}?"
+    assert did_you_mean("x" * 10_000, words) == ""

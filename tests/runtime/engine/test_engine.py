@@ -339,6 +339,21 @@ async def test_who_would_wait_too_long_is_told_at_once(loaded: LoadedModel) -> N
         engine.close()
 
 
+async def test_a_deadline_that_has_passed_before_the_queue_is_asked_is_no_full_queue(loaded: LoadedModel) -> None:
+    engine = LocalEngine(loaded, EngineConfig(model="", max_batch_size=1))
+    try:
+        short = SamplingParams(temperature=50.0, max_tokens=5, seed=1)
+        waiting = [engine.submit(Query("hello", sampling=short)) for _ in range(80)]
+        for stream in waiting[:12]:
+            await stream.result()
+        assert isinstance(await error_of(engine.submit(endless(), deadline_s=0.0)), DeadlineExceeded)
+        with pytest.raises(DeadlineExceeded):
+            async with engine.expecting(endless(), deadline_s=0.0):
+                pass
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("limit", ["deadline", "max_queue_s"])
 async def test_patience_ends_while_no_worker_is_free(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, limit: str

@@ -131,10 +131,13 @@ def test_a_jpeg_with_much_between_its_segments_is_refused(garbage: bytes) -> Non
 def test_a_header_is_read_in_a_time_that_does_not_depend_on_the_file(unit: bytes) -> None:
     comment = hostile.jpeg_segment(0xFE, b"")
     file = hostile.progressive_jpeg(64, 64, 1, segments=comment + unit * (2**24 // len(unit)))
-    began = time.process_time()
-    with pytest.raises(ImageError):
-        read_header(file, max_image_pixels=MAX_PIXELS)
-    assert time.process_time() - began < 0.02  # it would take 0.2 s to look through
+    used_s = []
+    for _ in range(9):  # the least counts: other processes make some of them slower
+        began = time.process_time()
+        with pytest.raises(ImageError):
+            read_header(file, max_image_pixels=MAX_PIXELS)
+        used_s.append(time.process_time() - began)
+    assert min(used_s) < 0.02  # it would take 0.2 s to look through
 
 
 @pytest.mark.parametrize("sampling", ["444", "420"])

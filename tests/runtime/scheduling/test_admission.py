@@ -170,6 +170,24 @@ def test_b3_only_those_that_start_before_it_count() -> None:
     assert admission.estimated_wait_s(cost("flood", priority=Priority.BATCH), now) == pytest.approx(62.0)
 
 
+def test_b3_the_wait_includes_turns_of_others_who_send_one_request_after_the_other() -> None:
+    admission = Admission(ROOMY)
+    keys = fill(admission, 100, cost("flood"))
+    now = 0.0
+    for key in keys[:20]:  # every second start is of a caller who asks again once answered
+        admission.start(key, now)
+        (other,) = fill(admission, 1, cost("steady"))
+        admission.start(other, now + 1.0)
+        now += 2.0
+    assert admission.estimated_wait_s(cost("flood"), now) == pytest.approx(160.0)  # 80 of its own, each takes 2 s
+    assert refusal(admission, cost("flood"), now, wait_limit_s=159.0).bound is QueueBound.WAIT
+    admission.enter(object(), cost("flood"), now, wait_limit_s=161.0)
+    assert admission.estimated_wait_s(cost("steady"), now) == pytest.approx(1.0)
+    # What has starved the flood's requests says nothing about others of the same caller.
+    urgent = cost("flood", priority=Priority.INTERACTIVE, max_priority=Priority.INTERACTIVE)
+    assert admission.estimated_wait_s(urgent, now) == 0.0
+
+
 def test_the_time_to_try_again_is_measured() -> None:
     admission = Admission(QueueLimits(30, 10**9, 10**9))
     keys = fill(admission, 30, cost())
