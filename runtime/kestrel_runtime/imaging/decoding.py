@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from PIL import ExifTags, Image
 
-from kestrel_runtime.api.errors import ImageError, KestrelError
+from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.images import Image as RequestImage
 from kestrel_runtime.api.images import RawImage, RemoteImage
-from kestrel_runtime.imaging.formats import check_size, check_structure, read_header
+from kestrel_runtime.imaging import bmp, tiff, tiff_samples
+from kestrel_runtime.imaging.formats import check_size, check_structure, first_frame_box, read_header
 from kestrel_runtime.imaging.header import ImageHeader, simple_header, undecodable
 
 MAX_IMAGE_PIXELS: int = Image.MAX_IMAGE_PIXELS or 2**31
@@ -60,8 +61,12 @@ def decode_image(
         check_wanted()
         return _to_rgb(_loaded(data))
     try:
-        file = _Pieces(data, check_structure(data, header), check_wanted)
-        image, turn = _load(file, header)
+        ends = check_structure(data, header)
+
+        def open_file(content: bytes) -> io.BytesIO:
+            return _Pieces(content, ends if content is data else (), check_wanted)
+
+        image, turn = _decode_file(data, header, open_file)
         return image if turn is None else image.transpose(turn)
     except KestrelError:
         raise
@@ -99,29 +104,100 @@ def _loaded(raw: RawImage) -> Image.Image:
     return Image.frombytes(mode, (raw.width_px, raw.height_px), pixels, "raw", layout, 0, 1)
 
 
-def _load(file: io.BytesIO, header: ImageHeader) -> tuple[Image.Image, Image.Transpose | None]:
+def _decode_file(
+    data: bytes, header: ImageHeader, open_file: Callable[[bytes], io.BytesIO]
+) -> tuple[Image.Image, Image.Transpose | None]:
     """The image in RGB, and how to turn it upright. All other memory of the decoder is freed on return."""
-    with Image.open(file, formats=(header.format,)) as image:
+    if header.format == "TIFF":
+        directory = tiff.first_directory(data)
+        samples = tiff.samples_of(directory)
+        if samples is not None:
+            turn = _UPRIGHT.get(directory.first(tiff.ORIENTATION, 1))
+            return tiff_samples.decode(data, samples, open_file), turn
+        if tiff.is_wrapped(directory):
+            data = tiff_samples.rewrapped(data)
+    elif header.format == "BMP":
+        fields = bmp.bit_fields(data)
+        if fields is not None:
+            return bmp.decode(data, fields, header), None
+        data = bmp.with_palette(data)
+    image, turn = _load(data, header, open_file)
+    box = first_frame_box(data, header)
+    if box is not None:
+        # The rest of the canvas is transparent; Pillow fills it with a colour of the palette, or with black.
+        frame = image.crop(box)
+        image.paste("white", (0, 0, *image.size))
+        image.paste(frame, box)
+    return image, turn
+
+
+def _load(
+    data: bytes, header: ImageHeader, open_file: Callable[[bytes], io.BytesIO]
+) -> tuple[Image.Image, Image.Transpose | None]:
+    with Image.open(open_file(data), formats=(header.format,)) as image:
         # Pillow parses the header again. It must find the size for which memory has been reserved.
         if sorted(image.size) != sorted((header.width, header.height)):
             raise undecodable()
-        if image.mode in ("I", "F"):
-            raise ImageError("has 32 bits per channel; must have 8 or 16")
+        # Pillow turns a TIFF by its XMP metadata while it loads.
+        image.info.pop("xmp", None)
         image.load()
         turn = _turn(image)
         # Free the two canvases of a WebP decoder and the bytes of the frame that Pillow keeps.
         vars(image).pop("_decoder", None)
         image.fp = None
+        if header.format == "PNG" and "transparency" in image.info and image.mode != "P":
+            bits = data[24]
+            if bits == 16:
+                low = None if image.mode == "I;16" else _low_bytes(open_file(data))
+                return _without_colour(image, low), turn
+            if bits in (2, 4):  # Pillow scales the pixels to 8 bits, and not the colour
+                image.info["transparency"] *= 255 // (2**bits - 1)
+        elif header.format == "BMP" and image.mode == "RGBA" and image.getchannel("A").getextrema() == (0, 0):
+            # Programs without alpha leave the byte 0. A picture that cannot be seen would not have been stored.
+            return image.convert("RGB"), turn
+        elif header.format == "TIFF" and image.mode in ("P", "PA"):
+            palette = tiff.palette_of_bytes(tiff.first_directory(data))
+            if palette is not None:
+                image.putpalette(palette)
         return _to_rgb(image), turn
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    # Read after loading: Pillow has then applied orientations that a format stores in a tag of its own.
+    # Pillow's `getexif` would also take the orientation from XMP and from a text of a PNG, which other decoders
+    # ignore. A TIFF, whose orientation is a tag of its own, is upright by now.
+    exif = Image.Exif()
     try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
+        exif.load(image.info.get("exif", b""))
+        orientation = exif.get(ExifTags.Base.Orientation)
     except Exception:  # the pixels are valid although the metadata is not
         return None
     return _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
+
+
+def _low_bytes(file: io.BytesIO) -> Image.Image:
+    """The lower bytes of the samples of a PNG with 16 bits per channel, of which Pillow keeps the higher."""
+    image = Image.open(file, formats=("PNG",))
+    image.tile = [part._replace(args="RGB;16L") for part in image.tile]
+    image.load()
+    return image
+
+
+def _without_colour(image: Image.Image, low_bytes: Image.Image | None) -> Image.Image:
+    """Convert a PNG of 16 bits per channel to RGB. Its transparent colour, also of 16 bits, becomes white."""
+    clear = np.array(image.info.pop("transparency"), np.uint16)
+    result = image if image.mode == "RGB" else Image.new("RGB", image.size)
+    rows = max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        box = (0, top, image.width, min(top + rows, image.height))
+        part = image.crop(box)
+        samples = np.asarray(part).astype(np.uint16)
+        if low_bytes is not None:
+            samples = samples << 8 | np.asarray(low_bytes.crop(box))
+        is_clear = (samples.reshape(*samples.shape[:2], -1) == clear).all(axis=2)
+        shown = _to_rgb(part)
+        shown.paste("white", mask=Image.fromarray(is_clear))
+        result.paste(shown, box)
+    return result
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -1,18 +1,18 @@
 """Reads the headers of image files and checks their structure, before anything is decoded.
 
 `read_header` looks at a bounded number of places in the file and may run on an event loop. `check_structure` walks
-through the whole file without decoding or copying it, and runs on a worker thread. JPEG and TIFF have modules of
-their own; PNG, WebP, GIF and BMP are here.
+through the whole file without decoding or copying it, and runs on a worker thread. JPEG, TIFF and BMP have modules
+of their own; PNG, WebP and GIF are here.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kestrel_runtime.api.errors import ImageError
-from kestrel_runtime.imaging import jpeg, tiff
+from kestrel_runtime.imaging import bmp, jpeg, tiff
 from kestrel_runtime.imaging.header import ImageHeader, beyond_limit, check_exif, simple_header, undecodable
 
 MAX_SIDE_PX = 65_536
@@ -40,13 +40,6 @@ MAX_BLOCKS_BEFORE_IMAGE = 4096
 _EXTENSION, _IMAGE, _TRAILER = b"!", b",", b";"
 _COMMENT, _APPLICATION = 0xFE, 0xFF
 
-MAX_RUN_LENGTH_BYTES = 2**21
-"""Limit of files with run-length encoding, which Pillow decodes in Python, byte by byte."""
-
-_BMP_CORE_HEADER_BYTES = 12
-_BMP_HEADER_BYTES = (40, 52, 56, 64, 108, 124)
-_BMP_RUN_LENGTHS = (1, 2)
-
 # Errors of a parser when the file is truncated or contains an invalid number.
 _MALFORMED = (IndexError, ValueError, struct.error)
 
@@ -59,6 +52,9 @@ def read_header(data: bytes, *, max_image_pixels: int) -> ImageHeader:
     else:
         if data[4:8] == b"ftyp":
             raise ImageError("AVIF, HEIC and videos are not decoded; convert the image, as the Python client does")
+        for name, prefixes in _OTHERS.items():
+            if data.startswith(prefixes):
+                raise ImageError(f"is {name}; must be a file in one of {', '.join(FORMATS)}")
         raise undecodable()
     try:
         header = found.read_header(data)
@@ -92,11 +88,20 @@ def check_structure(data: bytes, header: ImageHeader) -> list[int]:
         raise undecodable() from error
 
 
+def first_frame_box(data: bytes, header: ImageHeader) -> tuple[int, int, int, int] | None:
+    """Left, top, right and bottom of the first frame of a GIF or WebP; None where it covers all of its canvas."""
+    find = _FORMATS[header.format].find_frame
+    box = find(data) if find is not None else None
+    return None if box == (0, 0, header.width, header.height) else box
+
+
 # PNG
 
 
 def _png_header(data: bytes) -> ImageHeader:
     """Width, height and decoding memory, from the first chunk."""
+    if data[12:16] == b"CgBI":
+        raise ImageError("is a PNG of iOS (CgBI); must be a PNG as the standard has it")
     if data[12:16] != b"IHDR" or len(data) < 33:
         raise undecodable()
     return simple_header("PNG", int.from_bytes(data[16:20]), int.from_bytes(data[20:24]))
@@ -152,14 +157,32 @@ def _webp_header(data: bytes) -> ImageHeader:
 
 def _webp_structure(data: bytes) -> list[int]:
     """Count the chunks. Decoding cannot be stopped within the file."""
+    for kind, start, length in _webp_chunks(data):
+        if kind == b"EXIF":
+            check_exif(data[start : start + length].removeprefix(b"Exif\0\0"))
+    return []
+
+
+def _webp_frame(data: bytes) -> tuple[int, int, int, int] | None:
+    """The place of the first frame of an animation."""
+    for kind, start, _ in _webp_chunks(data):
+        if kind == b"ANMF":
+            left, top, right, bottom = (
+                int.from_bytes(data[at : at + 3], "little") for at in range(start, start + 12, 3)
+            )
+            return 2 * left, 2 * top, 2 * left + right + 1, 2 * top + bottom + 1
+    return None
+
+
+def _webp_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """The kind of each chunk, the position of its content, and the length of that."""
     position = 12
     for _ in range(MAX_WEBP_CHUNKS):
         if position + _WEBP_CHUNK.size > len(data):
-            return []
+            return
         kind, length = _WEBP_CHUNK.unpack_from(data, position)
         start = position + _WEBP_CHUNK.size
-        if kind == b"EXIF":
-            check_exif(data[start : start + length].removeprefix(b"Exif\0\0"))
+        yield kind, start, length
         position = start + length + length % 2
     raise beyond_limit("WebP chunks", MAX_WEBP_CHUNKS)
 
@@ -170,14 +193,20 @@ def _webp_structure(data: bytes) -> list[int]:
 def _gif_header(data: bytes) -> ImageHeader:
     """Width, height and decoding memory. A first frame that is larger than the screen enlarges it."""
     width, height = int.from_bytes(data[6:8], "little"), int.from_bytes(data[8:10], "little")
+    _, _, right, bottom = _gif_frame(data)
+    return simple_header("GIF", max(width, right), max(height, bottom))
+
+
+def _gif_frame(data: bytes) -> tuple[int, int, int, int]:
+    """The place of the first frame."""
     blocks = _Blocks(data, 13 + _palette_bytes(data[10]))
     while (kind := blocks.kind()) != _IMAGE:
         if kind == _EXTENSION:
             blocks.skip_extension()
         elif kind == _TRAILER:
             raise undecodable()
-    left, top, frame_width, frame_height = blocks.extent()
-    return simple_header("GIF", max(width, left + frame_width), max(height, top + frame_height))
+    left, top, width, height = blocks.extent()
+    return left, top, left + width, top + height
 
 
 def _palette_bytes(flags: int) -> int:
@@ -234,43 +263,39 @@ class _Blocks:
             raise beyond_limit("blocks before the first image of the GIF", MAX_BLOCKS_BEFORE_IMAGE)
 
 
-# BMP
-
-
-def _bmp_header(data: bytes) -> ImageHeader:
-    """Width, height and decoding memory."""
-    header_bytes = _number(data, 14, 4)
-    if header_bytes == _BMP_CORE_HEADER_BYTES:
-        return simple_header("BMP", _number(data, 18, 2), _number(data, 20, 2))
-    if header_bytes not in _BMP_HEADER_BYTES:
-        raise undecodable()
-    if _number(data, 30, 4) in _BMP_RUN_LENGTHS and len(data) > MAX_RUN_LENGTH_BYTES:
-        raise beyond_limit("bytes, run-length encoded", MAX_RUN_LENGTH_BYTES)
-    height = _number(data, 22, 4)
-    if data[25] == 0xFF:  # a negative height: the rows are stored from top to bottom
-        height = 2**32 - height
-    return simple_header("BMP", _number(data, 18, 4), height)
-
-
-def _number(data: bytes, position: int, num_bytes: int) -> int:
-    if position + num_bytes > len(data):
-        raise undecodable()
-    return int.from_bytes(data[position : position + num_bytes], "little")
-
-
 @dataclass(frozen=True, slots=True)
 class _Format:
     prefixes: tuple[bytes, ...]
     read_header: Callable[[bytes], ImageHeader]
     check_structure: Callable[[bytes], list[int]] = lambda data: []
+    find_frame: Callable[[bytes], tuple[int, int, int, int] | None] | None = None
 
 
 _FORMATS = {
     "JPEG": _Format((b"\xff\xd8\xff",), jpeg.read_header, jpeg.check_structure),
     "PNG": _Format((_PNG_SIGNATURE,), _png_header, _png_structure),
-    "WEBP": _Format((b"RIFF",), _webp_header, _webp_structure),
-    "GIF": _Format((b"GIF87a", b"GIF89a"), _gif_header),
-    "BMP": _Format((b"BM",), _bmp_header),
+    "WEBP": _Format((b"RIFF",), _webp_header, _webp_structure, _webp_frame),
+    "GIF": _Format((b"GIF87a", b"GIF89a"), _gif_header, find_frame=_gif_frame),
+    "BMP": _Format((b"BM",), bmp.read_header),
     "TIFF": _Format((b"II*\0", b"MM\0*"), tiff.read_header, tiff.check_structure),
 }
 FORMATS = tuple(_FORMATS)
+
+_OTHERS = {
+    "a JPEG XL file": (b"\xff\x0a", b"\0\0\0\x0cJXL \r\n\x87\n"),
+    "a JPEG 2000 file": (b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51"),
+    "a JPEG XR file": (b"II\xbc",),
+    "a BigTIFF file": (b"II+\0", b"MM\0+"),
+    "an ICO or CUR file": (b"\0\0\1\0", b"\0\0\2\0"),
+    "a PBM, PGM or PPM file": (
+        *(b"P%d%c" % (number, space) for number in range(1, 7) for space in b" \n\r\t"),
+        b"P7\n",
+    ),
+    "a PDF file": (b"%PDF-",),
+    "a Photoshop file": (b"8BPS",),
+    "an OpenEXR file": (b"v/1\x01",),
+    "a Radiance HDR file": (b"#?RADIANCE", b"#?RGBE"),
+    "a QOI file": (b"qoif",),
+    "an SVG file": (b"<svg",),
+}
+"""How files begin in other formats that people send."""

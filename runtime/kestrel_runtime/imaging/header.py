@@ -64,7 +64,7 @@ class Directory:
     def __init__(self, data: bytes, byte_order: str, position: int) -> None:
         """byte_order: "<" or ">", as in `struct`. Raises `ImageError` for directories beyond the limits."""
         self._data = data
-        self._byte_order = byte_order
+        self.byte_order = byte_order
         self._tags: dict[int, _Tag] = {}
         self.has_duplicates = False
         if position + 2 > len(data):
@@ -99,10 +99,19 @@ class Directory:
             return ()
         if tag.kind not in _NUMBER_FORMATS or tag.num_values > MAX_VALUES:
             raise undecodable()
-        form = f"{self._byte_order}{tag.num_values}{_NUMBER_FORMATS[tag.kind]}"
+        form = f"{self.byte_order}{tag.num_values}{_NUMBER_FORMATS[tag.kind]}"
         if tag.position + struct.calcsize(form) > len(self._data):
             raise undecodable()
         return struct.unpack_from(form, self._data, tag.position)
+
+    def entry(self, number: int) -> tuple[int, int, bytes]:
+        """The type of a tag that is there, the number of its values, and the values as they are stored."""
+        tag = self._tags[number]
+        length = tag.num_values * _TYPE_BYTES.get(tag.kind, 0)
+        values = self._data[tag.position : tag.position + length]
+        if len(values) != length or tag.num_values > MAX_VALUES:
+            raise undecodable()
+        return tag.kind, tag.num_values, values
 
     def first(self, number: int, default: int) -> int:
         """The first value of a tag of whole numbers."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from kestrel_runtime.api.errors import ImageError
 from kestrel_runtime.imaging.header import (
     DECODED_BYTES_PER_PIXEL,
     ImageHeader,
@@ -25,7 +26,8 @@ _MAX_PADDING_BYTES = 2**16
 _MAX_EXIF_BYTES = 2**20
 
 _TEM, _SOI, _EOI, _SOS, _DHP, _APP1 = 0x01, 0xD8, 0xD9, 0xDA, 0xDE, 0xE1
-_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_LOSSLESS_LS = 0xF7
+_FRAMES = frozenset((*range(0xC0, 0xD0), _LOSSLESS_LS)) - {0xC4, 0xC8, 0xCC}
 _PROGRESSIVE = frozenset((0xC2, 0xC6, 0xCA, 0xCE))
 _EXIF_PREFIX = b"Exif\0\0"
 _BLOCK_BYTES = 64 * 2
@@ -95,6 +97,12 @@ def _header(data: bytes, frame: _Segment, num_components_in_scan: int) -> ImageH
     height = int.from_bytes(data[frame.start + 1 : frame.start + 3])
     width = int.from_bytes(data[frame.start + 3 : frame.start + 5])
     num_components = data[frame.start + 5]
+    if frame.marker == _LOSSLESS_LS:
+        raise ImageError("is a JPEG-LS file; must be a JPEG")
+    if data[frame.start] != 8:
+        raise ImageError(f"is a JPEG of {data[frame.start]} bits per sample; must have 8")
+    if num_components == 2:
+        raise ImageError("is a JPEG of 2 components; must have 1, 3 or 4")
     header = simple_header("JPEG", width, height)
     if frame.marker not in _PROGRESSIVE and num_components_in_scan >= num_components:
         return replace(header, tells_all=True)  # decoders refuse a second scan of such files

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from kestrel_runtime.api.errors import ImageError
-from kestrel_runtime.imaging import formats, jpeg
+from kestrel_runtime.imaging import bmp, formats, jpeg
 from kestrel_runtime.imaging import header as headers
 from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.imaging.formats import FORMATS, check_structure, read_header
@@ -228,7 +228,7 @@ def test_the_first_frame_of_a_gif_may_be_larger_than_its_screen() -> None:
 
 def test_a_bmp_of_too_many_runs_is_refused() -> None:
     assert is_accepted(hostile.bmp_of_runs(4000, 4000, 2_000_000))
-    error = refusal(hostile.bmp_of_runs(4000, 4000, formats.MAX_RUN_LENGTH_BYTES))
+    error = refusal(hostile.bmp_of_runs(4000, 4000, bmp.MAX_RUN_LENGTH_BYTES))
     assert error.too_large
 
 
