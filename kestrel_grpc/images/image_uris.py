@@ -50,8 +50,9 @@ class RemoteImagesUnavailable(Exception):
 class ImageSource(Protocol):
     """Fetches images that requests name by URI."""
 
-    async def fetch(self, uri: str) -> bytes:
-        """The bytes of an image file. Raises an `InvalidRequest` that says why there are none."""
+    async def fetch(self, uri: str, tenant: str = "") -> bytes:
+        """The bytes of an image file, for a caller whose fetches share places. Raises an `InvalidRequest` that says
+        why there are none."""
         ...
 
     async def close(self) -> None:
@@ -62,7 +63,7 @@ class ImageSource(Protocol):
 class NoRemoteImages:
     """Images come as bytes only."""
 
-    async def fetch(self, uri: str) -> bytes:
+    async def fetch(self, uri: str, tenant: str = "") -> bytes:
         """Refuses."""
         raise ImageUriNotAllowed(
             "this server fetches no images; send the bytes of the image, or start the server with --image-hosts"

@@ -2,6 +2,8 @@
 
 The name of a host is resolved once; the address is checked and connected to, so that a second resolution cannot
 give another address. No cookies, no proxies, no credentials; redirects only within the same host.
+
+Hosts that do not answer keep the fetches of one caller waiting, and not those of others: tenants share the places.
 """
 
 from __future__ import annotations
@@ -9,7 +11,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 from urllib.parse import urljoin
 
@@ -27,8 +32,10 @@ from kestrel_grpc.images.image_uris import (
     is_public,
 )
 from kestrel_runtime.api.errors import ImageError
+from kestrel_runtime.api.fair_limit import FairLimit
 
-MAX_CONCURRENT_FETCHES = 16
+MAX_CONCURRENT_FETCHES = 32
+"""For all tenants; one that is alone has half of it."""
 MAX_REDIRECTS = 3
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _HEADERS = (
@@ -58,21 +65,25 @@ class RemoteImages:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._data_uris = DataUris(max_bytes)
-        # Further fetches wait, until their timeout.
+        self._places = _Places(MAX_CONCURRENT_FETCHES)
+        self._network = _CheckedNetwork(allows_address)
         self._pool = httpcore2.AsyncConnectionPool(
             ssl_context=ssl_context,
             max_connections=MAX_CONCURRENT_FETCHES,
             keepalive_expiry=15.0,
-            network_backend=_CheckedNetwork(allows_address),
+            network_backend=self._network,
         )
 
-    async def fetch(self, uri: str) -> bytes:
-        """The bytes that a URI names. Raises `ImageUriNotAllowed`, `ImageFetchFailed` or `ImageError`."""
+    async def fetch(self, uri: str, tenant: str = "") -> bytes:
+        """The bytes that a URI names. Raises `ImageUriNotAllowed`, `ImageFetchFailed` or `ImageError`.
+
+        While others have all places, or the tenant has its share of them, it waits, until the timeout.
+        """
         if is_embedded(uri):
             return await self._data_uris.decode(uri)
         target = allowed_target(uri, self._hosts)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s), self._place(tenant):
                 return await self._follow(target)
         except TimeoutError:
             raise ImageFetchFailed(f"took longer than {self._timeout_s:g} s") from None
@@ -84,6 +95,22 @@ class RemoteImages:
     async def close(self) -> None:
         """End the connections."""
         await self._pool.aclose()
+        self._network.close()
+
+    @asynccontextmanager
+    async def _place(self, tenant: str) -> AsyncGenerator[None, None]:
+        await self._places.take(tenant)
+        loop = asyncio.get_running_loop()
+        with self._network.watched() as resolutions:
+            try:
+                yield
+            finally:
+                # A thread that resolves a name cannot be stopped: the place is free when it has ended.
+                running = next((item for item in resolutions if not item.done()), None)
+                if running is None:
+                    self._places.give_back(tenant)
+                else:
+                    running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._places.give_back, tenant))
 
     async def _follow(self, target: Target) -> bytes:
         """The content of the target, or of what it redirects to on the same host."""
@@ -120,12 +147,58 @@ class RemoteImages:
             raise ImageError(f"is larger than {self._max_bytes} bytes", too_large=True)
 
 
+class _Places:
+    """Places of fetches, which tenants share as `FairLimit` says. Belongs to one event loop."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = FairLimit(limit)
+        self._waiting: dict[asyncio.Future[None], str] = {}  # with their tenants, in the order of their arrival
+
+    async def take(self, tenant: str) -> None:
+        """Wait for a place."""
+        if self._limit.take(tenant):
+            return
+        place = asyncio.get_running_loop().create_future()
+        self._waiting[place] = tenant
+        try:
+            await place
+        except BaseException:
+            if self._waiting.pop(place, None) is None:  # it was granted in the same turn of the event loop
+                self.give_back(tenant)
+            raise
+
+    def give_back(self, tenant: str) -> None:
+        """Give a place to whoever has waited longest of those that may have one."""
+        self._limit.give_back(tenant)
+        for place, waiting in tuple(self._waiting.items()):
+            if not place.done() and self._limit.take(waiting):
+                del self._waiting[place]
+                place.set_result(None)
+
+
 class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
     """Resolves a host and connects to those of its addresses that are allowed."""
 
     def __init__(self, allows_address: Callable[[str], bool]) -> None:
         self._allows_address = allows_address
+        # Not the event loop's own threads: names that are not resolved for long would take them from other work.
+        self._threads = ThreadPoolExecutor(MAX_CONCURRENT_FETCHES, thread_name_prefix="resolver")
+        self._resolutions: ContextVar[list[Future[Any]]] = ContextVar("resolutions")
         self._network: Any = httpcore2.AnyIOBackend()  # its declared type is that without anyio installed
+
+    @contextmanager
+    def watched(self) -> Iterator[list[Future[Any]]]:
+        """Within the block, what the current task resolves is added to the list."""
+        resolutions: list[Future[Any]] = []
+        token = self._resolutions.set(resolutions)
+        try:
+            yield resolutions
+        finally:
+            self._resolutions.reset(token)
+
+    def close(self) -> None:
+        """Resolve no name any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def connect_tcp(
         self,
@@ -136,7 +209,9 @@ class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            resolution = self._threads.submit(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+            self._resolutions.get().append(resolution)
+            found = await asyncio.wrap_future(resolution)
         except OSError as error:
             raise httpcore2.ConnectError(str(error)) from error
         addresses = [str(info[4][0]) for info in found]

@@ -113,7 +113,7 @@ class Submission:
         if not is_embedded(uri):
             call.release()
         async with self._engine.expecting(request, deadline_s=call.remaining_s, tenant=call.principal):
-            return replace(request, image=await self._images.fetch(uri))
+            return replace(request, image=await self._images.fetch(uri, call.principal))
 
 
 async def last_event(streams: Sequence[Stream], call: CallContext) -> Finished:

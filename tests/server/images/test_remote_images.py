@@ -1,6 +1,8 @@
 import asyncio
 import base64
+import socket
 import ssl
+import threading
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -138,15 +140,14 @@ async def test_a_host_inside_the_network_is_not_asked_even_where_it_is_listed():
 async def test_the_address_that_was_checked_is_the_one_that_is_connected_to(monkeypatch):
     # A name that stands for a public address at first, and for this machine whenever it is asked again.
     async with plain(allows_address=lambda address: address == "203.0.113.1", timeout_s=0.2) as (host, images, uri):
-        loop = asyncio.get_running_loop()
         lookups: list[str] = []
 
-        async def look_up(name, port, **_):
+        def look_up(name, port, **_):
             lookups.append(name)
             address = "203.0.113.1" if len(lookups) == 1 else "127.0.0.1"
             return [(2, 1, 6, "", (address, port))]
 
-        monkeypatch.setattr(loop, "getaddrinfo", look_up)
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
         with pytest.raises(ImageFetchFailed):
             await images.fetch(f"{uri}/a.png")
     assert lookups[0] == "localhost"
@@ -156,15 +157,14 @@ async def test_the_address_that_was_checked_is_the_one_that_is_connected_to(monk
 async def test_allowed_addresses_are_tried_one_after_the_other(monkeypatch):
     async with plain() as (host, images, uri):
         host.answers["/a.png"] = ok(IMAGE)
-        loop = asyncio.get_running_loop()
-        look_up = loop.getaddrinfo
+        look_up = socket.getaddrinfo
 
-        async def look_up_two(name, port, **options):
+        def look_up_two(name, port, **options):
             if name != "localhost":
-                return await look_up(name, port, **options)
+                return look_up(name, port, **options)
             return [(2, 1, 6, "", ("127.0.0.2", port)), (2, 1, 6, "", ("127.0.0.1", port))]
 
-        monkeypatch.setattr(loop, "getaddrinfo", look_up_two)
+        monkeypatch.setattr(socket, "getaddrinfo", look_up_two)
         assert await images.fetch(f"{uri}/a.png") == IMAGE
 
 
@@ -298,6 +298,60 @@ async def test_only_so_many_images_are_fetched_at_a_time():
         fetches = [images.fetch(f"{uri}/a") for _ in range(3 * MAX_CONCURRENT_FETCHES)]
         assert await asyncio.gather(*fetches) == [IMAGE] * len(fetches)
     assert host.max_open <= MAX_CONCURRENT_FETCHES
+
+
+async def test_hosts_that_do_not_answer_keep_the_fetches_of_one_tenant_waiting_and_no_others():
+    async with plain() as (host, images, uri):
+        release, has_share = asyncio.Event(), asyncio.Event()
+
+        async def hold(reader: StreamReader, writer: StreamWriter) -> None:
+            if host.num_open == MAX_CONCURRENT_FETCHES // 2:
+                has_share.set()
+            await release.wait()
+            writer.write(ok(IMAGE))
+
+        host.answers.update({"/slow": hold, "/a": ok(IMAGE)})
+        slow = [
+            asyncio.create_task(images.fetch(f"{uri}/slow", "mallory")) for _ in range(3 * MAX_CONCURRENT_FETCHES)
+        ]
+        await has_share.wait()
+        for tenant in ("alice", "bob", "alice"):
+            assert await images.fetch(f"{uri}/a", tenant) == IMAGE
+        assert host.max_open == MAX_CONCURRENT_FETCHES // 2 + 1
+        for task in slow[::2]:  # those that are cancelled hold and get no place
+            task.cancel()
+        release.set()
+        assert set(await asyncio.gather(*slow[1::2])) == {IMAGE}
+        assert host.max_open <= MAX_CONCURRENT_FETCHES
+
+
+async def test_names_that_are_not_resolved_take_the_places_and_threads_of_one_tenant_only(monkeypatch):
+    async with plain() as (host, images, uri):
+        host.answers["/a"] = ok(IMAGE)
+        loop, has_share, share = asyncio.get_running_loop(), asyncio.Event(), MAX_CONCURRENT_FETCHES // 2
+        release, look_up, lookups = threading.Event(), socket.getaddrinfo, []
+
+        def look_up_slowly(name, port, **options):
+            lookups.append(name)
+            if len(lookups) == share:
+                loop.call_soon_threadsafe(has_share.set)
+            if len(lookups) <= share:
+                release.wait()
+            return look_up(name, port, **options)
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up_slowly)
+        try:
+            for _ in range(2):  # the second time nothing is asked: the threads still have the places
+                slow = [asyncio.create_task(images.fetch(f"{uri}/a", "mallory")) for _ in range(2 * share)]
+                await has_share.wait()
+                for task in slow:
+                    task.cancel()
+                await asyncio.wait(slow)
+            assert len(lookups) == share
+            assert await images.fetch(f"{uri}/a", "alice") == IMAGE
+        finally:
+            release.set()
+        assert await images.fetch(f"{uri}/a", "mallory") == IMAGE
 
 
 @pytest.mark.parametrize(
