@@ -22,6 +22,7 @@ from kestrel_grpc.cli.common import PICTURE_SUFFIXES
 from kestrel_grpc.frontends.http.output_json import to_json
 from kestrel_grpc.frontends.rest.rendering import failure_body
 from kestrel_grpc.frontends.rest.requests import ROUTES
+from kestrel_grpc.images.data_urls import is_data_url
 from kestrel_grpc.wire.errors import describe
 from kestrel_runtime.api.errors import InvalidRequest, Violation, did_you_mean
 from kestrel_runtime.api.sampling_params import MAX_SEED
@@ -303,7 +304,7 @@ class Line:
             self.image = image
         elif not isinstance(image, str):
             self._refuse("image", "must be a text: a path, an address, a data URL, base64 or an image_id")
-        elif is_on_server(image) or image[:5].lower() == "data:":
+        elif is_on_server(image) or is_data_url(image[:_MAX_PATH_CHARS].encode(errors="replace")):
             self.fields["image_url"] = image
         elif (path := _file(folder, image)) is not None:
             self.image = path

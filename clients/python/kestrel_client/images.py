@@ -256,11 +256,11 @@ def _data_of(url: str) -> bytes:
     if not comma:
         raise _invalid("a data: URL needs a comma before its data")
     data = unquote_to_bytes(body)
-    if not head.lower().endswith(";base64"):
+    if not re.search(r";\x20*base64\s*$", head, re.ASCII | re.IGNORECASE):
         return data
     try:
         # Line breaks are common in base64, and padding is often left out.
-        compact = data.translate(None, b" \t\r\n").rstrip(b"=")
+        compact = data.translate(None, b" \t\r\n\f").rstrip(b"=")
         return base64.b64decode(compact + b"=" * (-len(compact) % 4), validate=True)
     except ValueError:
         raise _invalid("the data of the data: URL are not base64") from None

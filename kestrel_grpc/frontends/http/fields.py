@@ -10,7 +10,13 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from kestrel_grpc.frontends.http.bodies import Body, Problems, Text, TextOr, Unusable
 from kestrel_grpc.frontends.http.json_body import LongText
-from kestrel_grpc.images.image_uris import decode_base64
+from kestrel_grpc.images.data_urls import (
+    DataTooLarge,
+    DataUnreadable,
+    decode_base64,
+    decode_data_url,
+    is_data_url,
+)
 from kestrel_grpc.images.stored_images import ImageHandle, ImageReference, ImageUri
 from kestrel_runtime.api.constraints import MAX_CHOICES, Constraint
 from kestrel_runtime.api.errors import ImageError
@@ -20,9 +26,6 @@ EXAMPLE_IMAGE = "data:image/png;base64,iVBORw0KGgo="
 PLACEHOLDER = b"?"
 """In place of an image that the request only names, or that cannot be read."""
 _ADDRESSES = ("http://", "https://")
-_DATA = b"data:"
-_BASE64 = b";base64"
-_MAX_HEAD_BYTES = 256
 _MAX_TOKEN_ID_DIGITS = 10
 
 
@@ -79,21 +82,14 @@ def _decoded(value: str | LongText, max_bytes: int) -> bytes:
         text = value.ascii_bytes() if isinstance(value, LongText) else value.encode("ascii")
     except ValueError:
         raise ImageError("is neither base64 nor a data URL") from None
-    start = 0
-    if text[: len(_DATA)].lower() == _DATA:
-        head, comma, _ = text[:_MAX_HEAD_BYTES].partition(b",")
-        if not comma or not head.lower().endswith(_BASE64):
-            raise ImageError("is a data URL that is not in base64")
-        start = len(head) + 1
-    if (len(text) - start) * 3 // 4 > max_bytes + 2:
-        raise ImageError(f"is larger than {max_bytes} bytes", too_large=True)
     try:
-        data = decode_base64(memoryview(text)[start:]) if len(text) > start else b""
-    except ValueError:
-        raise ImageError("is not base64") from None
-    if len(data) > max_bytes:
-        raise ImageError(f"is larger than {max_bytes} bytes", too_large=True)
-    return data
+        if is_data_url(text):
+            return decode_data_url(text, max_bytes, needs_base64=True)
+        return decode_base64(text, max_bytes)
+    except DataUnreadable as error:
+        raise ImageError(str(error)) from None
+    except DataTooLarge:
+        raise ImageError(f"is larger than {max_bytes} bytes", too_large=True) from None
 
 
 # Sampling

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kestrel_runtime.api.errors import InvalidRequest, Violation
@@ -26,6 +26,10 @@ HALF = "holds half of a surrogate pair"
 """What is wrong with a text or a name that is not Unicode. Only an escape can write one."""
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _MAX_NAME_CHARS = 64
+_PIECE_BYTES = 2**20
+_ESCAPE_BYTES = 6  # the longest, such as \u000a
+_MAX_ESCAPED_BYTES = 4096
+"""Without six bytes between two escapes: base64 has lines, and other text is not divided."""
 
 
 class LongText:
@@ -39,10 +43,19 @@ class LongText:
     def ascii_bytes(self) -> bytes:
         """The characters, all of which must be ASCII. Raises `ValueError`."""
         if b"\\" in self._raw:
-            return json.loads(b'"%b"' % self._raw).encode("ascii")
+            return b"".join(json.loads(b'"%b"' % piece).encode("ascii") for piece in self._pieces())
         if not self._raw.isascii():
             raise ValueError("not ASCII")
         return self._raw
+
+    def _pieces(self) -> Iterator[bytes]:
+        """The text in pieces, since other threads wait while one is parsed. None ends within an escape."""
+        start = 0
+        while start < len(self._raw):
+            ends = range(start + _PIECE_BYTES, start + _PIECE_BYTES + _MAX_ESCAPED_BYTES)
+            end = next((end for end in ends if b"\\" not in self._raw[end - _ESCAPE_BYTES : end]), len(self._raw))
+            yield self._raw[start:end]
+            start = end
 
 
 def parse_json(body: bytes, report: Callable[[str, str], object]) -> dict[str, Any]:

@@ -260,9 +260,11 @@ async def test_bodies_of_another_form_are_told_why(rig: HttpServing, body, told)
 
 
 async def test_a_large_image_arrives_whole(rig: HttpServing):
-    image = bytes(range(256)) * 2000
+    image = bytes(range(251)) * 4000
     text = base64.b64encode(image).decode()
-    for written in (json.dumps({"image_url": text}), json.dumps({"image_url": text}).replace("/", "\\/")):
+    lines = "\r\n".join(text[start : start + 76] for start in range(0, len(text), 76))
+    bodies = [json.dumps({"image_url": url}) for url in (text, lines, f"data:;base64,{lines}", text.rstrip("="))]
+    for written in (*bodies, bodies[0].replace("/", "\\/")):
         assert (await rig.ask("/v1/caption", written.encode())).status == 200
         assert rig.engine.requests[-1].image == image
 
