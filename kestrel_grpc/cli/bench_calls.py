@@ -22,6 +22,7 @@ import grpc
 
 from kestrel_client.connection import ClientTls, target_of, token_of
 from kestrel_client.requests import IMAGE_DIGEST_KEY
+from kestrel_client.this_machine import proxy_options
 from kestrel_client.v1 import generation_pb2, media_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.cli.bench_loops import Sample
@@ -124,7 +125,11 @@ class Target:
         if is_encrypted is False and tls is not None:
             raise ValueError("http:// asks for no encryption, and --tls-ca (KESTREL_GRPC_TLS_CA) for it")
         # Processes of a machine must not share a connection, and none of them with another use of this library.
-        options = (("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES), ("grpc.use_local_subchannel_pool", 1))
+        options = (
+            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+            ("grpc.use_local_subchannel_pool", 1),
+            *proxy_options(target),
+        )
         if tls is None:
             return grpc.aio.insecure_channel(target, options)
         return grpc.aio.secure_channel(target, tls.credentials(), (*options, *tls.channel_options()))

@@ -1,7 +1,7 @@
 """The command `kestrel-grpc health`: asks a server whether it takes requests, for containers and scripts.
 
-Uses `grpc.health.v1`, which needs no token. Without an address it asks the server that the environment variables
-configure.
+Uses `grpc.health.v1`, which needs no token. Without an address, by `--address` or `KESTREL_GRPC_ADDRESS`, it asks
+the server that the other environment variables configure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from kestrel_client.connection import ClientTls, why_no_answer
+from kestrel_client.connection import ADDRESS_VARIABLE, ClientTls, Connection, why_no_answer
+from kestrel_client.this_machine import proxy_options
 from kestrel_grpc.cli.common import add_connection_arguments, refuse, tls_of
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
 from kestrel_grpc.listeners import address_of
@@ -38,7 +39,8 @@ def add_health_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     add_connection_arguments(
         parser,
         address=None,
-        address_help="where the server is (the server that KESTREL_GRPC_… variables of this environment set up)",
+        address_help="where the server is (KESTREL_GRPC_ADDRESS, else the server that KESTREL_GRPC_… variables of "
+        "this environment set up)",
         timeout_s=5.0,
     )
     parser.add_argument("--service", default="", help="the service to ask about (all of them)")
@@ -56,12 +58,17 @@ def _run(arguments: argparse.Namespace) -> int:
         return 1
 
 
-def _target(arguments: argparse.Namespace) -> OwnServer:
+def _target(arguments: argparse.Namespace) -> Target:
     tls = tls_of(arguments)
-    return own_server(os.environ, tls) if arguments.address is None else OwnServer(arguments.address, tls)
+    given = arguments.address or os.environ.get(ADDRESS_VARIABLE)
+    if not given:
+        return own_server(os.environ, tls)
+    files = (arguments.tls_ca, arguments.tls_client_certificate, arguments.tls_client_key)
+    connection = Connection.to(given, token="", tls=files, credentials=None, max_retries=0)
+    return Target(connection.target, connection.tls)
 
 
-def _ask(target: OwnServer, arguments: argparse.Namespace) -> int:
+def _ask(target: Target, arguments: argparse.Namespace) -> int:
     with _channel(target.address, target.tls) as channel:
         try:
             check = channel.unary_unary(
@@ -81,11 +88,11 @@ def _ask(target: OwnServer, arguments: argparse.Namespace) -> int:
 
 def _channel(address: str, tls: ClientTls | None) -> grpc.Channel:
     if tls is None:
-        return grpc.insecure_channel(address)
-    return grpc.secure_channel(address, tls.credentials(), tls.channel_options())
+        return grpc.insecure_channel(address, proxy_options(address))
+    return grpc.secure_channel(address, tls.credentials(), (*tls.channel_options(), *proxy_options(address)))
 
 
-def _explain(code: grpc.StatusCode, target: OwnServer, timeout_s: float) -> str:
+def _explain(code: grpc.StatusCode, target: Target, timeout_s: float) -> str:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"no answer from {target.address} within {timeout_s:g} s"
     why = why_no_answer(target.address, target.tls) if code is grpc.StatusCode.UNAVAILABLE else None
@@ -93,14 +100,14 @@ def _explain(code: grpc.StatusCode, target: OwnServer, timeout_s: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnServer:
+class Target:
     """Address and TLS; `tls` None means without encryption."""
 
     address: str
     tls: ClientTls | None
 
 
-def own_server(environment: Mapping[str, str], given: ClientTls | None = None) -> OwnServer:
+def own_server(environment: Mapping[str, str], given: ClientTls | None = None) -> Target:
     """Its Unix socket or its admin port where it has one, since neither is encrypted; else its port.
 
     On an encrypted port the server's own certificate is trusted, whatever name is in it, unless `given` names
@@ -109,15 +116,15 @@ def own_server(environment: Mapping[str, str], given: ClientTls | None = None) -
     # Whether others may reach the server is checked where it starts; a flag may have allowed it there.
     config = ServerConfig.parse({"insecure_public": "on"}, environment)
     if config.unix_socket is not None:
-        return OwnServer(f"unix:{config.unix_socket}", None)
+        return Target(f"unix:{config.unix_socket}", None)
     if config.admin_port is not None:
-        return OwnServer(_reachable(config.admin_host, config.admin_port, "KESTREL_GRPC_ADMIN_PORT"), None)
+        return Target(_reachable(config.admin_host, config.admin_port, "KESTREL_GRPC_ADMIN_PORT"), None)
     address = _reachable(config.host, config.port, "KESTREL_GRPC_PORT")
     if config.tls_certificate is None or (given is not None and given.ca is not None):
-        return OwnServer(address, given)
+        return Target(address, given)
     certificate = Path(config.tls_certificate)
     files = (None, None) if given is None else (given.certificate, given.key)
-    return OwnServer(address, ClientTls(certificate, *files, server_name=_name_in(certificate, address)))
+    return Target(address, ClientTls(certificate, *files, server_name=_name_in(certificate, address)))
 
 
 def _reachable(host: str, port: int, variable: str) -> str:

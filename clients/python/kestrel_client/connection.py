@@ -32,6 +32,7 @@ from kestrel_client.errors import (
     KestrelClientError,
     explained,
 )
+from kestrel_client.this_machine import proxy_options
 
 DEFAULT_PORT = 50051
 DEFAULT_ADDRESS = f"localhost:{DEFAULT_PORT}"
@@ -117,7 +118,7 @@ class Connection:
         that cannot be read.
         """
         target, is_encrypted = target_of(address_of(address))
-        options = channel_options(max_retries)
+        options = (*channel_options(max_retries), *proxy_options(target))
         files = None if credentials is not None else ClientTls.named(*tls)
         if is_encrypted and credentials is None and files is None:
             files = ClientTls()

@@ -16,7 +16,7 @@ import trustme
 
 from kestrel_client.connection import ClientTls
 from kestrel_grpc.__main__ import main
-from kestrel_grpc.cli.health import OwnServer, own_server
+from kestrel_grpc.cli.health import Target, own_server
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.engine import EngineStatus
@@ -174,7 +174,7 @@ async def test_a_file_or_variable_that_is_wrong_is_told_in_one_line(address, tmp
     ],
 )
 def test_an_unencrypted_listener_is_where_the_variables_say(environment, address):
-    assert own_server(environment) == OwnServer(address, None)
+    assert own_server(environment) == Target(address, None)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_an_unencrypted_listener_is_preferred_to_an_encrypted_one(listener):
 def test_authorities_that_are_given_are_asked_for_instead_of_the_servers_certificate():
     given = ClientTls(Path("ca.pem"), None, None)
     environment = {"KESTREL_GRPC_TLS_CERTIFICATE": "a.pem", "KESTREL_GRPC_TLS_KEY": "a.key"}
-    assert own_server(environment, given) == OwnServer("127.0.0.1:50051", given)
+    assert own_server(environment, given) == Target("127.0.0.1:50051", given)
 
 
 def test_a_certificate_alone_identifies_the_server_on_the_local_host():
@@ -201,7 +201,7 @@ def test_a_certificate_alone_identifies_the_server_on_the_local_host():
         "KESTREL_GRPC_TLS_CERTIFICATE": "a.pem",
         "KESTREL_GRPC_TLS_KEY": "a.key",
     }
-    assert own_server(environment) == OwnServer("127.0.0.1:9", ClientTls(Path("a.pem"), None, None))
+    assert own_server(environment) == Target("127.0.0.1:9", ClientTls(Path("a.pem"), None, None))
 
 
 def test_a_port_that_only_the_server_knows_has_to_be_given():
@@ -212,3 +212,26 @@ def test_a_port_that_only_the_server_knows_has_to_be_given():
 def test_variables_that_the_server_would_refuse_are_refused():
     with pytest.raises(ConfigurationError, match="KESTREL_GRPC_TOKNES"):
         own_server({"KESTREL_GRPC_TOKNES": "1"})
+
+
+async def test_the_address_of_the_environment_is_asked(address, monkeypatch, capsys):
+    monkeypatch.setenv("KESTREL_GRPC_PORT", "9")
+    for given in (address, f"http://{address}"):
+        monkeypatch.setenv("KESTREL_GRPC_ADDRESS", given)
+        assert await health() == 0
+    assert await health("--address", "127.0.0.1:9") == 1
+    assert capsys.readouterr().out == "SERVING\nSERVING\n"
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy", "grpc_proxy"])
+async def test_this_machine_is_probed_without_the_proxy(address, variable, monkeypatch, capsys):
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    assert await health("--address", address) == 0
+    monkeypatch.setenv("KESTREL_GRPC_PORT", address.rpartition(":")[2])
+    assert await health() == 0
+    assert capsys.readouterr().out == "SERVING\nSERVING\n"
+
+
+async def test_an_address_that_is_none_is_refused(capsys):
+    assert await health("--address", "http://") == 1
+    assert "is no address of a server" in capsys.readouterr().err
