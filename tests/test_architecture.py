@@ -386,7 +386,7 @@ def test_importing_the_kernels_imports_their_definitions_alone():
 
 
 def test_every_module_of_the_checkout_belongs_to_a_package_that_is_checked():
-    folders = {*PACKAGES.values(), *(CHECKOUT / name for name in ("tests", "bench", "training", "deploy"))}
+    folders = {*PACKAGES.values(), *(CHECKOUT / name for name in ("tests", "bench", "training", "deploy", "tools"))}
     written: list[Path] = []
     for folder, inner, names in os.walk(CHECKOUT):
         # Hidden folders hold environments, and these what tools make, perhaps in this moment.
@@ -451,7 +451,7 @@ def distribution_of(name: str) -> str | None:
 
 def undeclared(paths: list[Path], declared: set[str]) -> list[str]:
     needed = {distribution_of(name) for path in paths for name in imports(path)}
-    ours = {"tests", "bench", "training", "deploy"}
+    ours = {"tests", "bench", "training", "deploy", "tools"}
     return sorted(name for name in needed - declared - ours if name is not None)
 
 

@@ -1,0 +1,1 @@
+"""Commands for those who change this code: what its structure is, and what its tests notice."""
