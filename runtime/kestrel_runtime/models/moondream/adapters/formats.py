@@ -36,6 +36,7 @@ _VARIANT = re.compile(r"(?P<module>text(?:_model)?\.[\w.]+?)(?:\.parametrization
 _OF_IMAGE_ENCODER = re.compile(r"base_model\.model\.(model\.)?(vision|vision_encoder)\.", re.ASCII)
 PEFT_TARGETS = r".*text.*\.(attn\.(qkv|proj)|mlp\.(fc1|fc2))"
 """The modules that PEFT may change. Those of the image encoder end alike, and have no `text` in their names."""
+_CONFIGURED = "r or rank_pattern of adapter_config.json"
 _MATRIX_OF = {"up": "mlp.fc1", "down": "mlp.fc2"}
 _EXPERTS_LAYOUT_OF_PEFT = (0, 19)
 """From this version on PEFT takes 3-D weights as [experts, out, in]; before as [experts, in, out]."""
@@ -47,6 +48,8 @@ class _Side(NamedTuple):
     target: str
     side: str
     """A or B."""
+    module: str = ""
+    """The name in a file of PEFT, without `base_model.model.`."""
 
 
 def read_adapter(files: AdapterFiles, config: TextConfig, max_rank: int, dtype: torch.dtype) -> AdapterWeights:
@@ -56,6 +59,7 @@ def read_adapter(files: AdapterFiles, config: TextConfig, max_rank: int, dtype: 
     peft = None if files.config is None else PeftConfig.read(files.config, problems)
     place = _place_of_peft if peft is not None else _place_of_maker(files.tensors, config)
     pairs: dict[str, dict[str, tuple[str, Tensor]]] = {}
+    modules: dict[str, str] = {}
     num_of_encoder = 0
     for name, tensor in files.tensors.items():
         found = place(name)
@@ -68,9 +72,12 @@ def read_adapter(files: AdapterFiles, config: TextConfig, max_rank: int, dtype: 
                 problems.append(f"{name[:_MAX_ECHO_CHARS]} and {own[found.side][0]} are for one target and differ")
         else:
             own[found.side] = (name[:_MAX_ECHO_CHARS], tensor)
+            modules.setdefault(found.target, found.module)
+    if peft is not None:
+        peft.check_patterns(modules.values(), problems)
     factors: dict[str, Factors] = {}
     for target, own in pairs.items():
-        checked = _checked(target, own, expected[target], peft, problems)
+        checked = _checked(target, own, expected[target], peft, modules[target], problems)
         if checked is not None:
             factors[target] = _converted(target, checked, dtype, problems)
     if num_of_encoder:
@@ -91,7 +98,10 @@ def read_adapter(files: AdapterFiles, config: TextConfig, max_rank: int, dtype: 
 
 def _place_of_peft(name: str) -> _Side | None:
     match = _PEFT.fullmatch(name)
-    return None if match is None else _Side(_target(match["module"].removeprefix("model.")), match["side"])
+    if match is None:
+        return None
+    module = match["module"]
+    return _Side(_target(module.removeprefix("model.")), match["side"], module)
 
 
 def _place_of_variant(name: str) -> _Side | None:
@@ -130,6 +140,7 @@ def _checked(
     own: Mapping[str, tuple[str, Tensor]],
     shape: TargetShape,
     peft: PeftConfig | None,
+    module: str,
     problems: list[str],
 ) -> Factors | None:
     """A and B in our layout, the scale included; None where they do not fit."""
@@ -160,7 +171,13 @@ def _checked(
     if not 0 < rank <= shape.max_rank:
         problems.append(f"{a_name}: rank {rank} is not from 1 to {shape.max_rank}{_of_rank_flag(shape)}")
         return None
-    return factors if peft is None else factors._replace(b=factors.b.float() * peft.scale_of(target, rank))
+    if peft is None:
+        return factors
+    configured_rank = peft.rank_of(module, is_stack=shape.num_experts is not None)
+    if configured_rank not in (None, rank):
+        problems.append(f"{a_name}: has rank {rank}, and {_CONFIGURED} says {configured_rank}")
+        return None
+    return factors._replace(b=factors.b.float() * peft.scale_of(module, rank))
 
 
 def _layouts(a: Tensor, b: Tensor, shape: TargetShape, peft: PeftConfig | None) -> Iterator[Factors]:
