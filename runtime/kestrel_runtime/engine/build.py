@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kestrel_runtime.adapters.files import AdapterSource
+from kestrel_runtime.adapters.base_model import ServedModel
+from kestrel_runtime.adapters.files import AdapterFiles, AdapterSource
 from kestrel_runtime.adapters.store import AdapterStore, AdapterTarget
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import EngineInfo, EngineStatus, MemoryPlan
@@ -37,6 +38,7 @@ from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.imaging.device_tiles import DeviceTiler
 from kestrel_runtime.imaging.tiles import DecodedImage, Tiling, max_kept_bytes
+from kestrel_runtime.loading.checkpoint import Checkpoint, repository_of
 from kestrel_runtime.memory.host_limits import available_processors
 from kestrel_runtime.memory.image_budget import MAX_DECODING_BYTES, least_budget_bytes
 from kestrel_runtime.memory.plan import MemoryReading
@@ -94,7 +96,7 @@ def build(
     max_decoded_bytes = _max_decoded_bytes(config, bounds, tiling, decoded=tile_on_device is not None)
     num_pages, memory = prepared.plan_cache(max_decoded_bytes)
     _log.info("memory of %s:\n%s", model.device, memory.table())
-    adapters = _adapter_store(config, prepared.adapter_target())
+    adapters = _adapter_store(config, prepared.adapter_target(), loaded.checkpoint)
     runner = prepared.new_step_runner(num_pages, memory.graph_bytes, memory.image_cache_bytes)
     info = _info(loaded, config, bounds, memory, num_pages * config.page_size)
     pages = PageManager(num_pages, config.page_size)
@@ -148,12 +150,26 @@ def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, tiling: Tiling,
     return max(MAX_DECODING_BYTES + kept_bytes, least_budget_bytes(MAX_DECODING_BYTES))
 
 
-def _adapter_store(config: EngineConfig, target: AdapterTarget | None) -> AdapterStore | None:
+def _adapter_store(
+    config: EngineConfig, target: AdapterTarget | None, checkpoint: Checkpoint
+) -> AdapterStore | None:
     if target is None:
         return None
     root = None if config.adapters is None else Path(config.adapters)
     source = AdapterSource(root, config.adapter_repositories, target.max_file_bytes)
-    return AdapterStore(source.read, target, config.num_adapter_slots, source.names)
+    repository, revision = None, None
+    if checkpoint.revision is not None:
+        repository, pinned = repository_of(config.model)
+        revision = config.revision or pinned
+    revisions = tuple(name for name in (revision, checkpoint.revision) if name is not None)
+    served = ServedModel(checkpoint.name, repository, revisions)
+
+    def read(name: str) -> AdapterFiles:
+        files = source.read(name)
+        served.log_difference(name, files.config)
+        return files
+
+    return AdapterStore(read, target, config.num_adapter_slots, source.names)
 
 
 def _info(

@@ -73,11 +73,16 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
         if revision is not None:
             raise CheckpointError(f"{model} is the built-in model, which has no revisions: leave out --revision")
         return replace(_local_checkpoint(Path(__file__).parents[1] / "nano"), name=BUILT_IN_MODEL)
-    repository, pinned = PUBLISHED_REPOSITORIES.get(model, (model, None))
+    repository, pinned = repository_of(model)
     if not _HUB_NAME.fullmatch(repository):
         known = ", ".join((BUILT_IN_MODEL, *PUBLISHED_REPOSITORIES))
         raise CheckpointError(f"no file or folder {model!r}, and no hub name either ({known}, or org/repo)")
     return _hub_checkpoint(model, repository, revision or pinned)
+
+
+def repository_of(model: str) -> tuple[str, str | None]:
+    """The repository that a published name or org/repo stands for, and the revision that the name selects."""
+    return PUBLISHED_REPOSITORIES.get(model, (model, None))
 
 
 def _local_checkpoint(path: Path) -> Checkpoint:
