@@ -37,6 +37,7 @@ from kestrel_runtime.api.errors import (
     ImageError,
     InvalidRequest,
     ModelNotFound,
+    NumbersOverflowed,
     Overloaded,
     QueueBound,
     QueueTimeout,
@@ -225,6 +226,11 @@ def _overload_text(error: Overloaded) -> str:
     return f"{what} is full: {error.limit:.0f} {error.bound.value} may wait in all"
 
 
+def _overflow_text(error: NumbersOverflowed) -> str:
+    of_adapter = f" with the adapter {error.adapter[:MAX_ECHO_CHARS]!r}" if error.adapter else ""
+    return f"the numbers of the model{of_adapter} became too large to compute the answer"
+
+
 def _engine_unavailable(
     reason: str, applies: Callable[[Any, EngineStatus | None], bool] = lambda error, engine_status: True
 ) -> ErrorRow:
@@ -343,6 +349,18 @@ ERRORS = (
         422,
         lambda error: "the answer cannot go on under its constraint, which takes too much work; use a simpler one",
         lambda error: (UnmetPrecondition("CONSTRAINT", "constraint", "it takes too much work"),),
+    ),
+    ErrorRow(
+        NumbersOverflowed,
+        "NUMBERS_OVERFLOWED",
+        Code.FAILED_PRECONDITION,
+        422,
+        _overflow_text,
+        lambda error: (
+            UnmetPrecondition(
+                "ADAPTER" if error.adapter else "MODEL", error.adapter[:MAX_ECHO_CHARS], _overflow_text(error)
+            ),
+        ),
     ),
     ErrorRow(
         Overloaded,

@@ -96,6 +96,7 @@ KINDS_BY_REASON = {
     "REQUEST_CANCELLED": Cancelled,
     "CONTEXT_LENGTH_EXCEEDED": InvalidRequest,
     "CONSTRAINT_FAILED": ServerError,
+    "NUMBERS_OVERFLOWED": ServerError,
     "MODEL_NOT_FOUND": ModelNotFound,
     "ADAPTER_NOT_FOUND": AdapterNotFound,
     "ADAPTER_INVALID": AdapterInvalid,

@@ -6,14 +6,22 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from kestrel_client import AdapterInvalid, AdapterNotFound, AsyncClient, InvalidRequest, ModelNotFound
+from kestrel_client import (
+    AdapterInvalid,
+    AdapterNotFound,
+    AsyncClient,
+    InvalidRequest,
+    ModelNotFound,
+    ServerError,
+)
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
 from kestrel_runtime.adapters.files import AdapterSource
@@ -22,11 +30,14 @@ from kestrel_runtime.api.events import QueryOutput
 from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.config import TextConfig
 from tests.adapter_folders import merged, random_pairs, scaled, write_peft
 from tests.fakes import FakeEngine
+from tests.reference_fixtures import CHECKOUT
 from tests.server.http_calls import HttpServing
 
 QUESTION = "What colour is it?"
+PICTURE = (CHECKOUT / "kestrel_grpc" / "demo_picture.png").read_bytes()
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 5}
 
 
@@ -142,6 +153,58 @@ async def test_a_server_without_adapters_says_which_option_it_lacks(nano: Loaded
             with pytest.raises(AdapterNotFound, match="the server was started without --adapters"):
                 await refused
         assert await client.adapter_names() == ()
+
+
+def write_overflowing(root: Path, config: TextConfig) -> None:
+    """Adapters whose numbers are finite and whose products are not: `all`, and `last`, in the last block alone."""
+    for name, block in (("all", "blocks."), ("last", f"blocks.{config.n_layers - 1}.")):
+        pairs = random_pairs(config, seed=1, targets=lambda target, block=block: target.startswith(block))
+        large = {target: (torch.full_like(a, 1e20), torch.ones_like(b)) for target, (a, b) in pairs.items()}
+        write_peft(root / name, large)
+
+
+@pytest.mark.parametrize("adapter", ["all", "last"])
+async def test_an_adapter_whose_numbers_overflow_ends_its_own_requests_with_a_reason(
+    nano: LoadedModel, tmp_path: Path, adapter: str
+) -> None:
+    write_overflowing(tmp_path, nano.model.config.text)
+    write_peft(tmp_path / "sound", random_pairs(nano.model.config.text, seed=2))
+    async with served(nano, tmp_path) as (client, server):
+
+        async def others() -> list[str]:
+            found = [client.complete_query(None, QUESTION, adapter=name, **GREEDY) for name in (None, "sound")]
+            found.append(client.complete_query(PICTURE, "What color is the star?", **GREEDY))
+            return [result.answer for result in await asyncio.gather(*found)]
+
+        async def refused(call: Awaitable[Any]) -> None:
+            with pytest.raises(ServerError, match=f"with the adapter '{adapter}' became too large") as caught:
+                await call
+            assert caught.value.reason == "NUMBERS_OVERFLOWED"
+
+        before = await others()
+        overflowing = [
+            client.complete_query(None, QUESTION, adapter=adapter, **GREEDY),
+            client.complete_query(PICTURE, QUESTION, adapter=adapter, logprobs=3, **GREEDY),
+            client.complete_query(None, QUESTION, adapter=adapter, choices=["red", "blue"]),
+            client.complete_query(None, QUESTION, adapter=adapter, temperature=1.0, top_p=0.5, max_tokens=3),
+            client.detect(PICTURE, "star", adapter=adapter),
+            client.point(PICTURE, "star", adapter=adapter),
+            client.complete_caption(PICTURE, adapter=adapter),
+        ]
+        during, *_ = await asyncio.gather(others(), *map(refused, overflowing))
+        await refused(client.complete_query(None, QUESTION, adapter=adapter, **GREEDY))  # of cached pages
+        assert before == during == await others()
+        http = HttpServing(server, FakeEngine())
+        chat = {"model": adapter, "messages": [{"role": "user", "content": QUESTION}], "logprobs": True}
+        for path, body in (
+            ("/v1/query", {"question": QUESTION, "model": adapter}),
+            ("/v1/chat/completions", chat),
+            ("/v1/chat/completions", {**chat, "stream": True}),
+        ):
+            answer = await http.ask(path, body)
+            assert answer.status == 422
+            assert b"numbers_overflowed" in answer.body.lower()
+            assert b"NaN" not in answer.body
 
 
 async def test_what_cannot_be_used_is_refused_and_the_server_goes_on(nano: LoadedModel, tmp_path: Path) -> None:

@@ -35,11 +35,14 @@ FINISH_REASONS: Mapping[FinishReason, str] = MappingProxyType(
 Points = Callable[[Iterable[Location]], list[Any]]
 """The format of points: `pairs` or `objects`."""
 
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def to_json(facts: Any) -> bytes:
-    """JSON without spaces, in UTF-8; half of a surrogate pair becomes a question mark."""
+    """JSON without spaces, in UTF-8; half of a surrogate pair becomes a question mark.
+
+    Raises `ValueError` for numbers that are not finite, which JSON does not have.
+    """
     return _encode(facts).encode(errors="replace")
 
 

@@ -11,6 +11,7 @@ KestrelError
 ├── Overloaded              the queue is full, or the wait would be too long
 ├── RequestRefused          this very request broke the engine before
 ├── ConstraintFailed        the answer's constraint took too much work, or could not be followed
+├── NumbersOverflowed       numbers of the model overflowed while it computed the answer
 ├── QueueTimeout            waited longer than the caller allows
 ├── DeadlineExceeded        the caller's deadline passed
 ├── EngineUnavailable       starting, draining or dead
@@ -173,6 +174,17 @@ class RequestRefused(KestrelError):
 
 class ConstraintFailed(KestrelError):
     """The answer cannot continue under its constraint: finding the next token takes too much work."""
+
+
+class NumbersOverflowed(KestrelError):
+    """Numbers of the model, or of the request's adapter, are too large to compute the answer.
+
+    `adapter` is the request's adapter, "" where it has none.
+    """
+
+    def __init__(self, adapter: str = "") -> None:
+        super().__init__(f"numbers overflow{f' with adapter {adapter!r}' if adapter else ''}")
+        self.adapter = adapter
 
 
 class QueueTimeout(KestrelError):

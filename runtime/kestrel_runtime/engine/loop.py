@@ -51,7 +51,13 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from kestrel_runtime.api.engine import ClearedCache
-from kestrel_runtime.api.errors import ConstraintFailed, EngineUnavailable, InternalError, KestrelError
+from kestrel_runtime.api.errors import (
+    ConstraintFailed,
+    EngineUnavailable,
+    InternalError,
+    KestrelError,
+    NumbersOverflowed,
+)
 from kestrel_runtime.api.events import Event, Finished, Started, Timing, Usage
 from kestrel_runtime.api.stream import Outbox, Stream
 from kestrel_runtime.constraints.masks import MaskRequest, step_masks
@@ -61,6 +67,7 @@ from kestrel_runtime.engine.open_streams import CacheClearings
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.scheduling.admission import Admission
 from kestrel_runtime.scheduling.batch import Batch, Plan
+from kestrel_runtime.scheduling.output_parser import OVERFLOWED
 from kestrel_runtime.scheduling.page_manager import StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import AdapterLease, Deadlines, PreparedImage, Sequence
@@ -544,7 +551,10 @@ class EngineLoop:
         self._isolation.succeeded(here)
         self._tokens.add(now, len(here))
         for sequence in here:
-            self._emit(sequence, now)
+            if sequence.tokens[-1].id == OVERFLOWED:
+                self._end_overflowed(sequence)
+            else:
+                self._emit(sequence, now)
         return True
 
     def _abandon_in_flight(self) -> None:
@@ -575,6 +585,12 @@ class EngineLoop:
             self._answers.add(now, 1)
             self._offending_requests.acquit(sequence.fingerprint)
             self._remove(sequence)
+
+    def _end_overflowed(self, sequence: Sequence) -> None:
+        name = "" if sequence.adapter is None else sequence.adapter.name
+        of_adapter = f", with adapter {name!r}" if name else ""
+        _log.warning("%s ends: the numbers of the model overflow%s", sequence.fingerprint, of_adapter)
+        self._fail(sequence, NumbersOverflowed(name))
 
     def _fail(self, sequence: Sequence, error: KestrelError) -> None:
         self._streams[sequence].fail(error)

@@ -18,7 +18,7 @@ from torch import Tensor
 from kestrel_ops import sample
 from kestrel_runtime.api.sampling_params import MAX_LOGPROBS
 from kestrel_runtime.execution.request_state import DrawSettings, RequestState, RowState, SampleNeeds
-from kestrel_runtime.scheduling.output_parser import Grammar, TokenRule
+from kestrel_runtime.scheduling.output_parser import OVERFLOWED, Grammar, TokenRule
 
 _MAX_STATES = 64
 _NEVER = -1
@@ -88,6 +88,7 @@ class TokenSampler:
         self._before: RowState = state.read(rows)
         self._needs = needs
         self._logprobs: Tensor | None = None
+        self._is_finite: Tensor | None = None
         self._random: tuple[DrawSettings, Tensor] | None = None
         if needs.is_random:
             numbers = uniform(self._before.seeds, self._before.num_sampled)
@@ -97,6 +98,15 @@ class TokenSampler:
     def is_spatial(self) -> Tensor:
         """Bool [B]: whether a token with values is sampled with its values."""
         return self._rules.is_spatial[self._before.rules]
+
+    def finite(self, hidden: Tensor) -> Tensor:
+        """Hidden states [B, dim] with zeros in place of rows that no token can be sampled from.
+
+        Those are rows with numbers that are not finite, or so large that the sum of their squares, which a norm
+        needs, is not. `write` returns `OVERFLOWED` for them, and the request state gets a token that does no harm.
+        """
+        self._is_finite = hidden.float().square().sum(dim=-1) < float("inf")  # false for NaN too
+        return hidden.masked_fill(~self._is_finite[:, None], 0.0)
 
     def ids(self, logits: Tensor) -> Tensor:
         """Token ids int64 [B] from logits float32 [B, vocabulary]."""
@@ -128,8 +138,9 @@ class TokenSampler:
     def write(self, ids: Tensor, num_values: Tensor, values: Tensor) -> Tensor:
         """Write what was sampled to the rows: ids, num_values int64 [B]; values float32 [B, V].
 
-        Returns float32 [B, 2 + V]: id, number of values and the values. With logprobs [B, 2 + V + 1 + 2 * T], where
-        T is at most `MAX_LOGPROBS`: behind these the id's logprob, the T most likely ids, and their logprobs.
+        Returns float32 [B, 2 + V]: id, or `OVERFLOWED`, number of values and the values. With logprobs
+        [B, 2 + V + 1 + 2 * T], where T is at most `MAX_LOGPROBS`: behind these the id's logprob, the T most likely
+        ids, and their logprobs.
         """
         before = self._before
         if self._needs.is_controlled:
@@ -138,6 +149,8 @@ class TokenSampler:
         rules = self._rules.after(before.rules, ids, num_sampled >= before.budgets)
         after = RowState(ids, num_values, rules, num_sampled, before.budgets, before.seeds)
         self._state.write(self._rows, after, values)
+        if self._is_finite is not None:
+            ids = ids.masked_fill(~self._is_finite, OVERFLOWED)
         # Ids lie far below 2^24, up to where float32 holds every whole number.
         columns = (torch.stack((ids, num_values), dim=1).float(), values)
         return torch.cat(columns if self._logprobs is None else (*columns, self._logprobs), dim=1)

@@ -32,6 +32,7 @@ from kestrel_runtime.api.errors import (
     InvalidRequest,
     KestrelError,
     ModelNotFound,
+    NumbersOverflowed,
     Overloaded,
     QueueBound,
     QueueTimeout,
@@ -293,6 +294,7 @@ _ERRORS: Mapping[type[KestrelError], _Kind] = MappingProxyType(
                 limit, retry_after_s, QueueBound(bound), is_tenant_share=is_share
             ),
         ),
+        NumbersOverflowed: _Kind(lambda error: (error.adapter,), NumbersOverflowed),
         QueueTimeout: _Kind(lambda error: (error.waited_s,), QueueTimeout),
         InternalError: _Kind(lambda error: (), lambda: InternalError(CoreFault())),
         **{

@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from kestrel_runtime.api.events import FinishReason, Output, Piece
 
+OVERFLOWED = -1
+"""The id of a token that could not be sampled, since numbers of the model are not finite."""
+
 
 class Token(NamedTuple):
     """`value` is empty for text, one coordinate in [0, 1] for a coordinate, (width, height) for a size."""

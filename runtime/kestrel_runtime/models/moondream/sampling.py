@@ -51,10 +51,10 @@ class MoondreamSampler:
         """Sample a token for each row and write it to the row's request state.
 
         hidden: [B, dim] after each row's last token, before the final LayerNorm; rows: [B] int64. Returns float32
-        [B, 4]: id, number of values and the values.
+        [B, 4]: id, number of values and the values; the id `OVERFLOWED` where numbers of `hidden` are not finite.
         """
         sampler = TokenSampler(self._state, self._rules, rows, needs, self._uniform)
-        hidden = hidden.to(self._text.wte.dtype)
+        hidden = sampler.finite(hidden).to(self._text.wte.dtype)
         ids = sampler.ids(self._text.logits(hidden).float())
         num_values = torch.zeros_like(ids)
         values = torch.zeros(len(ids), VALUES_PER_TOKEN, device=hidden.device)

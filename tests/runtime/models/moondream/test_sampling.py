@@ -5,7 +5,7 @@ from kestrel_ops.reference.sampling import philox_uniform
 from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.sampling import TokenRules
 from kestrel_runtime.models.moondream.sampling import MoondreamSampler, value_kinds
-from kestrel_runtime.scheduling.output_parser import Token, TokenRule
+from kestrel_runtime.scheduling.output_parser import OVERFLOWED, Token, TokenRule
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 from tests.runtime.sequences import RuleParser, new_sequence
 
@@ -241,3 +241,26 @@ def test_what_is_sampled_is_fed_in_next():
     assert [found.token_ids.item(), found.num_values.item()] == sampled[0, :2].tolist() == [SIZE, 2]
     assert torch.equal(state.values(rows), sampled[:, 2:])
     assert found.num_sampled.item() == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf"), 1e25])
+def test_a_row_whose_numbers_overflow_is_reported_and_changes_no_other(number, temperature):
+    rule = TokenRule((COORDINATE,), (), True)
+    sequences = [new_sequence(rule=rule, temperature=temperature, seed=seed) for seed in range(3)]
+    hidden = hidden_states(3)
+    expected = draw(hidden, *sequences)
+    hidden[1, 7] = number
+    state, rules = opened(MODEL, sequences)
+    rows = torch.tensor([state.row(sequence) for sequence in sequences])
+    sampled = MoondreamSampler(MODEL, state, rules, philox_uniform).sample(hidden, rows, needs_of(state, sequences))
+    assert sampled[:, 0].tolist() == [COORDINATE, OVERFLOWED, COORDINATE]
+    assert sampled.isfinite().all()
+    for row in (0, 2):
+        assert sampled[row, 2].item() == expected[row].value[0]
+    assert state.read(rows).token_ids.tolist() == [COORDINATE] * 3, "steps in flight read an id of the vocabulary"
+
+
+def test_large_numbers_that_do_not_overflow_are_sampled():
+    (token,) = draw(1e15 * hidden_states(1), new_sequence())
+    assert token.id != OVERFLOWED

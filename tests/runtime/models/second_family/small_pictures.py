@@ -108,6 +108,7 @@ class SmallPicturesExecutor(SmallTextExecutor):
     def sample(self, hidden: Tensor, inputs: PrefillInputs | DecodeInputs) -> Tensor:
         rows, needs = inputs.sample_rows, inputs.needs
         sampler = TokenSampler(self._memory.state, self._memory.rules, rows, needs, philox_uniform)
+        hidden = sampler.finite(hidden)
         ids = sampler.ids(self._pictures.logits(hidden))
         num_values, values = torch.zeros_like(ids), torch.zeros(len(ids), 1)
         if needs.value_kinds:

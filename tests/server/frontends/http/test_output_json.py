@@ -58,3 +58,10 @@ def test_an_event_is_one_line_of_data() -> None:
 
 def test_every_finish_reason_has_a_name() -> None:
     assert FINISH_REASONS.keys() == set(FinishReason)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_that_json_does_not_have_are_refused(number: float) -> None:
+    for facts in (number, {"logprob": number}, {"objects": [{"x_min": number}]}, [[1.0, number]]):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            to_json(facts)

@@ -7,7 +7,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from kestrel_runtime.models.moondream.adapters.name_patterns import NamePatterns
 
@@ -76,7 +76,7 @@ class PeftConfig:
         version = _VERSION.fullmatch(str(data.get("peft_version", ""))[:_MAX_ECHO_CHARS])
         alphas, ranks = _alphas(data.get("alpha_pattern"), problems), _ranks(data.get("rank_pattern"), problems)
         return cls(
-            float(alpha) if _is_alpha(alpha) else 0.0,
+            alpha if _is_alpha(alpha) else 0.0,
             NamePatterns(alphas, problems, "alpha_pattern"),
             rank if _is_rank(rank) else None,
             NamePatterns(ranks, problems, "rank_pattern"),
@@ -140,12 +140,12 @@ def _pattern(field: str, value: object, problems: list[str]) -> Mapping[str, Any
     return value if isinstance(value, Mapping) else {}
 
 
-def _is_alpha(value: object) -> bool:
+def _is_alpha(value: object) -> TypeGuard[float]:
     # The comparison is exact for integers beyond the range of floats, and false for NaN.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _MAX_ALPHA
 
 
-def _is_rank(value: object) -> bool:
+def _is_rank(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MAX_RANK
 
 
