@@ -181,7 +181,8 @@ class GrpcFrontend:
             admission: CallAdmission, translate: FailureTranslator | None = None
         ) -> AdmittedServices:
             reports = self._load_reports if admission is groups.inference else None
-            return AdmittedServices(server, admission, self._connections, translate, reports)
+            limit_bytes = self._config.max_message_bytes
+            return AdmittedServices(server, admission, self._connections, limit_bytes, translate, reports)
 
         if _VISION in files:
             vision_service_pb2_grpc.add_VisionServiceServicer_to_server(

@@ -35,8 +35,8 @@ from kestrel_grpc.frontends.grpc.status import status_code, trailing_metadata
 from kestrel_grpc.images.stored_images import MAX_CHUNK_BYTES
 from kestrel_grpc.wire.call_admission import CallAdmission
 from kestrel_grpc.wire.call_context import REQUEST_ID_KEY, CallContext
-from kestrel_grpc.wire.errors import CallFailure
-from kestrel_grpc.wire.message_gate import MessageTimeout
+from kestrel_grpc.wire.errors import CallFailure, Unsupported
+from kestrel_grpc.wire.message_gate import MessageTimeout, MessageTooLarge
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -49,6 +49,10 @@ _Begin = Callable[[Context, CallContext], Awaitable[AsyncGenerator[Message, None
 
 # A chunk of an image, and the tags around it.
 _MAX_PART_BYTES = MAX_CHUNK_BYTES + 1024
+_CANCELLATION_S = 0.05
+# How data begin that are compressed by gRPC's encodings `gzip` and `deflate`. The latter is the format of zlib, in
+# which the second byte depends on the level of compression.
+_GZIP, _DEFLATE = b"\x1f\x8b", (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 # What reading returns where no message is left; the type stubs do not list it.
 _END_OF_STREAM: Any = vars(grpc.aio)["EOF"]
 # What reading, writing and aborting raise once gRPC's server has stopped; `grpc.aio` does not export it.
@@ -67,16 +71,19 @@ class AdmittedServices:
         server: grpc.aio.Server,
         admission: CallAdmission,
         connections: Connections,
+        max_message_bytes: int,
         translate_failure: FailureTranslator | None = None,
         load_reports: LoadReports | None = None,
     ) -> None:
-        """`translate_failure` changes a failure to the form that the service's clients expect.
+        """`max_message_bytes` is the largest message that is taken. `translate_failure` changes a failure to the
+        form that the service's clients expect.
 
         With `load_reports`, calls that end well have one in their trailing metadata.
         """
         self._server = server
         self._admission = admission
         self._connections = connections
+        self._max_message_bytes = max_message_bytes
         self._translate_failure = translate_failure
         self._load_reports = load_reports
 
@@ -108,18 +115,29 @@ class AdmittedServices:
         return grpc.stream_stream_rpc_method_handler(self._streaming(method, begin, serialize))
 
     def _receiver(self, parse: Any) -> _Receive:
-        """Receives the next message of a call; None where there is none. Raises `InvalidRequest`."""
+        """Receives the next message of a call; None where there is none.
+
+        Raises `InvalidRequest`, `MessageTooLarge`, and `Unsupported` where it is compressed.
+        """
         layout = layout_of(parse.__self__.DESCRIPTOR)
-        admission = self._admission
+        admission, limit_bytes = self._admission, self._max_message_bytes
 
         async def receive(context: Context, call: CallContext) -> Message | None:
             data = await admission.receive(context.read, call, context.peer)
             if data is _END_OF_STREAM:
                 return None
+            if len(data) > limit_bytes:
+                raise MessageTooLarge(limit_bytes)
+            if data[:2] == _GZIP:  # no message begins so
+                raise _compressed()
             try:
                 check_shape(data, layout, admission.max_image_bytes)
                 return parse(data)
-            except DecodeError:
+            except (DecodeError, InvalidRequest) as error:
+                if data[:2] in _DEFLATE:  # messages could begin so
+                    raise _compressed() from None
+                if isinstance(error, InvalidRequest):
+                    raise
                 raise _invalid("the message cannot be parsed") from None
 
         return receive
@@ -133,11 +151,15 @@ class AdmittedServices:
 
         async def messages(context: Context) -> AsyncGenerator[Message, None]:
             while (data := await context.read()) is not _END_OF_STREAM:
+                if data[:2] == _GZIP:
+                    raise _compressed()
                 if len(data) > _MAX_PART_BYTES:
                     raise _invalid(f"a part of an upload must not exceed {_MAX_PART_BYTES} bytes")
                 try:
                     message = parse(data)
                 except DecodeError:
+                    if data[:2] in _DEFLATE:
+                        raise _compressed() from None
                     raise _invalid("a part of the upload cannot be parsed") from None
                 del data
                 yield message
@@ -232,10 +254,18 @@ class AdmittedServices:
                 raise asyncio.CancelledError from gone
 
 
-def _required(message: Message | None) -> Message:
+async def _required(message: Message | None) -> Message:
+    """The one message of a call. Raises `InvalidRequest` where there is none."""
     if message is None:
+        # gRPC also reports this where the caller has hung up, or where it refuses a message itself; then the call
+        # is cancelled a moment later.
+        await asyncio.sleep(_CANCELLATION_S)
         raise _invalid("there is no message")
     return message
+
+
+def _compressed() -> Unsupported:
+    return Unsupported("messages are taken without compression")
 
 
 def _invalid(description: str) -> InvalidRequest:
@@ -247,7 +277,7 @@ def _one_to_one(serve: Callable[[Message, CallContext], Awaitable[Message]], rec
 
     async def answer(context: Context, call: CallContext) -> Message:
         # Only the servicer refers to the message, and drops it when the engine has the request.
-        return await serve(_required(await receive(context, call)), call)
+        return await serve(await _required(await receive(context, call)), call)
 
     return answer
 
@@ -258,7 +288,7 @@ def _one_to_many(
     """One message is answered by many."""
 
     async def begin(context: Context, call: CallContext) -> AsyncGenerator[Message, None]:
-        return serve(_required(await receive(context, call)), call)
+        return serve(await _required(await receive(context, call)), call)
 
     return begin
 

@@ -28,19 +28,19 @@ MAX_PING_STRIKES = 100
 """How many pings in a row may come too early before the connection is closed. A client that pings every 10 seconds
 sends seven at once after a minute of network delay; a hundred are a flood."""
 _MIN_PING_INTERVAL_MS = 10_000
-_IDENTITY_ONLY = 1
 # Whoever may write to the socket may call: its owner and its group.
 _SOCKET_MODE = 0o660
 
 
 def server_options(max_message_bytes: int, *, shares_ports: bool = False) -> tuple[tuple[str, int], ...]:
-    """Arguments for `grpc.aio.server`; `max_message_bytes` is the largest request message accepted.
+    """Arguments for `grpc.aio.server`; `max_message_bytes` is the largest request message that is accepted.
 
     With `shares_ports` other processes of this server listen on the same ports.
     """
     return (
-        # A longer message is refused when its length has arrived, before its content is.
-        ("grpc.max_receive_message_length", max_message_bytes),
+        # Messages that are somewhat too large reach the server, which says why it refuses them. Larger ones would
+        # take too much memory: gRPC refuses them when their length has arrived, before their content does.
+        ("grpc.max_receive_message_length", max_message_bytes + max_message_bytes // 3),
         ("grpc.max_send_message_length", -1),
         # Two servers must not share a port by accident.
         ("grpc.so_reuseport", int(shares_ports)),
@@ -64,8 +64,9 @@ def server_options(max_message_bytes: int, *, shares_ports: bool = False) -> tup
         # 512 MiB; frames that no window bounds, such as headers without end, come that fast.
         ("grpc.experimental.tcp_max_read_buffer_size", READ_BUFFER_BYTES),
         # A compressed message can be a thousand times larger once it is decompressed, which gRPC does before the
-        # length is checked. Images are compressed already. Compressed messages are refused with UNIMPLEMENTED.
-        ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
+        # length is checked. Images are compressed already. So compressed messages stay compressed, and the server
+        # refuses them; gRPC would do so without the details that every refusal has.
+        ("grpc.per_message_decompression", 0),
         # During a long prefill nothing is sent; clients that ping meanwhile must not be disconnected.
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),

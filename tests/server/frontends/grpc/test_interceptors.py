@@ -396,7 +396,7 @@ async def test_a_refusal_that_can_no_longer_be_sent_ends_its_call_as_a_cancelled
     async with serving() as rig:
         frontend: Any = rig.server._frontend
         handlers: Any = Handlers()
-        services = AdmittedServices(handlers, frontend._groups.inference, frontend._connections)
+        services = AdmittedServices(handlers, frontend._groups.inference, frontend._connections, 1000)
         vision_service_pb2_grpc.add_VisionServiceServicer_to_server(frontend._vision, services)
         for method in ("Query", "CompleteQuery"):
             details: Any = SimpleNamespace(method=f"/kestrel.v1.VisionService/{method}", invocation_metadata=())

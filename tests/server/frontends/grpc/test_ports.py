@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import struct
+import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -18,17 +19,20 @@ import h2.events
 import pytest
 from grpc._cython import cygrpc
 
+from kestrel_client.v1 import image_service_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.frontends.grpc.ports import MAX_CONCURRENT_STREAMS, MAX_PING_STRIKES, UNREAD_BYTES, server_options
 from tests.fakes import HOLD, FakeEngine, answers
 from tests.journey.http2 import COMPLETE_QUERY, Http2Client
-from tests.server.serving import Serving, serving
+from tests.server.serving import Serving, reason_of, serving
+from tests.server.triton_calls import TritonStub, infer
 
 MIB = 2**20
 NUM_RESETS = 3000
 NO_RETRIES = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
 QUICK = wire.CompleteQueryRequest(question="?")
+LONG = wire.CompleteQueryRequest(question="What is it? " * 100)
 
 
 def waits(request: Any) -> list[object]:
@@ -110,20 +114,74 @@ async def test_ordinary_clients_are_refused_nowhere(
     assert codes[grpc.StatusCode.OK] >= (num_calls // 2 if are_cancelled else num_calls)
 
 
-async def test_a_compressed_message_is_refused_and_not_decompressed() -> None:
-    body = gzip.compress(bytes(8 * MIB))
-    async with serving() as rig, connected(rig) as client:
-        stream = await client.begin(COMPLETE_QUERY, grpc_encoding="gzip")
+@pytest.mark.parametrize("level", [1, 6, 9])
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_compressed_message_is_refused_and_not_decompressed(encoding: str, level: int) -> None:
+    content = LONG.SerializeToString() if level == 9 else bytes(8 * MIB)
+    body = gzip.compress(content, level) if encoding == "gzip" else zlib.compress(content, level)
+    async with serving(metrics_port=0) as rig, connected(rig) as client:
+        stream = await client.begin(COMPLETE_QUERY, grpc_encoding=encoding)
         await client.send(stream, struct.pack(">BI", 1, len(body)) + body, ends=True)
         _, trailers = await client.read(stream)
+        metrics = rig.server.metrics_text().decode()
     assert int(trailers["grpc-status"]) == grpc.StatusCode.UNIMPLEMENTED.value[0]
     assert rig.engine.requests == []
+    assert f'kestrel_requests_failed_total{{reason="UNSUPPORTED",rpc_method="{COMPLETE_QUERY[1:]}"}} 1.0' in metrics
 
 
 async def test_a_client_that_asks_for_compression_is_told_so() -> None:
     async with serving() as rig:
-        call = rig.vision.CompleteQuery(QUICK, compression=grpc.Compression.Gzip)
-        assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+        for compression in (grpc.Compression.Gzip, grpc.Compression.Deflate):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await rig.vision.CompleteQuery(LONG, compression=compression)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert reason_of(caught.value) == "UNSUPPORTED"
+        # Too small to be compressed: the encoding is announced, and not used.
+        await rig.vision.CompleteQuery(QUICK, compression=grpc.Compression.Gzip)
+
+
+@pytest.mark.parametrize("service", ["vision", "triton", "images"])
+async def test_a_message_above_the_limit_is_refused_with_the_reason(service: str) -> None:
+    limits = {"max_message_bytes": 300_000, "max_receiving_bytes": 3_000_000}
+    async with serving(metrics_port=0, **limits) as rig:
+
+        async def ask(num_bytes: int) -> grpc.aio.AioRpcError | None:
+            data = bytes(num_bytes)
+            try:
+                if service == "vision":
+                    await rig.vision.CompleteQuery(wire.CompleteQueryRequest(question="?", image={"data": data}))
+                elif service == "triton":
+                    request = infer(SKILL="query", QUESTION="?")
+                    request.raw_input_contents.append(data)
+                    await TritonStub(rig.channel).ModelInfer(request)
+                else:
+                    await rig.images.PutImage(image_service_pb2.PutImageRequest(data=data))
+            except grpc.aio.AioRpcError as error:
+                return error
+            return None
+
+        error = await ask(300_001)
+        assert error is not None
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert reason_of(error) == "MESSAGE_TOO_LARGE"
+        assert 'reason="MESSAGE_TOO_LARGE"' in rig.server.metrics_text().decode()
+        # Far above it gRPC refuses what would take too much memory.
+        error = await ask(500_000)
+        assert error is not None
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert 'reason="INVALID_REQUEST"' not in rig.server.metrics_text().decode()
+
+
+async def test_a_caller_that_hangs_up_before_its_message_has_come_has_cancelled_the_call() -> None:
+    async with serving(metrics_port=0) as rig, connected(rig) as client:
+        stream = await client.begin(COMPLETE_QUERY)
+        await client.send(stream, struct.pack(">BI", 0, 1000) + b"a part")
+        await client.read(await client.ask(COMPLETE_QUERY, QUICK))  # so the first one has begun
+        call = next(iter(rig.server._groups.inference.open_calls))
+        await client.reset(stream)
+        await asyncio.wait((call,))
+        metrics = rig.server.metrics_text().decode()
+    assert f'kestrel_requests_failed_total{{reason="CANCELLED",rpc_method="{COMPLETE_QUERY[1:]}"}} 1.0' in metrics
 
 
 async def test_what_comes_before_it_is_read_is_bounded() -> None:
