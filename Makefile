@@ -12,11 +12,14 @@ BIN := .venv/bin
 # Of what pip would compile, a sixth is ever imported; Python compiles that itself, unless it may not write it down.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 
-.PHONY: setup proto check test tests test-clients test-page test-languages test-ray docs fuzz serve \
-	demo attacks quality train bench supply dist clean
+.PHONY: help setup proto format check test test-fast tests test-clients test-page test-languages test-ray docs fuzz \
+	serve demo attacks quality train bench supply dist clean
+
+help: ## Print these commands
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | expand -t 18
 
 # Everything into .venv; nothing to do until pyproject.toml changes.
-setup: .venv/installed
+setup: .venv/installed ## Install everything into .venv
 
 .venv/installed: pyproject.toml clients/python/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "needs Python 3.11, 3.12 or 3.13; name one with PYTHON=…" >&2; exit 1; }
@@ -30,11 +33,16 @@ setup: .venv/installed
 	@touch $@
 
 # The Python messages and stubs, anew from proto/.
-proto: setup
+proto: setup ## Generate the Python messages and stubs anew from proto/
 	PYTHON=$(BIN)/python sh proto/generate.sh
 
+# Sort imports, and lay out all Python as the check wants it.
+format: setup ## Sort imports and lay out all Python
+	$(BIN)/ruff check --quiet --select I --fix
+	$(BIN)/ruff format --quiet
+
 # Everything that can be said without running: style, types, the wire contract, the freshness of its stubs.
-check: setup
+check: setup ## Check style, types, the wire contract and its stubs
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/pyrefly check --summary=none
@@ -42,71 +50,78 @@ check: setup
 
 # More at a time with WORKERS=…
 WORKERS ?= 2
-test: check tests
+test: check tests ## Check, then run all tests
 
-tests: setup
+tests: setup ## Run all tests, without the checks
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
+# What needs neither a model nor a process of its own, for use after each change.
+FAST := tests/runtime/api tests/runtime/scheduling tests/runtime/adapters tests/runtime/memory tests/runtime/constraints \
+	tests/server/access tests/server/config tests/server/wire tests/server/telemetry tests/server/frontends tests/client \
+	tests/tools tests/test_architecture.py tests/test_contributing.py tests/test_docs.py tests/test_vocabulary.py
+test-fast: setup ## Run the tests that need neither a model nor a process of their own, in under two minutes
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(FAST)
 
 # Clients that others have written, each in an environment of its own; one of them with ARGS=openai. Before them,
 # manifests whose schemas are packages for Node.js.
-test-clients: setup
+test-clients: setup ## Run clients that others have written; one of them with ARGS=openai
 	$(BIN)/python -m tests.deploy
 	$(BIN)/python -m tests.clients $(ARGS)
 
 # The page in Chromium, which Debian's package manager installs where it is missing; ARGS are options of pytest.
-test-page: setup
+test-page: setup ## Use the page in Chromium
 	$(BIN)/python -m tests.page $(ARGS)
 
 # The examples in Go, TypeScript, Java and C++, with compilers and libraries of Debian; one of them with ARGS=go.
-test-languages: setup
+test-languages: setup ## Build and run the examples in Go, TypeScript, Java and C++; one of them with ARGS=go
 	$(BIN)/python -m tests.languages $(ARGS)
 
 # The application for Ray Serve, with Ray in an environment of its own; ARGS are options of pytest.
-test-ray: setup
+test-ray: setup ## Run the application for Ray Serve, in an environment of its own
 	$(BIN)/python -m tests.ray $(ARGS)
 
 # The documentation as a site of static files in build/site, a check of all its links, and the tutorials as written.
-docs: setup
+docs: setup ## Build the documentation site, check its links, run the tutorials
 	GRPC_VERBOSITY=NONE NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 	$(BIN)/python -m pytest tests/site/built_site.py tests/site/tutorials.py
 
 # Ten minutes of CPU for requests, images and frames that nobody meant well; another length with CPU_SECONDS=…
 CPU_SECONDS ?= 600
-fuzz: setup
+fuzz: setup ## Send hostile requests, images and frames for ten minutes of processor time
 	$(BIN)/python -m tests.fuzzing $(CPU_SECONDS)
 
 # The built-in model unless ARGS says otherwise; ARGS are options of `kestrel-grpc serve`.
-serve: setup
+serve: setup ## Serve the built-in model, or what ARGS says
 	$(BIN)/kestrel-grpc serve $(ARGS)
 
 # A server on a free port, all five skills asked over gRPC about one picture, and what was found drawn on it.
-demo: setup
+demo: setup ## Serve the built-in model, ask it for all skills, draw demo.png
 	$(BIN)/kestrel-grpc demo
 
 # Attacks on servers of our own, and what others notice of them. ARGS are options of bench/attacks.
-attacks: setup
+attacks: setup ## Attack servers of our own, and measure what others notice
 	$(BIN)/python -m bench.attacks $(ARGS)
 
 # How well a model sees: held-out scenes asked over gRPC. ARGS are options of bench/quality.py.
-quality: setup
+quality: setup ## Measure how well a model sees
 	$(BIN)/python -m bench.quality $(ARGS)
 
 # The whole recipe of the built-in model, for one GPU; goes on where it stopped.
-train: setup
+train: setup ## Train the built-in model, on one GPU
 	$(BIN)/python -m training all
 
-bench: setup
+bench: setup ## Run three measurements that need no GPU
 	@for name in first_answer frontend features; do echo "== $$name"; $(BIN)/python -m bench.$$name || exit 1; done
 
 # The versions a deployment runs, with their hashes and licences, and its bill of materials.
-supply: setup
+supply: setup ## Write the locked versions, their licences and the bill of materials
 	PYTHON=$(BIN)/python sh deploy/supply.sh
 
 # The wheels and source distributions of both packages, checked as an index would check them, in dist/.
-dist: setup
+dist: setup ## Build and check the wheels and source distributions
 	PYTHON=$(BIN)/python sh deploy/dist.sh
 
-clean:
+clean: ## Remove all that these commands have made
 	rm -rf .venv build dist bench/out *.egg-info
 	rm -rf clients/*/build clients/*/gen clients/go/vendor clients/typescript/dist clients/typescript/node_modules
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from kestrel_grpc import __version__
@@ -59,6 +60,28 @@ def test_every_yaml_file_is_sound():
 def test_the_compose_file_keeps_to_its_specification(name):
     schema = ("--builtin-schema", "vendor.compose-spec")
     assert complaints(tool("check-jsonschema"), *schema, f"deploy/{name}") == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (".github/workflows/ci.yml", "github-workflows"),
+        (".github/ISSUE_TEMPLATE/bug.yml", "github-issue-forms"),
+        (".github/ISSUE_TEMPLATE/feature.yml", "github-issue-forms"),
+        (".github/ISSUE_TEMPLATE/config.yml", "github-issue-config"),
+    ],
+)
+def test_what_github_reads_keeps_to_its_schema(name, kind):
+    assert complaints(tool("check-jsonschema"), "--builtin-schema", f"vendor.{kind}", name) == ""
+
+
+def test_the_workflow_runs_what_ci_runs_with_each_version_of_python_that_the_package_allows():
+    workflow = yaml.safe_load((CHECKOUT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    job = workflow["jobs"]["ci"]
+    assert "bash .ci/run" in [step.get("run") for step in job["steps"]]
+    allowed = SpecifierSet(tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["requires-python"])
+    versions = {f"3.{minor}" for minor in range(40) if f"3.{minor}" in allowed}
+    assert set(job["strategy"]["matrix"]["python"]) == versions
 
 
 def test_the_pods_are_scraped_under_the_job_that_the_alerts_select():
