@@ -188,6 +188,9 @@ def kinds_of_errors() -> Iterator[type[Exception]]:
 # Roots that are never raised themselves, bugs, and what is raised before a server starts.
 WITHOUT_ROW = {
     "CallFailed",  # it brings its failure
+    # Whoever decodes a text turns them into a violation of its field.
+    "DataTooLarge",
+    "DataUnreadable",
     "KestrelError",
     "AccessRefused",
     "InternalError",
