@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kestrel_client import Client, DetectResult, Job, Outcome, PointResult, Progress, QueryResult
+from kestrel_client.errors import KestrelClientError
 from kestrel_grpc.cli.common import add_client_arguments, explain, run_with_client
 from kestrel_grpc.process import complain
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from kestrel_grpc.evaluation.tasks import Answer, Call, Case, Report, Score, Task
 
 _FAILED, _MISUSED = 1, 2
@@ -167,13 +170,25 @@ def _run(task: Task, client: Client, arguments: argparse.Namespace) -> int:
     if errors:
         complain(f"{len(errors)} of {len(answers)} calls failed and count as wrong; the first: {errors[0]}")
     if arguments.html is not None:
-        from kestrel_grpc.evaluation.page import page
+        from kestrel_client.label_fonts import LabelFonts
+        from kestrel_grpc.evaluation.page import TEXT_PX, Drawing, page
 
         title = f"{arguments.task}: {facts['model']}"
-        arguments.html.write_text(page(title, report, facts, arguments.worst), encoding="utf-8")
+        drawing = Drawing(_open_picture, LabelFonts(TEXT_PX).line)
+        arguments.html.write_text(page(title, report, facts, arguments.worst, drawing), encoding="utf-8")
     if arguments.json is not None:
         _write_json(arguments.json, arguments.task, facts, report, len(errors))
     return _FAILED if errors else 0
+
+
+def _open_picture(file: Path | bytes) -> Image.Image:
+    """A copy in RGB, as the model sees it. Raises `OSError` or `ValueError` for what is no picture."""
+    from kestrel_client.drawing import draw
+
+    try:
+        return draw(file)  # nothing
+    except KestrelClientError as error:
+        raise ValueError(str(error)) from error
 
 
 def _ask(client: Client, calls: Sequence[Call], arguments: argparse.Namespace) -> list[Answer]:

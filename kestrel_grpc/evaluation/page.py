@@ -8,11 +8,13 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Protocol
 
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageDraw
 
 from kestrel_grpc.evaluation.tasks import Case, Label, Place, Report, Score
 
@@ -23,7 +25,7 @@ _TRUTH_PX, _FOUND_PX = 6, 2
 _MAX_FAILURES = 100
 """Failed cases that are listed."""
 _SPOT_PX = 6
-_TEXT_PX = 12
+TEXT_PX = 12
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --soft: #59636e; --line: #d8dee4; --plate: #f6f8fa;
   --bad: #cf222e; }
@@ -49,7 +51,32 @@ _LEGEND = (
 )
 
 
-def page(title: str, report: Report, facts: Mapping[str, str], num_worst: int) -> str:
+class LabelLine(Protocol):
+    """A text that is laid out."""
+
+    @property
+    def width(self) -> float:
+        """Width in pixels."""
+
+    @property
+    def height(self) -> float:
+        """Height in pixels."""
+
+    def draw(self, pencil: ImageDraw.ImageDraw, corner: Place, ink: tuple[int, int, int]) -> None:
+        """Draw it with its upper left corner at a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """What draws pictures and the texts on them, in any script."""
+
+    open_picture: Callable[[Path | bytes], Image.Image]
+    """A copy in RGB of a file, as the model sees it. Raises `OSError` or `ValueError` for what is no picture."""
+    lay_out: Callable[[str], LabelLine]
+    """A text in the size `TEXT_PX`."""
+
+
+def page(title: str, report: Report, facts: Mapping[str, str], num_worst: int, drawing: Drawing) -> str:
     """The whole page. `facts` says what was asked of which server; `num_worst` bounds the cases that are shown."""
     worst = report.worst(num_worst)
     failed = [case for case in report.cases if case.error]
@@ -70,7 +97,7 @@ def page(title: str, report: Report, facts: Mapping[str, str], num_worst: int) -
         body += [f"<h2>Worst cases ({len(worst)})</h2>"]
         if any(case.truth or case.found for case in worst):
             body.append(_LEGEND.format(truth=_TRUTH, found=_FOUND))
-        body += ['<div class="cases">', *map(_article, worst), "</div>"]
+        body += ['<div class="cases">', *(_article(case, drawing) for case in worst), "</div>"]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
     head += f"style-src 'unsafe-inline'\"><title>{escape(title)}</title><style>{_STYLE}</style>"
@@ -83,27 +110,25 @@ def score_cells(score: Score) -> tuple[str, str, str, str]:
     return score.name, f"{score.value:.3f}", interval, str(score.count)
 
 
-def _article(case: Case) -> str:
+def _article(case: Case, drawing: Drawing) -> str:
     rows = {"asked": case.asked, "expected": case.expected, "answered": case.answered, "score": f"{case.score:.3f}"}
     if case.error:
         rows["error"] = case.error
     lines = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in rows.items())
-    return f"<article><h3>{escape(case.name)}</h3>{_picture(case)}<dl>{lines}</dl></article>"
+    return f"<article><h3>{escape(case.name)}</h3>{_picture(case, drawing)}<dl>{lines}</dl></article>"
 
 
-def _picture(case: Case) -> str:
+def _picture(case: Case, drawing: Drawing) -> str:
     try:
-        source = case.image if isinstance(case.image, Path) else io.BytesIO(case.image)
-        with Image.open(source) as opened:
-            canvas = ImageOps.exif_transpose(opened).convert("RGB")
-    except (OSError, ValueError, Image.DecompressionBombError):
+        canvas = drawing.open_picture(case.image)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return '<p class="bad">The picture cannot be read.</p>'
     canvas.thumbnail((_LARGEST_SIDE_PX, _LARGEST_SIDE_PX))
     pencil = ImageDraw.Draw(canvas)
     for label in case.truth:
-        _draw(pencil, canvas.size, label, _TRUTH, _TRUTH_PX)
+        _draw(pencil, label, _TRUTH, _TRUTH_PX, drawing)
     for label in case.found:
-        _draw(pencil, canvas.size, label, _FOUND, _FOUND_PX)
+        _draw(pencil, label, _FOUND, _FOUND_PX, drawing)
     buffer = io.BytesIO()
     canvas.save(buffer, format="JPEG", quality=80)
     data = base64.b64encode(buffer.getvalue()).decode()
@@ -114,8 +139,9 @@ def _picture(case: Case) -> str:
 
 
 def _draw(
-    pencil: ImageDraw.ImageDraw, size: tuple[int, int], label: Label, colour: tuple[int, int, int], line_px: int
+    pencil: ImageDraw.ImageDraw, label: Label, colour: tuple[int, int, int], line_px: int, drawing: Drawing
 ) -> None:
+    size = pencil.im.size
     for outline in label.outlines:
         corners = [_pixel(size, place) for place in outline]
         pencil.line([*corners, *corners[:1]], fill=colour, width=line_px)
@@ -125,7 +151,8 @@ def _draw(
         corner, opposite = _ordered(first, last)
         pencil.rectangle((*corner, *opposite), outline=colour, width=line_px)
         # Truths are named below their boxes and answers above, so that neither hides the other.
-        _write(pencil, size, label.name, (corner[0], opposite[1]) if colour == _TRUTH else corner, colour)
+        corner = (corner[0], opposite[1]) if colour == _TRUTH else corner
+        _write(pencil, drawing.lay_out(" ".join(label.name.split())), corner, colour)
     if label.point is not None:
         pencil.circle(_pixel(size, label.point), _SPOT_PX, fill=colour, outline=_RIM, width=2)
 
@@ -135,16 +162,13 @@ def _ordered(first: Place, last: Place) -> tuple[Place, Place]:
     return (xs[0], ys[0]), (xs[1], ys[1])
 
 
-def _write(
-    pencil: ImageDraw.ImageDraw, size: tuple[int, int], text: str, corner: Place, colour: tuple[int, int, int]
-) -> None:
-    font = ImageFont.load_default(_TEXT_PX)
-    left, top, right, bottom = font.getbbox(text)
-    width, height = right - left + 4, bottom - top + 4
+def _write(pencil: ImageDraw.ImageDraw, line: LabelLine, corner: Place, colour: tuple[int, int, int]) -> None:
+    size = pencil.im.size
+    width, height = line.width + 4, line.height + 4
     x = max(0.0, min(corner[0], size[0] - width))
     y = max(0.0, min(corner[1] - (0 if colour == _TRUTH else height), size[1] - height))
     pencil.rectangle((x, y, x + width, y + height), fill=colour)
-    pencil.text((x + 2 - left, y + 2 - top), text, _RIM, font)
+    line.draw(pencil, (x + 2, y + 2), _RIM)
 
 
 def _pixel(size: tuple[int, int], place: Place) -> Place:

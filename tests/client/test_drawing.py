@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
@@ -145,17 +146,56 @@ def test_labels_say_what_was_asked_for_and_count_several(monkeypatch: pytest.Mon
     written: list[str] = []
     text = ImageDraw.ImageDraw.text
 
-    def noted(pencil: ImageDraw.ImageDraw, xy: tuple[float, float], content: str, *others: Any) -> None:
+    def noted(pencil: ImageDraw.ImageDraw, xy: Any, content: str, *others: Any, **options: Any) -> None:
         written.append(content)
-        text(pencil, xy, content, *others)
+        text(pencil, xy, content, *others, **options)
 
     monkeypatch.setattr(ImageDraw.ImageDraw, "text", noted)
     gaze = GazeResult(target=Point(0.1, 0.1), **FACTS)
-    found = pointed(Point(0.2, 0.2), Point(0.3, 0.3), object="dog"), detected(Box(0, 0, 1, 1), object="höher")
+    found = pointed(Point(0.2, 0.2), Point(0.3, 0.3), object="dog"), detected(Box(0, 0, 1, 1), object="two\n words")
     draw(_canvas(), *found, gaze, detected(Box(0, 0, 1, 1), object="x" * 100))
-    assert written == ["dog 1", "dog 2", "höher", "target", "x" * 39 + "…"]
+    assert written == ["dog 1", "dog 2", "two words", "target", "x" * 39 + "…"]
 
 
 def test_an_image_that_only_the_server_has_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="is no file"):
         draw("https://example.com/a.png", pointed())
+
+
+def grey_file(image_format: str, numbers: np.ndarray, **options: Any) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(numbers).save(file, image_format, **options)
+    return file.getvalue()
+
+
+RAMP = np.tile(np.linspace(0, 65535, 256).astype(np.uint16), (3, 1))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        grey_file("PNG", RAMP),
+        grey_file("TIFF", RAMP),
+        grey_file("TIFF", RAMP, compression="tiff_lzw"),
+        grey_file("TIFF", 65535 - RAMP, tiffinfo={262: 0}),  # white is zero
+        grey_file("TIFF", RAMP >> 4, tiffinfo={281: 4095}),  # 12 bits
+    ],
+)
+def test_a_grey_file_of_16_bits_is_drawn_in_all_its_shades(file: bytes) -> None:
+    np.testing.assert_allclose(np.asarray(draw(file))[1, :, 0], np.arange(256), atol=1)
+
+
+def test_the_transparent_colour_of_a_grey_image_of_any_depth_is_drawn_white() -> None:
+    drawn = np.asarray(draw(grey_file("PNG", RAMP, transparency=int(RAMP[0, 100]))))[1, :, 0]
+    assert drawn.tolist() == [255 if place == 100 else place for place in range(256)]
+
+
+def test_an_orientation_in_xmp_alone_turns_nothing_that_is_drawn() -> None:
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><a tiff:Orientation="6"/></x:xmpmeta>'
+    for image_format in ("JPEG", "WEBP", "TIFF"):
+        file = io.BytesIO()
+        options = {"tiffinfo": {700: xmp}} if image_format == "TIFF" else {"xmp": xmp}
+        Image.new("RGB", (30, 20)).save(file, image_format, **options)
+        assert draw(file.getvalue()).size == (30, 20)
+        if image_format != "TIFF":  # which Pillow turns itself
+            assert draw(Image.open(file)).size == (30, 20)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from kestrel_client import InvalidRequest, RawImage
+from kestrel_client import InvalidRequest, RawImage, draw
 from kestrel_client.images import image_bytes, is_address, is_on_server, put_reference
 from kestrel_client.v1 import media_pb2
 
@@ -40,6 +40,86 @@ def test_a_pil_image_goes_as_a_png_of_its_pixels(mode: str) -> None:
     sent = Image.open(io.BytesIO(image_bytes(image)))
     assert (sent.format, sent.size) == ("PNG", (3, 2))
     assert sent.convert("RGB").getpixel((2, 1)) == image.convert("RGB").getpixel((2, 1))
+
+
+RAMP = np.linspace(0, 1, 45).reshape(5, 9)
+GREY = Image.fromarray(np.round(RAMP * 255).astype(np.uint8))
+COLOURS = Image.merge("RGB", (GREY, GREY.rotate(180), GREY.transpose(Image.Transpose.FLIP_LEFT_RIGHT)))
+CLEAR = Image.merge("RGBA", (*COLOURS.split(), GREY))
+
+
+def numbers(mode: str, values: np.ndarray, kind: str) -> Image.Image:
+    return Image.frombytes(mode, (9, 5), values.astype(kind).tobytes())
+
+
+def over_white(image: Image.Image) -> np.ndarray:
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, "white")
+    return np.asarray(Image.alpha_composite(white, image).convert("RGB"))
+
+
+def with_clear_colour(image: Image.Image, colour: Any) -> Image.Image:
+    image = image.copy()
+    image.info["transparency"] = colour
+    return image
+
+
+FULL = RAMP * 65535
+# Each mode of Pillow with an image, and what a person sees of it.
+MODES = {
+    "1": (GREY.convert("1"), GREY.convert("1")),
+    "L": (GREY, GREY),
+    "LA": (CLEAR.convert("LA"), CLEAR.convert("LA")),
+    "La": (CLEAR.convert("LA").convert("La"), CLEAR.convert("LA")),
+    "P": (COLOURS.quantize(8), COLOURS.quantize(8)),
+    "P, a clear entry": (with_clear_colour(COLOURS.quantize(8), 3), with_clear_colour(COLOURS.quantize(8), 3)),
+    "P, alpha in the palette": (CLEAR.quantize(16), CLEAR.quantize(16)),
+    "PA": (CLEAR.convert("PA"), CLEAR.convert("PA")),
+    "RGB": (COLOURS, COLOURS),
+    "RGBA": (CLEAR, CLEAR),
+    "RGBa": (CLEAR.convert("RGBa"), CLEAR),
+    "RGBX": (COLOURS.convert("RGBX"), COLOURS),
+    "CMYK": (COLOURS.convert("CMYK"), COLOURS),
+    "YCbCr": (COLOURS.convert("YCbCr"), COLOURS),
+    "LAB": (COLOURS.convert("LAB"), COLOURS.convert("LAB").convert("RGB")),
+    "HSV": (COLOURS.convert("HSV"), COLOURS.convert("HSV").convert("RGB")),
+    "I;16": (numbers("I;16", FULL, "<u2"), GREY),
+    "I;16L": (numbers("I;16L", FULL, "<u2"), GREY),
+    "I;16B": (numbers("I;16B", FULL, ">u2"), GREY),
+    "I;16N": (numbers("I;16N", FULL, "=u2"), GREY),
+    "I, 16 bits": (numbers("I", FULL, "=i4"), GREY),
+    "I, 8 bits": (GREY.convert("I"), GREY),
+    "F to 1": (numbers("F", RAMP, "=f4"), GREY),
+    "F to 1, a little beyond": (numbers("F", 1.2 * RAMP - 0.1, "=f4"), Image.eval(GREY, lambda v: v * 1.2 - 25.5)),
+    "F to 255": (GREY.convert("F"), GREY),
+    "F to 65,535": (numbers("F", FULL, "=f4"), GREY),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pil_image_of_every_mode_is_sent_and_drawn_as_it_looks(mode: str) -> None:
+    image, looks = MODES[mode]
+    sent = Image.open(io.BytesIO(image_bytes(image)))
+    seen = np.asarray(sent) >> 8 if sent.mode == "I;16" else over_white(sent)
+    wanted = over_white(looks)
+    np.testing.assert_allclose(seen, wanted[..., 0] if seen.ndim == 2 else wanted, atol=3)
+    np.testing.assert_allclose(np.asarray(draw(image)), wanted, atol=3)
+
+
+@pytest.mark.parametrize(
+    ("image", "why"),
+    [
+        (numbers("I", FULL - 1, "=i4"), "mode I must have values of 0 to 65535, not -1 to 65534"),
+        (numbers("I", FULL * 2, "=i4"), "mode I must have values of 0 to 65535, not 0 to 131070"),
+        (numbers("F", FULL * 2, "=f4"), "mode F must have values of 0 to 65535"),
+        (numbers("F", RAMP - 0.5, "=f4"), "mode F must have values of 0 to 65535, not -0.5 to 0.5"),
+        (numbers("F", np.where(RAMP > 0.5, np.nan, RAMP), "=f4"), "mode F must have finite values"),
+    ],
+)
+def test_numbers_that_are_no_brightness_are_refused(image: Image.Image, why: str) -> None:
+    for convert in (image_bytes, draw):
+        with pytest.raises(InvalidRequest, match=why):
+            convert(image)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

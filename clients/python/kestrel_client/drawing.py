@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kestrel_client import pil_images
 from kestrel_client.images import ImageInput, image_bytes
+from kestrel_client.label_fonts import LabelFonts
 from kestrel_client.results import Box, DetectResult, GazeResult, Point, PointResult, Segment, SegmentResult
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ def draw(image: ImageInput, *results: Drawable) -> Image.Image:
         *results: Of `point`, `detect`, `segment` or `gaze`.
 
     Returns:
-        A PIL image in RGB, upright. Each thing found has a colour, and a label with what was asked for.
+        A PIL image in RGB, upright. Each thing found has a colour, and a label with what was asked for. For letters
+        that Pillow's own font has not, `fc-match` of fontconfig finds an installed font; a character that no font
+        has is written without its accents, or as its code point, such as "U+661F".
 
     Raises:
         InvalidRequest: For what is no image, or is on the server.
@@ -45,9 +48,10 @@ def draw(image: ImageInput, *results: Drawable) -> Image.Image:
     """
     from PIL import ImageDraw
 
-    canvas = _upright(image)
+    canvas = _shown(image)
     width_px = max(2, round(max(canvas.size) / 250))
     pencil = ImageDraw.Draw(canvas)
+    fonts = LabelFonts(4.0 * width_px)
     colours = itertools.cycle(COLOURS)
     labels: list[_Label] = []
     spots: list[tuple[Pixel, Colour]] = []
@@ -71,7 +75,7 @@ def draw(image: ImageInput, *results: Drawable) -> Image.Image:
             labels.append(_Label(name, colour, (x + 3 * width_px, y), is_above=False))
             spots.append(((x, y), colour))
     for label in labels:
-        label.draw(pencil, width_px)
+        label.draw(pencil, width_px, fonts)
     for centre, colour in spots:
         pencil.circle(centre, 3 * width_px, fill=colour, outline=_RIM, width=max(1, width_px // 2))
     return canvas
@@ -86,23 +90,18 @@ def _named(results: Sequence[Drawable]) -> Iterator[tuple[str, Point | Box | Seg
             name, things = result.object, [item.box for item in result.objects]
         else:
             name, things = result.object, result.points if isinstance(result, PointResult) else result.segments
+        name = " ".join(name.split())
         name = name if len(name) <= _MAX_LABEL_CHARS else f"{name[: _MAX_LABEL_CHARS - 1]}…"
         for number, thing in enumerate(things, 1):
             if thing is not None:
                 yield f"{name} {number}" if len(things) > 1 else name, thing
 
 
-def _upright(image: Any) -> Image.Image:
-    """A copy of the image as the model sees it: rotated by its EXIF orientation, transparent pixels on white."""
-    from PIL import Image, ImageOps
+def _shown(image: Any) -> Image.Image:
+    """A copy of the image as the model sees it."""
+    from PIL import Image
 
-    if not isinstance(image, Image.Image):
-        image = Image.open(io.BytesIO(image_bytes(image)))
-    image = ImageOps.exif_transpose(image)
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    image = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")
+    return pil_images.shown(image if isinstance(image, Image.Image) else pil_images.open_file(image_bytes(image)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +113,10 @@ class _Label:
     corner: Pixel
     is_above: bool
 
-    def draw(self, pencil: ImageDraw.ImageDraw, width_px: int) -> None:
+    def draw(self, pencil: ImageDraw.ImageDraw, width_px: int, fonts: LabelFonts) -> None:
         """Draw it within the image."""
-        from PIL import ImageFont
-
-        font = ImageFont.load_default(4.0 * width_px)
-        left, top, right, bottom = font.getbbox(self.text)
-        plate = (right - left + 2 * width_px, bottom - top + 2 * width_px)
+        line = fonts.line(self.text)
+        plate = (line.width + 2 * width_px, line.height + 2 * width_px)
         width, height = pencil.im.size
         x = min(max(self.corner[0], 0), max(width - plate[0], 0))
         y = min(max(self.corner[1] - (plate[1] if self.is_above else 0), 0), max(height - plate[1], 0))
@@ -128,7 +124,7 @@ class _Label:
         # The weights of red, green and blue in brightness.
         brightness = sum(weight * part for weight, part in zip((0.299, 0.587, 0.114), self.colour, strict=True))
         ink = _INK if brightness > 140 else _RIM
-        pencil.text((x + width_px - left, y + width_px - top), self.text, ink, font)
+        line.draw(pencil, (x + width_px, y + width_px), ink)
 
 
 def _pixel(canvas: Image.Image, x: float, y: float) -> Pixel:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeGuard, get_args
 from urllib.parse import unquote_to_bytes
 
+from kestrel_client import pil_images
 from kestrel_client.errors import invalid_argument
 from kestrel_client.v1 import image_service_pb2, media_pb2
 
@@ -95,7 +96,9 @@ _File: TypeAlias = "bytes | bytearray | memoryview | str | os.PathLike[str] | Re
 ImageInput: TypeAlias = "_File | Image | Array | RawImage | StoredImage"
 """The bytes of an image file, its path, a file object, a `data:` URL, a PIL image, a NumPy array (RGB), pixels, an
 address that the server fetches (`https://…`), or a stored image or its name (`sha256:…`). Files and PIL images are
-turned upright by their EXIF orientation, so coordinates refer to the upright image."""
+turned upright by their EXIF orientation, so coordinates refer to the upright image. PIL images may have any mode.
+Numbers of mode I are brightness of 8 bits if the largest is at most 255, else of 16 bits. Floats of mode F are
+brightness of 0 to 1, 0 to 255 or 0 to 65,535: the least range whose end they exceed by at most a quarter."""
 
 _ADDRESSES = ("https://", "http://")
 _DATA_URL = "data:"
@@ -207,7 +210,7 @@ def _file_of(image: ImageInput) -> bytes:
         except (TypeError, ValueError) as error:
             raise _invalid(f"not the pixels of a RawImage: {error}") from None
     if _is_pil(image):
-        return _png_of_pil(image)
+        return pil_images.png_of(image)
     if hasattr(image, "read"):
         return _rest_of(image)
     raise _invalid(
@@ -300,7 +303,7 @@ def _png_of_iso_file(data: bytes) -> bytes:
         raise _invalid("the server does not decode AVIF and HEIC; `pip install pillow` converts AVIF") from None
     try:
         with Image.open(io.BytesIO(data)) as image:
-            return _png_of_pil(image)
+            return pil_images.png_of(image)
     except UnidentifiedImageError:
         pass
     except (OSError, SyntaxError, ValueError):
@@ -312,24 +315,10 @@ def _png_of_iso_file(data: bytes) -> bytes:
         raise _invalid("no AVIF file that Pillow reads; `pip install pillow-heif` converts HEIC") from None
     except Exception:  # the library documents no errors of damaged files
         raise _invalid("the AVIF or HEIC file is damaged") from None
-    return _png_of_pil(image)
+    return pil_images.png_of(image)
 
 
 _ISO_BRANDS = frozenset((b"avif", b"avis", b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"))
-_PNG_MODES = frozenset({"1", "L", "LA", "I;16", "P", "RGB", "RGBA"})
-
-
-def _png_of_pil(image: Image) -> bytes:
-    # The server turns a file upright; a PIL image keeps the same orientation in its EXIF data.
-    from PIL import ImageOps
-
-    upright = ImageOps.exif_transpose(image)
-    pixels = upright if upright.mode in _PNG_MODES else upright.convert("RGB")
-    file = io.BytesIO()
-    # Without EXIF data, so that the server does not turn the image again.
-    pixels.save(file, format="PNG", compress_level=1, exif=b"")
-    return file.getvalue()
-
 
 _COLOUR_TYPES = {"gray8": 0, "rgb8": 2, "bgr8": 2, "rgba8": 6}
 _CHANNELS = {"gray8": 1, "rgb8": 3, "bgr8": 3, "rgba8": 4}
