@@ -35,11 +35,19 @@ def flat(
             yield from flat(nested, known, f"{path}{name}.")
         elif None not in field.get("enum", ()):
             yield f"{path}{name}", name in schema.get("required", ()), {**kind, **field}
+            if (item := known.get(reference_of_items(field))) is not None:
+                yield from flat(item, known, f"{path}{name}[].")
+
+
+def reference_of_items(field: dict[str, Any]) -> str:
+    """The name of the objects that a field is a list of, or may be; empty where there is none."""
+    kinds = (field, *field.get("oneOf", ()))
+    return next((kind["items"]["$ref"].rpartition("/")[2] for kind in kinds if "$ref" in kind.get("items", ())), "")
 
 
 def facts(field: dict[str, Any]) -> tuple[str, str]:
     """The type of a field, and what it is."""
-    kind: str = "text or list" if "oneOf" in field else field["type"]
+    kind: str = "text or list" if "oneOf" in field else field.get("type", "any")
     choices = f" One of {', '.join(f'`{choice}`' for choice in field['enum'])}." if "enum" in field else ""
     return TYPES.get(kind, kind), field["description"] + choices
 

@@ -30,7 +30,6 @@ from kestrel_grpc.wire.call_context import REQUEST_ID_KEY, CallContext
 from kestrel_grpc.wire.errors import MethodUnknown, describe
 from kestrel_grpc.wire.submission import Submission
 from kestrel_runtime.api.engine import Engine, EngineStatus
-from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 _GRACE_S = 10.0
 """How much longer than the server a client waits, so that the server's own answer about its time limit arrives."""
@@ -109,11 +108,6 @@ class EngineCaller:
         except Exception as error:
             if self._engine.status is EngineStatus.DEAD:
                 raise RunEnded("the engine has failed; its log says why") from error
-            if isinstance(error, InvalidRequest) and operation is not None and call.request is not None:
-                # The engine has refused a parsed request, whose fields have other names in the body.
-                error.violations = tuple(
-                    Violation(operation.field_name(item.field), item.description) for item in error.violations
-                )
             failure = describe(error, self._engine.status)
             if failure.http_status == 500:
                 _log.error("request %s failed", call.request_id, exc_info=error)

@@ -25,7 +25,6 @@ from kestrel_grpc.frontends.rest.requests import ROUTES
 from kestrel_grpc.images.data_urls import is_data_url
 from kestrel_grpc.wire.errors import describe
 from kestrel_runtime.api.errors import InvalidRequest, Violation, did_you_mean
-from kestrel_runtime.api.sampling_params import MAX_SEED
 
 OWN_FIELDS = ("id", "skill", "image")
 """The fields of a line that are not fields of the skill's request."""
@@ -36,6 +35,8 @@ _MAX_FILE_BYTES = 256 * 2**20
 DIGEST_BYTES = 8
 """Of the digest of a record, which is written in hexadecimal digits."""
 _ROWS_AT_ONCE = 64
+_NUM_SEEDS = 2**63
+"""All routes take those from 0 on."""
 _MAX_PATH_CHARS = 1024
 _PATH = re.compile(r"/v1/[A-Za-z0-9_/.-]+")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{40,}={0,2}\s*")
@@ -198,7 +199,7 @@ class Template:
 
     def seed_of(self, record: Record) -> int:
         """The seed of a line that has none."""
-        return (self.seed + record.number) % (MAX_SEED + 1)
+        return (self.seed + record.number) % _NUM_SEEDS
 
 
 @dataclass(slots=True)

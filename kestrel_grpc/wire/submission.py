@@ -10,6 +10,7 @@ from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource, is_embedded
 from kestrel_grpc.images.stored_images import ImageNotFound, ImageReference, ImageUri
 from kestrel_grpc.wire.call_context import CallContext, RequestSummary
+from kestrel_runtime.api.adapters import AdapterName
 from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import ModelNotFound, did_you_mean
 from kestrel_runtime.api.events import Finished
@@ -96,7 +97,7 @@ class Submission:
         adapter, is_sure = self._split(options.model)
         if not is_sure:
             await self._listed(adapter, options.model)
-        if adapter and options.adapter not in ("", adapter):
+        if adapter and (options.adapter not in ("", adapter) or AdapterName.parse(adapter) is None):
             raise ModelNotFound(options.model)
         return replace(request, options=replace(options, model=served, adapter=adapter or options.adapter))
 

@@ -60,6 +60,7 @@ _PIXEL_FORMATS: Mapping[int, PixelFormat] = MappingProxyType(
 # In place of the bytes of an image that the request names by an address or a handle.
 _PLACEHOLDER_IMAGE = b"?"
 _MAX_DURATION_S = 315_576_000_000
+_CHOICES = "constraint.choices"
 _DEFAULT_SAMPLING = SamplingParams()
 _DEFAULT_OPTIONS = RequestOptions()
 
@@ -88,10 +89,18 @@ def new_request(
     try:
         request = kind(sampling=_sampling(message), options=options, **own)
     except InvalidRequest as error:
-        raise InvalidRequest((*violations, *error.violations)) from None
+        raise InvalidRequest((*violations, *map(_renamed, error.violations))) from None
     if violations:
         raise InvalidRequest(tuple(violations))
     return request
+
+
+def _renamed(violation: Violation) -> Violation:
+    """The violation with the path of its field in the message, where choices are in a message of their own."""
+    field = violation.field
+    if field.startswith(_CHOICES):
+        field = f"{_CHOICES}.values{field.removeprefix(_CHOICES)}"
+    return Violation(field, violation.description)
 
 
 def spatial_refs(messages: Sequence[media_pb2.SpatialRef], violations: list[Violation]) -> tuple[SpatialRef, ...]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Protocol
 
 from kestrel_grpc.images.stored_images import ImageReference
 from kestrel_grpc.wire.call_context import CallContext, RequestSummary
 from kestrel_grpc.wire.submission import Submission, ending_with, last_event, with_alternatives
+from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.events import Event, Finished
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
@@ -44,6 +47,8 @@ class ParsedRequest:
     is_streamed: bool
     style: Any
     """What the body says about the form of the answer; the frontend's renderer reads it."""
+    field_name: Callable[[str], str]
+    """Converts the name of a field of the engine's requests to the name in the body."""
 
 
 def serving(
@@ -52,24 +57,40 @@ def serving(
     """Makes the `serve` of an operation. `new_renderer` takes the id of a request, its summary and its style."""
 
     async def serve(parsed: ParsedRequest, call: CallContext) -> Answer:
-        is_streamed, style = parsed.is_streamed, parsed.style
-        streams = await submission.submit_samples(parsed.request, parsed.image, call)
-        assert call.request is not None
-        renderer = new_renderer(call.request_id, call.request, style)
-        del parsed  # it holds the image
-        if is_streamed:
-            return _rendered_events(streams, renderer, call)
-        return renderer.answer(await last_event(streams, call))
+        is_streamed, style, naming = parsed.is_streamed, parsed.style, _Naming(parsed.field_name)
+        with naming:
+            streams = await submission.submit_samples(parsed.request, parsed.image, call)
+            assert call.request is not None
+            renderer = new_renderer(call.request_id, call.request, style)
+            del parsed  # it holds the image
+            if is_streamed:
+                return _rendered_events(streams, renderer, call, naming)
+            return renderer.answer(await last_event(streams, call))
 
     return serve
 
 
+class _Naming(AbstractContextManager[None]):
+    """Gives the fields in an `InvalidRequest` of the block the names that they have in the body."""
+
+    def __init__(self, field_name: Callable[[str], str]) -> None:
+        self._field_name = field_name
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, InvalidRequest):
+            error.violations = tuple(
+                Violation(self._field_name(item.field), item.description) for item in error.violations
+            )
+
+
 async def _rendered_events(
-    streams: Sequence[Stream], renderer: Renderer, call: CallContext
+    streams: Sequence[Stream], renderer: Renderer, call: CallContext, naming: _Naming
 ) -> AsyncGenerator[bytes, None]:
     """The server-sent events of the samples of a request. Closing the generator cancels the request."""
     finished: dict[int, Finished] = {}
-    with ending_with(*streams):
+    with naming, ending_with(*streams):
         async for sample, event in _numbered(streams):
             told = renderer.events(event, sample)
             if isinstance(event, Finished):

@@ -98,8 +98,6 @@ class Operation:
     parse: Callable[..., Any] | None
     """None for an operation without a body: `serve` gets the variable parts of the path, by name."""
     serve: Callable[[Any, CallContext], Awaitable[Answer]]
-    field_name: Callable[[str], str] = str
-    """Converts the name of a field of the engine's requests to the name in the body."""
     content_type: bytes = JSON
     takes_file: bool = False
     """True if the body is a file, not JSON: `parse` also gets the parameters of the query."""
@@ -178,10 +176,6 @@ class Endpoint:
         self, error: BaseException, call: CallContext, exchange: Exchange, events: EventStream | None
     ) -> None:
         """Answer with the failure, unless the caller has ended the call."""
-        if isinstance(error, InvalidRequest) and call.request is not None:  # the engine refused a parsed request
-            error.violations = tuple(
-                Violation(self._operation.field_name(item.field), item.description) for item in error.violations
-            )
         failure = self._admission.fail(call, error)
         begun = events if events is not None and events.has_begun else None
         if failure is not None and begun is None:

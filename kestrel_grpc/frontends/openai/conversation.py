@@ -36,19 +36,26 @@ _INSTRUCTIONS = ("system", "developer")
 _SPEAKERS: Mapping[str, str] = MappingProxyType({"user": "User", "assistant": "Assistant"})
 # An answer of this server may hold them, so that a client can send it back as it came.
 _ONLY_OF_ANSWERS = (
-    "refusal", "reasoning", "reasoning_details", "annotations", "audio", "function_call", "tool_calls",
+    "refusal", "reasoning", "reasoning_content", "reasoning_details", "annotations", "audio", "function_call",
+    "tool_calls", "provider_specific_fields",
 )  # fmt: skip
 _EMPTY_IN_ANSWERS = ("tool_calls", "function_call", "audio")
 _OF_ANSWER: Any = Field(None, description="Without effect, and only in messages of the assistant.")
+_OF_CACHES: Any = Field(None, description="Without effect: the caches find equal prompts by themselves.")
 
 
 class ImageUrl(Body):
     """An image in a message."""
 
-    url: ImageText = Field(description="A data URL.", examples=[EXAMPLE_IMAGE])
+    url: ImageText = Field(
+        description="An image file as a data URL; an address on one of the hosts of `--image-hosts`; or the "
+        "`image_id` of a stored image.",
+        examples=[EXAMPLE_IMAGE],
+    )
     detail: Text | None = Field(
         None, description="Without effect: every image has the detail that the model takes."
     )
+    format: Text | None = Field(None, description="Without effect: the file says what it is.")
 
 
 class Part(Body):
@@ -57,6 +64,8 @@ class Part(Body):
     type: Literal["text", "image_url"] = Field(description="What it is.", examples=["text"])
     text: Text | None = Field(None, description="The text.")
     image_url: ImageUrl | None = Field(None, description="The image.")
+    cache_control: Any = _OF_CACHES
+    prompt_cache_breakpoint: Any = _OF_CACHES
 
 
 class Message(Body):
@@ -67,13 +76,16 @@ class Message(Body):
         description="A text, or a list of parts."
     )
     name: Text | None = Field(None, description="Without effect.")
+    cache_control: Any = _OF_CACHES
     refusal: Any = _OF_ANSWER
     reasoning: Any = _OF_ANSWER
+    reasoning_content: Any = _OF_ANSWER
     reasoning_details: Any = _OF_ANSWER
     annotations: Any = _OF_ANSWER
     audio: Any = _OF_ANSWER
     function_call: Any = _OF_ANSWER
     tool_calls: Any = _OF_ANSWER
+    provider_specific_fields: Any = _OF_ANSWER
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,16 @@ A field is accepted without effect where it cannot change an answer of these mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, PlainValidator
 from pydantic.json_schema import JsonSchemaValue
 
 from kestrel_grpc.frontends.http.answers import ParsedRequest
-from kestrel_grpc.frontends.http.bodies import Body, Problems, Text, Unusable, read
+from kestrel_grpc.frontends.http.bodies import Body, Problems, Text, TextOr, Unusable, read
 from kestrel_grpc.frontends.http.fields import (
     ConstraintBody,
     GivenImage,
@@ -35,6 +37,8 @@ from kestrel_runtime.api.requests import Query, RequestOptions
 from kestrel_runtime.api.sampling_params import SamplingParams
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_NO_SEED = -1
+_SIGN = 2**63
 
 
 # Fields with an object
@@ -135,7 +139,27 @@ class _OpenAiBody(Sampling):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="What the answer must look like, in the words of vLLM; one of its fields."
     )
+    seed: int | None = Field(
+        None,
+        description="Makes the answer repeatable: 64 bits with a sign. -1 draws anew each time, as no seed does.",
+    )
     user: Text | None = Field(None, description="Without effect: callers are told apart by their tokens.")
+    metadata: dict[str, Any] | None = Field(None, description="Without effect: nothing is stored.")
+    store: bool | None = Field(None, description="Without effect: nothing is stored.")
+    prompt_cache_key: Text | None = Field(
+        None, description="Without effect: the caches find equal prompts by themselves."
+    )
+    prompt_cache_retention: Text | None = Field(
+        None, description="Without effect: the server says how long it keeps what."
+    )
+    prompt_cache_options: dict[str, Any] | None = Field(
+        None, description="Without effect: the caches find equal prompts by themselves."
+    )
+    moderation: dict[str, Any] | None = Field(None, description="Without effect: nothing is moderated.")
+    safety_identifier: Text | None = Field(
+        None, description="Without effect: callers are told apart by their tokens."
+    )
+    service_tier: Text | None = Field(None, description="Without effect: there is one tier.")
 
 
 class ChatBody(_OpenAiBody):
@@ -155,25 +179,13 @@ class ChatBody(_OpenAiBody):
     top_logprobs: int | None = setting(
         "logprobs", "The number of likeliest tokens whose logprobs are added for each token; needs `logprobs`."
     )
-    metadata: dict[str, Any] | None = Field(None, description="Without effect: nothing is stored.")
-    store: bool | None = Field(None, description="Without effect: nothing is stored.")
     parallel_tool_calls: bool | None = Field(None, description="Without effect: there are no tools.")
     prediction: dict[str, Any] | None = Field(
         None, description="Without effect: it may speed an answer up, and changes none."
     )
-    prompt_cache_key: Text | None = Field(
-        None, description="Without effect: the caches find equal prompts by themselves."
-    )
-    prompt_cache_retention: Text | None = Field(
-        None, description="Without effect: the server says how long it keeps what."
-    )
     reasoning_effort: Text | None = Field(
         None, description="Without effect: `reasoning` says whether the model reasons."
     )
-    safety_identifier: Text | None = Field(
-        None, description="Without effect: callers are told apart by their tokens."
-    )
-    service_tier: Text | None = Field(None, description="Without effect: there is one tier.")
     verbosity: Text | None = Field(None, description="Without effect: the models know no such setting.")
     tools: Annotated[None, Only([])] = None
     tool_choice: Annotated[None, Only("none", "auto")] = None
@@ -187,7 +199,9 @@ class ChatBody(_OpenAiBody):
 class CompletionBody(_OpenAiBody):
     """Answers a text."""
 
-    prompt: Text = Field(description="The text to answer.", examples=["What is a kestrel?"])
+    prompt: TextOr[Annotated[list[Text], Field(min_length=1)]] = Field(
+        description="The text to answer, or a list of one text.", examples=["What is a kestrel?"]
+    )
     logprobs: int | None = setting(
         "logprobs", "Adds the logprob of each token and of this many of the likeliest tokens."
     )
@@ -210,21 +224,36 @@ def parse_chat(max_image_bytes: int, data: bytes) -> ParsedRequest:
     if body.top_logprobs is not None and not body.logprobs:
         problems.add("top_logprobs", "needs logprobs")
     sampling = body.params(
+        seed=_seed(body, problems),
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     image = None
     if conversation.image is not None:
         image = read_image(conversation.image, conversation.image_path, max_image_bytes, problems)
-    return _parsed(body, conversation, image, sampling, problems, chat_name, reasoning=body.reasoning)
+    return _parsed(body, conversation, image, sampling, problems, "messages", reasoning=body.reasoning)
 
 
 def parse_completion(data: bytes) -> ParsedRequest:
     """A request of `/v1/completions`. Raises `InvalidRequest` with everything that is wrong."""
     problems = Problems()
     body = read(CompletionBody, parse_json(data, problems.add), problems)
-    sampling = body.params(logprobs=body.logprobs)
-    return _parsed(body, Conversation(body.prompt), None, sampling, problems, completion_name)
+    sampling = body.params(seed=_seed(body, problems), logprobs=body.logprobs)
+    prompt, name = (body.prompt, "prompt") if isinstance(body.prompt, str) else (body.prompt[0], "prompt[0]")
+    if len(body.prompt) > 1 and name != "prompt":
+        problems.add("prompt", "must be one text: several prompts in one request are not supported")
+    return _parsed(body, Conversation(prompt), None, sampling, problems, name)
+
+
+def _seed(body: ChatBody | CompletionBody, problems: Problems) -> int | None:
+    """The seed of the engine, which has 64 bits without a sign: another one for each."""
+    seed = body.seed
+    if seed is None or seed == _NO_SEED:
+        return None
+    if not -_SIGN <= seed < _SIGN:
+        problems.add("seed", f"must be from {-_SIGN} to {_SIGN - 1}")
+        return None
+    return seed if seed >= 0 else seed + 2 * _SIGN
 
 
 def _parsed(
@@ -233,11 +262,19 @@ def _parsed(
     image: GivenImage | None,
     sampling: SamplingParams,
     problems: Problems,
-    name: Callable[[str, str], str],
+    text_name: str,
     *,
     reasoning: bool = False,
 ) -> ParsedRequest:
+    """`text_name`: the field that has the question."""
     constraint, constraint_name = _constraint(body, problems)
+    name = partial(
+        _name,
+        body=body,
+        text_name=text_name,
+        image_name=conversation.image_path or text_name,
+        constraint_name=constraint_name,
+    )
     query = None
     try:
         query = Query(
@@ -249,11 +286,11 @@ def _parsed(
             constraint=constraint,
         )
     except InvalidRequest as error:
-        problems.add_renamed(error.violations, lambda field: name(field, constraint_name))
+        problems.add_renamed(error.violations, name)
     problems.require_none()
     assert query is not None
     reference = None if image is None else image.reference
-    return ParsedRequest(query, reference, body.stream, body.stream_options.include_usage)
+    return ParsedRequest(query, reference, body.stream, body.stream_options.include_usage, name)
 
 
 def _constraint(body: ChatBody | CompletionBody, problems: Problems) -> tuple[Constraint | None, str]:
@@ -271,23 +308,33 @@ def _constraint(body: ChatBody | CompletionBody, problems: Problems) -> tuple[Co
     return given[first], first
 
 
-def chat_name(field: str, constraint: str = "response_format") -> str:
-    """The name in a chat request of a field of the engine's requests; `constraint` is the field that has one."""
-    if field == "sampling.max_tokens":
+def _name(
+    field: str, *, body: ChatBody | CompletionBody, text_name: str, image_name: str, constraint_name: str
+) -> str:
+    """The name in a body of a field of the engine's requests: of those that stand for it, the one that was sent."""
+    group, _, rest = field.partition(".")
+    if field == "sampling.max_tokens" and isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         return "max_completion_tokens"
-    if field == "sampling.logprobs":
+    if field == "sampling.logprobs" and isinstance(body, ChatBody):
         return "top_logprobs"
-    return _name(field, "messages", constraint)
+    if field == "sampling.stop[0]" and isinstance(body.stop, str):
+        return "stop"
+    if group == "sampling":
+        return rest
+    if group == "constraint":
+        kind, bracket, index = rest.partition("[")
+        name = _CONSTRAINT_NAMES[constraint_name].get(kind, "")
+        return f"{constraint_name}{name}{bracket}{index}"
+    if group == "options":
+        return "model"
+    return image_name if group == "image" else text_name
 
 
-def completion_name(field: str, constraint: str = "constraint") -> str:
-    """The name in a completion request of a field of the engine's requests, as `chat_name`."""
-    return _name(field, "prompt", constraint)
-
-
-def _name(field: str, others: str, constraint: str) -> str:
-    if field.startswith("sampling."):
-        return field.removeprefix("sampling.")
-    if field.startswith("constraint"):
-        return constraint
-    return "model" if field == "options.model" else others
+# The name of each field of a constraint, behind that of the field that has the constraint.
+_CONSTRAINT_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "response_format": {"json_schema": ".json_schema.schema"},
+        "constraint": {name: f".{name}" for name in ConstraintBody.model_fields},
+        "structured_outputs": {"choices": ".choice", "regex": ".regex", "json_schema": ".json"},
+    }
+)

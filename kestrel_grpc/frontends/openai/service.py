@@ -19,8 +19,6 @@ from kestrel_grpc.frontends.openai.rendering import (
 from kestrel_grpc.frontends.openai.requests import (
     ChatBody,
     CompletionBody,
-    chat_name,
-    completion_name,
     parse_chat,
     parse_completion,
 )
@@ -69,7 +67,6 @@ class OpenAiService:
                 "openai/chat.completions",
                 partial(parse_chat, max_image_bytes),
                 serving(submission, self._new_renderer_of(ChatRenderer)),
-                field_name=chat_name,
                 description=Description("createChatCompletion", ChatBody.__doc__ or "", "The answer.", ChatBody),
             ),
             Operation(
@@ -78,7 +75,6 @@ class OpenAiService:
                 "openai/completions",
                 parse_completion,
                 serving(submission, self._new_renderer_of(CompletionRenderer)),
-                field_name=completion_name,
                 description=Description(
                     "createCompletion", CompletionBody.__doc__ or "", "The answer.", CompletionBody
                 ),

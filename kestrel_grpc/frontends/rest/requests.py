@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -252,14 +253,16 @@ def parse_request(body_type: type[SkillBody], max_image_bytes: int, data: bytes)
     if is_streamed and (body.settings.n or 1) > 1:
         problems.add("settings.n", "must be 1 in a stream")
     image = _NO_IMAGE if url is None else read_image(url, "image_url", max_image_bytes, problems)
+    # A single stop string is no list.
+    name = partial(field_name, has_stops=not isinstance(body.settings.stop, str))
     request = None
     try:
         request = body.request(image.data, **body.shared())
     except InvalidRequest as error:
-        problems.add_renamed(error.violations, field_name)
+        problems.add_renamed(error.violations, name)
     problems.require_none()
     assert request is not None
-    return ParsedRequest(request, image.reference, is_streamed, body.format)
+    return ParsedRequest(request, image.reference, is_streamed, body.format, name)
 
 
 _NAMES: Mapping[str, str] = MappingProxyType(
@@ -268,6 +271,9 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "image.uri": "image_url",
         "max_objects": "settings.max_objects",
         "options.model": "model",
+        "options.adapter": "model",
+        "eye.x": "eye[0]",
+        "eye.y": "eye[1]",
         "options.priority": "priority",
         "options.cache": "cache",
         "options.max_queue_duration": "max_queue_seconds",
@@ -285,8 +291,10 @@ _SIDES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def field_name(field: str) -> str:
-    """The name in the body of a field of the engine's requests."""
+def field_name(field: str, *, has_stops: bool = True) -> str:
+    """The name in the body of a field of the engine's requests. `has_stops`: whether `stop` is a list."""
+    if field == "sampling.stop[0]" and not has_stops:
+        return "settings.stop"
     if field.startswith("sampling."):
         return f"settings.{field.removeprefix('sampling.')}"
     found = re.fullmatch(r"(spatial_refs\[\d+\])\.(.+)", field)

@@ -10,7 +10,7 @@ from kestrel_grpc.frontends.http.endpoint import Description, Operation
 from kestrel_grpc.frontends.http.exchange import Exchange
 from kestrel_grpc.frontends.rest.images import ImageRoutes
 from kestrel_grpc.frontends.rest.rendering import Renderer, failure_event, failure_json
-from kestrel_grpc.frontends.rest.requests import ROUTES, Format, field_name, parse_request
+from kestrel_grpc.frontends.rest.requests import ROUTES, Format, parse_request
 from kestrel_grpc.images.image_store import ImageIntake
 from kestrel_grpc.wire.call_context import RequestSummary
 from kestrel_grpc.wire.errors import CallFailure
@@ -56,7 +56,6 @@ class RestService:
                 f"rest/{skill}",
                 partial(parse_request, body, max_image_bytes),
                 serve,
-                field_name=field_name,
                 description=Description(skill, body.__doc__ or "", "The answer.", body),
             )
             for skill, body in ROUTES.items()

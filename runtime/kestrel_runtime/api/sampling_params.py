@@ -10,7 +10,7 @@ from types import MappingProxyType
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 MAX_OUTPUT_TOKENS = 32_768
-MAX_SEED = 2**63 - 1
+MAX_SEED = 2**64 - 1
 MAX_STOPS = 16
 MAX_STOP_CHARS = 128
 MAX_TOP_K = 100_000
@@ -96,8 +96,10 @@ class SamplingParams:
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             yield Violation("sampling.top_p", "must be above 0 and at most 1")
         yield from self._range_violations("max_tokens")
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+        if self.seed is not None and self.seed < 0:
             yield Violation("sampling.seed", "must not be negative")
+        if self.seed is not None and self.seed > MAX_SEED:
+            yield Violation("sampling.seed", f"must be at most {MAX_SEED}")
         yield from self._text_violations() if is_text else self._violations_without_text()
 
     def _range_violations(self, *names: str) -> Iterator[Violation]:

@@ -398,7 +398,7 @@ class Preprocessor:
             parser=parser,
             temperature=defaults.temperature if sampling.temperature is None else sampling.temperature,
             top_p=defaults.top_p if sampling.top_p is None else sampling.top_p,
-            seed=self._random.getrandbits(63) if sampling.seed is None else sampling.seed,
+            seed=self._random.getrandbits(63) if sampling.seed is None else _signed(sampling.seed),
             controls=sampling if sampling.controls_tokens else None,
             num_logprobs=sampling.logprobs,
             matcher=matcher,
@@ -481,3 +481,8 @@ class Preprocessor:
     def _num_bytes(self, header: ImageHeader) -> int:
         """The most memory that decoding and tiling an image takes."""
         return header.decoding_bytes + _TILING_COPIES * tiles_bytes(header.height, header.width, self._tiling)
+
+
+def _signed(seed: int) -> int:
+    """The 64 bits of a seed as a number with a sign, as tensors have them."""
+    return seed - 2**64 if seed >= 2**63 else seed

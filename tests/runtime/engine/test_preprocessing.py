@@ -102,6 +102,8 @@ def test_a_seed_is_that_of_the_request_or_drawn(preprocessor: Preprocessor) -> N
     first, second = (preprocessor.prepare(Query("hello", sampling=sampling), clock()) for _ in range(2))
     assert first.seed == second.seed == 3
     assert first.id != second.id
+    largest = preprocessor.prepare(Query("hello", sampling=SamplingParams(seed=2**64 - 1)), clock())
+    assert largest.seed == -1, "its bits, as tensors have them"
     unseeded = [preprocessor.prepare(Query("hello"), clock()).seed for _ in range(2)]
     assert unseeded[0] != unseeded[1]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from kestrel_grpc.frontends.openai.requests import chat_name
 from kestrel_grpc.frontends.rest.requests import field_name
 from tests.server.frontends.forty.cases import Ask
 from tests.server.frontends.forty.columns import REQUEST_ID, Rig, Told
@@ -122,13 +121,17 @@ class OpenAiColumn(_HttpColumn):
     name = "openai"
 
     def expresses(self, ask: Ask) -> bool:
-        return ask.skill == "query" and not ask.refs
+        # Negative seeds are seeds here.
+        return ask.skill == "query" and not ask.refs and ask.sampling.get("seed", 0) >= 0
 
     def method(self, ask: Ask) -> str:
         return "openai/chat.completions"
 
     def field_name(self, ask: Ask, name: str) -> str | None:
-        return chat_name(name)
+        renamed = {"sampling.max_tokens": "max_completion_tokens", "sampling.logprobs": "top_logprobs"}
+        if name.startswith("sampling."):
+            return renamed.get(name, name.removeprefix("sampling."))
+        return "model" if name.startswith("options.") else "messages"
 
     def path(self, ask: Ask) -> str:
         return "/v1/chat/completions"

@@ -281,4 +281,4 @@ def test_everything_that_is_wrong_with_a_constraint_is_told_at_once() -> None:
     wrong = wire.QueryRequest(question="", constraint={"json_schema": schema})
     assert violations(vision.query, wrong) == ["question", "constraint.json_schema", "constraint.json_schema"]
     choices = wire.QueryRequest(question="why?", constraint={"choices": {"values": ["a", "", "b", "x" * 513]}})
-    assert violations(vision.query, choices) == ["constraint.choices[1]", "constraint.choices[3]"]
+    assert violations(vision.query, choices) == ["constraint.choices.values[1]", "constraint.choices.values[3]"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kestrel_runtime.api.constraints import Constraint
-from kestrel_runtime.api.errors import InternalError, Overloaded
+from kestrel_runtime.api.errors import InternalError, InvalidRequest, Overloaded, Violation
 from kestrel_runtime.api.events import (
     Finished,
     FinishReason,
@@ -217,7 +217,17 @@ async def test_parameters_that_cannot_change_an_answer_are_taken(rig: HttpServin
     body = chat(
         {
             "role": "user",
-            "content": [SEEN["content"][0], {**PICTURE, "image_url": {"url": IMAGE_URL, "detail": "high"}}],
+            "content": [
+                {**SEEN["content"][0], "cache_control": {"type": "ephemeral"}},
+                {
+                    "type": "image_url",
+                    "image_url": {"url": IMAGE_URL, "detail": "high", "format": "image/png"},
+                    "cache_control": {"type": "ephemeral", "ttl": "1h"},
+                    "prompt_cache_breakpoint": {"mode": "explicit"},
+                },
+            ],
+            "name": "ann",
+            "cache_control": {"type": "ephemeral"},
         },
         metadata={"run": "7"},
         parallel_tool_calls=False,
@@ -230,8 +240,13 @@ async def test_parameters_that_cannot_change_an_answer_are_taken(rig: HttpServin
         store=True,
         user="u",
         verbosity="low",
+        prompt_cache_options={"mode": "explicit", "ttl": "30m"},
+        moderation={"model": "omni-moderation-latest"},
     )
     assert (await rig.ask(CHAT, body)).status == 200
+    shared = ("metadata", "prompt_cache_key", "prompt_cache_options", "moderation", "service_tier", "store", "user")
+    text = {"model": "fake", "prompt": "?", **{name: body[name] for name in shared}}
+    assert (await rig.ask("/v1/completions", text)).status == 200
     wrong = await rig.ask(CHAT, chat(TEXT, reasoning_effort=7))
     assert (wrong.status, wrong.json["error"]["param"]) == (400, "reasoning_effort")
 
@@ -363,7 +378,10 @@ async def test_a_response_format_is_a_constraint(rig: HttpServing, given: Any, e
         ({"type": "grammar"}, "response_format.type"),
         ({"type": "json_schema"}, "response_format.json_schema"),
         ({"type": "json_schema", "json_schema": {"schema": {}}}, "response_format.json_schema.name"),
-        ({"type": "json_schema", "json_schema": {"name": "n", "schema": {"if": {}}}}, "response_format"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": {"if": {}}}},
+            "response_format.json_schema.schema",
+        ),
         ("json_object", "response_format"),
     ],
 )
@@ -441,7 +459,95 @@ async def test_an_image_by_address_is_refused_where_none_is_fetched(rig: HttpSer
     content = [{"type": "text", "text": "What is it?"}, picture]
     answer = await rig.ask(CHAT, chat({"role": "user", "content": content}))
     assert (answer.status, answer.json["error"]["code"]) == (400, "image_uri_not_allowed")
-    assert answer.json["error"]["param"] == "messages"
+    assert answer.json["error"]["param"] == "messages[0].content[1].image_url.url"
+
+
+@pytest.mark.parametrize("route", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"choice": ["yes", ""]}}, "structured_outputs.choice[1]"),
+        ({"structured_outputs": {"regex": "a" * 3000}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": {"if": {}}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"choice": ["yes"], "regex": "y"}}, "structured_outputs"),
+        ({"constraint": {"choices": ["yes", ""]}}, "constraint.choices[1]"),
+        ({"constraint": {"regex": "a" * 3000}}, "constraint.regex"),
+        ({"constraint": {"json_schema": {"if": {}}}}, "constraint.json_schema"),
+        ({"constraint": {}}, "constraint"),
+        ({"prompt_cache_options": "explicit"}, "prompt_cache_options"),
+    ],
+)
+async def test_errors_name_the_fields_that_were_sent(rig: HttpServing, route: str, fields: Any, param: str):
+    body = chat(TEXT, **fields) if route == CHAT else {"model": "fake", "prompt": "?", **fields}
+    error = (await rig.ask(route, body)).json["error"]
+    assert rig.engine.requests == []
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("refusal", "fields", "param"),
+    [
+        ("sampling.logit_bias[7]", {"logit_bias": {"7": 1}}, "logit_bias[7]"),
+        ("constraint", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("constraint", {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ("constraint.regex", {"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+        ("question", {}, "messages"),
+        ("image", {"messages": [SEEN]}, "messages[0].content[1].image_url.url"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_engine_refuses_has_the_name_that_was_sent(
+    refusal: str, fields: Any, param: str, stream: bool
+):
+    refused = InvalidRequest((Violation(refusal, "is wrong"),))
+    async with serving_http(FakeEngine(lambda _: [refused])) as rig:
+        answer = await rig.ask(CHAT, {**chat(TEXT), **fields, "stream": stream})
+    assert (answer.status, answer.json["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("route", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize(
+    ("given", "seed"),
+    [
+        (0, 0),
+        (7, 7),
+        (2**63 - 1, 2**63 - 1),
+        (-(2**63), 2**63),
+        (-2, 2**64 - 2),
+        (-1, None),
+        (None, None),
+    ],
+)
+async def test_a_seed_has_64_bits_with_a_sign(rig: HttpServing, route: str, given: int | None, seed: int | None):
+    body = {"model": "fake", "seed": given, **({"messages": [TEXT]} if route == CHAT else {"prompt": "?"})}
+    assert (await rig.ask(route, body)).status == 200
+    assert rig.engine.requests[-1].sampling.seed == seed
+
+
+@pytest.mark.parametrize("prompt", ["What is it?", ["What is it?"]])
+async def test_a_prompt_is_a_text_or_a_list_of_one(rig: HttpServing, prompt: Any):
+    answer = await rig.ask("/v1/completions", {"model": "fake", "prompt": prompt})
+    assert (answer.status, rig.engine.requests[-1].text) == (200, "What is it?")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ([], "prompt"),
+        (["a", "b"], "prompt"),
+        ([""], "prompt[0]"),
+        ("", "prompt"),
+        ([1, 2], "prompt[0]"),
+        ([["a"]], "prompt[0]"),
+        ({}, "prompt"),
+        (None, "prompt"),
+        (["x" * 70_000], "prompt[0]"),
+    ],
+)
+async def test_another_prompt_is_refused(rig: HttpServing, prompt: Any, param: str):
+    answer = await rig.ask("/v1/completions", {"model": "fake", "prompt": prompt})
+    assert (answer.status, answer.json["error"]["param"]) == (400, param)
+    assert rig.engine.requests == []
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings"])
@@ -517,7 +623,13 @@ async def test_settings_of_sampling_reach_the_engine(rig: HttpServing):
     [
         ({"stop": ["a", 1]}, "stop[1]"),
         ({"stop": ["a"] * 17}, "stop"),
-        ({"stop": ""}, "stop[0]"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "max_completion_tokens": 40_000}, "max_completion_tokens"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
+        ({"seed": 1.5}, "seed"),
         ({"logit_bias": {"x": 1}}, "logit_bias[x]"),
         ({"logit_bias": {"1": "1"}}, "logit_bias[1]"),
         ({"logit_bias": {"1": 101}}, "logit_bias[1]"),

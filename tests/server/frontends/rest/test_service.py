@@ -235,6 +235,30 @@ async def test_every_violation_is_told_by_the_name_of_its_field(rig: HttpServing
 
 
 @pytest.mark.parametrize(
+    ("route", "body", "field"),
+    [
+        ("query", {"settings": {"stop": ""}}, "settings.stop"),
+        ("query", {"settings": {"stop": ["", "a"]}}, "settings.stop[0]"),
+        ("query", {"settings": {"seed": 2**64}}, "settings.seed"),
+        ("query", {"settings": {"seed": -1}}, "settings.seed"),
+        ("query", {"constraint": {"choices": ["a", ""]}}, "constraint.choices[1]"),
+        ("gaze", {"image_url": IMAGE_URL, "eye": [0.5, 2]}, "eye[1]"),
+        ("gaze", {"image_url": IMAGE_URL, "eye": [-1, 0]}, "eye[0]"),
+    ],
+)
+async def test_errors_name_the_fields_that_were_sent(rig: HttpServing, route: str, body: Any, field: str):
+    question = {"question": "?"} if route == "query" else {}
+    error = (await rig.ask(f"/v1/{route}", {**question, **body})).json["error"]
+    assert rig.engine.requests == []
+    assert [item["field"] for item in error["violations"]] == [field]
+
+
+async def test_a_model_with_the_name_of_no_adapter_is_not_found(rig: HttpServing):
+    answer = await rig.ask("/v1/query", {"question": "?", "model": "fake/no name!"})
+    assert (answer.status, answer.json["error"]["code"]) == (404, "MODEL_NOT_FOUND")
+
+
+@pytest.mark.parametrize(
     ("body", "told"),
     [
         (b"", "not valid JSON"),
