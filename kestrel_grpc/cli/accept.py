@@ -142,13 +142,13 @@ def _given_pictures(folder: Path | None) -> Iterator[Picture]:
         return
     import io
 
-    from kestrel_client import draw
+    from kestrel_client import InvalidRequest, draw
     from kestrel_runtime.verify.recording import Picture
 
     for path in sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURE_SUFFIXES):
         try:
             image = draw(path)  # nothing: upright, in RGB
-        except OSError as error:
+        except (InvalidRequest, OSError) as error:
             raise ConfigurationError((f"--images: {path} is no image that can be read: {error}",)) from None
         buffer = io.BytesIO()
         image.save(buffer, format="PNG")

@@ -37,7 +37,8 @@ _MAX_VALUE, _PREDICTOR, _COLOURS, _INKS, _EXTRAS, _SAMPLE_FORMAT = 281, 317, 320
 _COEFFICIENTS, _SUBSAMPLING, _SITES, _RANGES = 529, 530, 531, 532
 DESCRIPTION = (
     *(WIDTH, HEIGHT, BITS, PHOTOMETRIC, FILL_ORDER, SAMPLES, PLANES, ORIENTATION),
-    *(ROWS_PER_STRIP, TILE_WIDTH, TILE_HEIGHT, _COEFFICIENTS, _SUBSAMPLING, _SITES, _RANGES),
+    *(ROWS_PER_STRIP, TILE_WIDTH, TILE_HEIGHT, _COLOURS, _EXTRAS),
+    *(_COEFFICIENTS, _SUBSAMPLING, _SITES, _RANGES),
 )
 """The tags that say what uncompressed samples mean."""
 
@@ -162,8 +163,13 @@ def samples_of(directory: Directory) -> Samples | None:
 
 
 def is_wrapped(directory: Directory) -> bool:
-    """Whether the file has uncompressed luma and chroma, whose subsampling and ranges Pillow leaves to libtiff."""
-    return directory.first(PHOTOMETRIC, 0) == _YCBCR and directory.first(COMPRESSION, 1) == _UNCOMPRESSED
+    """Whether libtiff reads uncompressed samples rightly and Pillow does not.
+
+    These are luma and chroma, which may be subsampled and have ranges, and indices and CIELab in planes.
+    """
+    photometric = directory.first(PHOTOMETRIC, 0)
+    in_planes = photometric in (_PALETTE, _CIELAB) and directory.first(PLANES, 1) == 2
+    return directory.first(COMPRESSION, 1) == _UNCOMPRESSED and (photometric == _YCBCR or in_planes)
 
 
 def palette_of_bytes(directory: Directory) -> bytes | None:
@@ -200,6 +206,11 @@ def _check_samples(directory: Directory) -> None:
     if is_limited and num_bits not in ((1, 2, 4, 8) if photometric == _PALETTE else (8,)):
         kind = "JPEG" if compression == _JPEG else {_PALETTE: "palette", _YCBCR: "YCbCr"}.get(photometric, "CIELab")
         raise ImageError(f"is a TIFF with {kind} samples of {num_bits} bits; must have at most 8")
+    num_samples = directory.first(SAMPLES, 1)
+    if compression == _JPEG and directory.first(PLANES, 1) == 2 and num_samples not in (1, 3):
+        raise ImageError(
+            f"is a TIFF with JPEG data in {num_samples} planes; must have 1 or 3, or one for all samples"
+        )
     if directory.first(_PREDICTOR, 1) == 2 and compression != _UNCOMPRESSED and num_bits not in (8, 16):
         raise ImageError(f"is a TIFF with a predictor of samples of {num_bits} bits; must have 8 or 16")
 
@@ -211,6 +222,9 @@ def _is_read_rightly(directory: Directory) -> bool:
     compression = directory.first(COMPRESSION, 1)
     if compression == _JPEG or compression in _FAX:
         return True
+    in_planes = directory.first(PLANES, 1) == 2
+    if in_planes and num_samples == 1 and compression == _UNCOMPRESSED:
+        return (photometric, bits, directory.first(FILL_ORDER, 1)) == (_BLACK_IS_ZERO, 8, 1)
     is_grey, num_extras = photometric in (_WHITE_IS_ZERO, _BLACK_IS_ZERO), num_samples - _NUM_COLOURS[photometric]
     if bits in (1, 2, 4):
         return is_grey and not num_extras
@@ -220,7 +234,7 @@ def _is_read_rightly(directory: Directory) -> bool:
         return False
     if directory.first(FILL_ORDER, 1) != 1:
         return bits == 8 and not num_extras and photometric in (_BLACK_IS_ZERO, _RGB)
-    if directory.first(PLANES, 1) == 2:
+    if in_planes:
         return bits == 8 and not num_extras
     if not num_extras:
         return True
