@@ -30,6 +30,7 @@ from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import (
     AdapterInvalid,
     AdapterNotFound,
+    AnswerOutsideSchema,
     ConstraintFailed,
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -361,6 +362,14 @@ ERRORS = (
                 "ADAPTER" if error.adapter else "MODEL", error.adapter[:MAX_ECHO_CHARS], _overflow_text(error)
             ),
         ),
+    ),
+    ErrorRow(
+        AnswerOutsideSchema,
+        "ANSWER_OUTSIDE_SCHEMA",
+        Code.FAILED_PRECONDITION,
+        422,
+        lambda error: f"{str(error)[:MAX_ECHO_CHARS]}; ask again, or bound fewer numbers",
+        lambda error: (UnmetPrecondition("CONSTRAINT", "constraint.json_schema", str(error)[:MAX_ECHO_CHARS]),),
     ),
     ErrorRow(
         Overloaded,

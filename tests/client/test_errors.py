@@ -97,6 +97,7 @@ KINDS_BY_REASON = {
     "CONTEXT_LENGTH_EXCEEDED": InvalidRequest,
     "CONSTRAINT_FAILED": ServerError,
     "NUMBERS_OVERFLOWED": ServerError,
+    "ANSWER_OUTSIDE_SCHEMA": ServerError,
     "MODEL_NOT_FOUND": ModelNotFound,
     "ADAPTER_NOT_FOUND": AdapterNotFound,
     "ADAPTER_INVALID": AdapterInvalid,

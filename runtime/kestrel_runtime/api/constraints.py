@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any, cast
+from urllib.parse import unquote
 
 from kestrel_runtime.api.errors import Violation
 
@@ -53,20 +54,29 @@ _TOO_MANY_COMBINATIONS = f"must combine at most {MAX_COMBINATIONS} alternatives,
 _TOO_MANY_REFS = f"must have at most {_MAX_REFS} references that lead to each other"
 
 _PATTERNS = "patternProperties"
+NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+SUBSCHEMAS = ("additionalItems", "additionalProperties", "items")
+"""Keywords that may hold a schema; `items` may hold a list of them as well."""
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+"""Keywords that hold a list of schemas."""
+NAMED = ("properties", _PATTERNS, "$defs", "definitions")
+"""Keywords that hold schemas by name."""
 _KEYWORDS = frozenset(
     (
-        *("$anchor", "$comment", "$defs", "$id", "$ref", "$schema"),
-        *("additionalItems", "additionalProperties", "allOf", "anyOf", "const"),
-        *("default", "definitions", "deprecated", "description", "enum", "example", "examples"),
-        *("exclusiveMaximum", "exclusiveMinimum", "format", "items", "maxItems", "maxLength", "maximum"),
-        *("minItems", "minLength", "minimum", "multipleOf", "oneOf", "pattern", "patternProperties"),
-        *("prefixItems", "properties", "readOnly", "required", "title", "type", "writeOnly"),
-        *("maxProperties", "minProperties"),
+        *("$anchor", "$id", "$ref", "const", "enum", "format", "nullable", "pattern", "propertyNames", "required"),
+        *("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties", "type"),
+        *(*NUMBER_BOUNDS, *SUBSCHEMAS, *LISTS, *NAMED),
     )
 )
-_SUBSCHEMAS = ("additionalItems", "additionalProperties", "items")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_NAMED = ("properties", _PATTERNS, "$defs", "definitions")
+_ANNOTATIONS = frozenset(
+    (
+        *("$comment", "$schema", "$vocabulary", "contentEncoding", "contentMediaType", "contentSchema", "default"),
+        *("deprecated", "description", "discriminator", "errorMessage", "example", "examples", "externalDocs"),
+        *("id", "markdownDescription", "readOnly", "title", "writeOnly", "xml"),
+    )
+)
+_EXPONENTS = range(-324, 309)
+"""Of numbers in a schema, which are those of doubles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +214,7 @@ def schema_problems(text: str) -> list[str]:
     if _nesting(text) > MAX_SCHEMA_DEPTH:
         return [f"must be nested at most {MAX_SCHEMA_DEPTH} levels deep"]
     try:
-        schema = json.loads(text, parse_constant=_refuse_constant)
+        schema = parse_schema(text)
     except ValueError:
         return ["must be JSON"]
     if not isinstance(schema, dict):
@@ -225,8 +235,43 @@ def schema_problems(text: str) -> list[str]:
     return walk.problems[:_MOST_PROBLEMS]
 
 
+def parse_schema(text: str) -> Any:
+    """Returns the value of a JSON text, with integers as they are and decimals instead of floats.
+
+    Raises ValueError if it is no JSON.
+    """
+    return json.loads(text, parse_float=Decimal, parse_constant=_refuse_constant)
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(name)
+
+
+def is_annotation(keyword: str) -> bool:
+    """Returns whether a keyword has no effect on which values are valid."""
+    return keyword in _ANNOTATIONS or keyword.startswith("x-")
+
+
+def pointed_at(root: Any, ref: str) -> Any:
+    """Returns the schema that a `$ref` within `root` points to; True where there is none or it names an anchor."""
+    target = root
+    if ref.startswith("#/") or ref == "#":
+        for step in unquote(ref).split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, dict):
+                target = cast("dict[str, Any]", target).get(name, True)
+            elif isinstance(target, list) and name.isdecimal() and int(name) < len(cast("list[Any]", target)):
+                target = cast("list[Any]", target)[int(name)]
+            else:
+                return True
+        return target
+    return True
+
+
+def pointer_step(name: str) -> str:
+    """Returns the step of a JSON pointer that leads to this name; a long one is cut short."""
+    step = name.replace("~", "~0").replace("/", "~1")
+    return step if len(step) <= _SHOWN_CHARS else f"{step[:_SHOWN_CHARS]}…"
 
 
 def _nesting(text: str) -> int:
@@ -255,7 +300,7 @@ def _halves(value: Any, path: str) -> Iterator[str]:
     if isinstance(value, dict):
         for name, item in cast("dict[str, Any]", value).items():
             written = _escaped(name)
-            place = f"{path}/{_shown(written)}"
+            place = f"{path}/{pointer_step(written)}"
             if written != name:
                 yield f"{place} holds half of a surrogate pair"
             yield from _halves(item, place)
@@ -272,17 +317,17 @@ def _escaped(text: str) -> str:
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """The schemas within a schema: keyword, path below the schema, value. Definitions too."""
-    for name in _NAMED:
+    for name in NAMED:
         named = schema.get(name)
         if isinstance(named, dict):
             for key, part in cast("dict[str, Any]", named).items():
-                yield name, f"/{name}/{_shown(key)}", part
-    for name in _LISTS:
+                yield name, f"/{name}/{pointer_step(key)}", part
+    for name in LISTS:
         listed = schema.get(name)
         if isinstance(listed, list):
             for index, part in enumerate(cast("list[Any]", listed)):
                 yield name, f"/{name}/{index}", part
-    for name in _SUBSCHEMAS:
+    for name in (*SUBSCHEMAS, "propertyNames"):
         part = schema.get(name)
         if part is not None and not isinstance(part, list):
             yield name, f"/{name}", part
@@ -306,11 +351,11 @@ class _Walk:
         for name, value in own.items():
             problem = _keyword_problem(name, value)
             if problem is not None:
-                self.add(f"{path}/{_shown(name)}", problem)
+                self.add(f"{path}/{pointer_step(name)}", problem)
         for pattern in own.get(_PATTERNS) or {} if isinstance(own.get(_PATTERNS), dict) else ():
             problem = regex_violation(pattern)
             if problem is not None:
-                self.add(f"{path}/{_PATTERNS}/{_shown(pattern)}", problem)
+                self.add(f"{path}/{_PATTERNS}/{pointer_step(pattern)}", problem)
         for keyword, below, part in _parts(own):
             self.num_properties += keyword in ("properties", _PATTERNS)
             self.num_alternatives += keyword in ("anyOf", "oneOf")
@@ -322,8 +367,16 @@ class _Walk:
 
 def _keyword_problem(name: str, value: Any) -> str | None:
     """The problem of a keyword and its value, apart from the schemas in it."""
+    if is_annotation(name):
+        return None
+    if name == "not":
+        return None if isinstance(value, bool) or value == {} else "is not supported, but for {} and booleans"
+    if name == "uniqueItems":
+        return None if value is False else "is not supported, unless it is false"
     if name not in _KEYWORDS:
         return "is not supported"
+    if name in (*NUMBER_BOUNDS, "const", "enum") and not all(map(_is_double, _numbers_in(value))):
+        return "must have numbers within the range of a double"
     if name == "$ref" and not (isinstance(value, str) and value.startswith("#")):
         return "must begin with #: other documents are not read"
     if name == "enum" and isinstance(value, list) and len(cast("list[Any]", value)) > MAX_ENUM_VALUES:
@@ -334,7 +387,7 @@ def _keyword_problem(name: str, value: Any) -> str | None:
         return f"must have names of at most {MAX_NAME_CHARS} characters"
     if name == "allOf" and isinstance(value, list) and len(cast("list[Any]", value)) > MAX_ALL_OF:
         return f"must be at most {MAX_ALL_OF} schemas"
-    if name in _NAMED and not isinstance(value, dict):
+    if name in NAMED and not isinstance(value, dict):
         return "must be an object"
     if name == "multipleOf" and not _is_simple(value):
         return f"must be a number of at most {MAX_MULTIPLE}, without its zeros and its decimal point"
@@ -355,14 +408,25 @@ def _longest_name(names: Any) -> int:
     return max((len(name) for name in listed if isinstance(name, str)), default=0)
 
 
+def _numbers_in(value: Any) -> Iterator[int | Decimal]:
+    if isinstance(value, dict):
+        value = list(cast("dict[str, Any]", value).values())
+    if isinstance(value, list):
+        for item in cast("list[Any]", value):
+            yield from _numbers_in(item)
+    elif isinstance(value, int | Decimal):
+        yield value
+
+
+def _is_double(number: int | Decimal) -> bool:
+    return not number or Decimal(number).adjusted() in _EXPONENTS
+
+
 def _is_simple(multiple: Any) -> bool:
-    if isinstance(multiple, bool) or not isinstance(multiple, int | float):
+    if isinstance(multiple, bool) or not isinstance(multiple, int | Decimal):
         return False
-    try:
-        digits = Decimal(str(multiple)).normalize().as_tuple()
-    except (InvalidOperation, ValueError):
-        return False
-    return len(digits.digits) <= len(str(MAX_MULTIPLE)) and int("".join(map(str, digits.digits))) <= MAX_MULTIPLE
+    digits = "".join(map(str, Decimal(multiple).as_tuple().digits)).strip("0")
+    return len(digits) <= len(str(MAX_MULTIPLE)) and int(digits or "0") <= MAX_MULTIPLE
 
 
 class _TooManyError(Exception):
@@ -415,15 +479,7 @@ class _Combinations:
             return 1
         if len(self._open_refs) == _MAX_REFS:
             raise _TooManyError(_TOO_MANY_REFS)
-        target: Any = self._root
-        for step in ref.removeprefix("#").split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            target = cast("dict[str, Any]", target).get(name) if isinstance(target, dict) else None
         self._open_refs.append(ref)
-        count = self._count(target)
+        count = self._count(pointed_at(self._root, ref))
         self._open_refs.pop()
         return count
-
-
-def _shown(name: str) -> str:
-    return name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}…"

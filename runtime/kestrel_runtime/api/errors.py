@@ -12,6 +12,7 @@ KestrelError
 ├── RequestRefused          this very request broke the engine before
 ├── ConstraintFailed        the answer's constraint took too much work, or could not be followed
 ├── NumbersOverflowed       numbers of the model overflowed while it computed the answer
+├── AnswerOutsideSchema     the complete answer has a value that its schema does not allow
 ├── QueueTimeout            waited longer than the caller allows
 ├── DeadlineExceeded        the caller's deadline passed
 ├── EngineUnavailable       starting, draining or dead
@@ -185,6 +186,15 @@ class NumbersOverflowed(KestrelError):
     def __init__(self, adapter: str = "") -> None:
         super().__init__(f"numbers overflow{f' with adapter {adapter!r}' if adapter else ''}")
         self.adapter = adapter
+
+
+class AnswerOutsideSchema(KestrelError):
+    """The complete answer has a number, or another value, that its schema does not allow."""
+
+    def __init__(self, place: str) -> None:
+        """`place`: its JSON pointer within the answer."""
+        super().__init__(f"the answer has a value at {place or 'its root'} that its schema does not allow")
+        self.place = place
 
 
 class QueueTimeout(KestrelError):

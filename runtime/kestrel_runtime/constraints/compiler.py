@@ -20,9 +20,12 @@ from typing import Any, NamedTuple, cast
 
 import llguidance
 
-from kestrel_runtime.api.constraints import Constraint
+from kestrel_runtime.api.constraints import Constraint, parse_schema
 from kestrel_runtime.api.errors import InvalidRequest, Overloaded, QueueBound, Violation
+from kestrel_runtime.constraints.answer_check import AnswerCheck
 from kestrel_runtime.constraints.json_answer import JsonTokens, rest_tokens_of
+from kestrel_runtime.constraints.library_errors import cause_of, located
+from kestrel_runtime.constraints.library_schema import library_schema
 from kestrel_runtime.constraints.masks import CompiledConstraint
 from kestrel_runtime.loading.tokenizer import Tokenizer
 
@@ -33,7 +36,6 @@ _MAX_S = 1.0
 _NOTHING_IS_FORCED = '%llguidance {"no_forcing": true}\n'
 _JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _ESCAPED = frozenset("\\.+*?()|[]{}^$#&-~/")
-_UNUSABLE = "cannot be used: its syntax is wrong, it contradicts itself, or it is too complex"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class ConstraintCompiler:
             self._has_more.notify()
         self._start_thread()
         try:
-            compiled = job.done.result(_MAX_S)
+            return job.done.result(_MAX_S)
         except TimeoutError:
             with self._lock:
                 was_waiting = job.done.cancel()
@@ -94,12 +96,9 @@ class ConstraintCompiler:
                     self._waiting.remove(job)
             if was_waiting:
                 raise Overloaded(_NUM_THREADS, _MAX_S, QueueBound.CONSTRAINTS) from None
-            raise InvalidRequest((Violation(_field_of(constraint), "takes too long to compile"),)) from None
+            raise _refused(constraint, "takes too long to compile") from None
         except ValueError:  # a text that is not valid Unicode, or JSON of which half a character is
-            raise InvalidRequest((Violation(_field_of(constraint), _UNUSABLE),)) from None
-        if compiled.library.is_error():
-            raise InvalidRequest((Violation(_field_of(constraint), _UNUSABLE),))
-        return compiled
+            raise _refused(constraint, "cannot be used: it has half of a surrogate pair") from None
 
     def _vocabulary(self, end_id: int) -> Vocabulary:
         with self._lock:
@@ -142,27 +141,45 @@ class ConstraintCompiler:
             return job
 
     def _compile(self, constraint: Constraint, vocabulary: Vocabulary) -> CompiledConstraint:
-        library = llguidance.LLMatcher(vocabulary.library, _grammar(constraint), log_level=0, limits=self._limits)
-        if not library.is_error():
-            # Some errors show only here, such as a schema that nothing satisfies. Copies keep what this computes.
-            library.compute_bitmask()
-        if library.is_error() or constraint.json_schema is None:
-            return CompiledConstraint(library, vocabulary.end_id)
-        rest_tokens = rest_tokens_of(library, vocabulary.json, vocabulary.end_id)
-        longest = _longest_text(json.loads(constraint.json_schema))
-        return CompiledConstraint(library, vocabulary.end_id, vocabulary.json, rest_tokens, longest)
-
-
-def _grammar(constraint: Constraint) -> str:
-    if constraint.json_schema is not None:
-        schema = {**json.loads(constraint.json_schema), "x-guidance": _JSON_FORM}
-        rules = f"start: %json {json.dumps(schema)}"
-    else:
+        if constraint.json_schema is not None:
+            return self._compile_schema(constraint, vocabulary)
         regex = "|".join(map(_literal, constraint.choices)) if constraint.regex is None else constraint.regex
         whole: dict[str, Any] = json.loads(llguidance.LLMatcher.grammar_from_regex(regex))
         (grammar,) = whole["grammars"]
-        rules = grammar["lark_grammar"]
-    return llguidance.LLMatcher.grammar_from_lark(_NOTHING_IS_FORCED + rules)
+        library = self._new_library(grammar["lark_grammar"], vocabulary)
+        if library.is_error():
+            raise _refused(constraint, f"cannot be used: {cause_of(library.get_error())}")
+        return CompiledConstraint(library, vocabulary.end_id)
+
+    def _compile_schema(self, constraint: Constraint, vocabulary: Vocabulary) -> CompiledConstraint:
+        given: dict[str, Any] = parse_schema(cast(str, constraint.json_schema))
+        schema, problems = library_schema(given)
+        if problems:
+            raise _refused(constraint, *problems)
+        library = self._new_library(_rules(schema), vocabulary)
+        if library.is_error():
+            error = located(schema, library.get_error(), lambda each: self._error_of(each, vocabulary))
+            raise _refused(constraint, error)
+        rest_tokens = rest_tokens_of(library, vocabulary.json, vocabulary.end_id)
+        check = AnswerCheck.of(given)
+        longest = _longest_text(schema)
+        return CompiledConstraint(library, vocabulary.end_id, vocabulary.json, rest_tokens, longest, check)
+
+    def _new_library(self, rules: str, vocabulary: Vocabulary) -> llguidance.LLMatcher:
+        grammar = llguidance.LLMatcher.grammar_from_lark(_NOTHING_IS_FORCED + rules)
+        library = llguidance.LLMatcher(vocabulary.library, grammar, log_level=0, limits=self._limits)
+        if not library.is_error():
+            # Some errors show only here, such as a schema that nothing satisfies. Copies keep what this computes.
+            library.compute_bitmask()
+        return library
+
+    def _error_of(self, schema: dict[str, Any], vocabulary: Vocabulary) -> str:
+        library = self._new_library(_rules(schema), vocabulary)
+        return library.get_error() if library.is_error() else ""
+
+
+def _rules(schema: dict[str, Any]) -> str:
+    return f"start: %json {json.dumps({**schema, 'x-guidance': _JSON_FORM}, default=float)}"
 
 
 def _longest_text(schema: Any) -> int:
@@ -174,7 +191,7 @@ def _longest_text(schema: Any) -> int:
     own = cast("dict[str, Any]", schema)
     given = own.get("maxLength")
     longest = max(map(_longest_text, own.values()), default=0)
-    return max(longest, int(given)) if isinstance(given, int | float) else longest
+    return max(longest, given) if isinstance(given, int) else longest
 
 
 def _literal(text: str) -> str:
@@ -182,10 +199,10 @@ def _literal(text: str) -> str:
     return "".join(f"\\{character}" if character in _ESCAPED else character for character in text)
 
 
-def _field_of(constraint: Constraint) -> str:
-    if constraint.json_schema is not None:
-        return "constraint.json_schema"
-    return "constraint.choices" if constraint.regex is None else "constraint.regex"
+def _refused(constraint: Constraint, *problems: str) -> InvalidRequest:
+    kind = "choices" if constraint.regex is None else "regex"
+    field = f"constraint.{kind if constraint.json_schema is None else 'json_schema'}"
+    return InvalidRequest(tuple(Violation(field, problem) for problem in problems))
 
 
 def new_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_id: int) -> Vocabulary:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kestrel_runtime.api.errors import ConstraintFailed
+from kestrel_runtime.constraints.answer_check import AnswerCheck
 from kestrel_runtime.constraints.json_answer import JsonAnswer, JsonTokens, Mask
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.output_parser import Token
@@ -37,6 +38,8 @@ class CompiledConstraint:
     rest_tokens: int = 0
     min_text_tokens: int = 0
     """The two as `JsonAnswer` says."""
+    check: AnswerCheck | None = None
+    """Of the numbers of complete answers; None where nothing bounds them."""
 
     def new_json(self, max_tokens: int) -> JsonAnswer | None:
         """The start of an answer of at most `max_tokens`."""
@@ -64,6 +67,11 @@ class AnswerMatcher:
         self.is_in_answer = self._opens_answer is None
         """Whether the next token belongs to the answer."""
         self._json = self._compiled.new_json(self._max_tokens) if self.is_in_answer else None
+
+    @property
+    def check(self) -> Callable[[str], str | None] | None:
+        """Finds the place in a complete answer that its schema does not allow; None where none is looked for."""
+        return None if self._compiled.check is None else self._compiled.check.miss
 
     def take(self, generated: Sequence[Token]) -> None:
         """Follow the sequence. Where tokens were taken back, it is followed anew from its beginning."""

@@ -579,7 +579,10 @@ class EngineLoop:
             self._fail(sequence, InternalError(error))
             return
         stream, is_over = self._streams[sequence], sequence.parser.finish_reason is not None
-        if events and (is_over or not stream.wants_only_end):
+        if is_over and sequence.end_check is not None:
+            self._outbox.post()  # what came before it arrives before it
+            sequence.end_check.deliver(stream, events)
+        elif events and (is_over or not stream.wants_only_end):
             self._outbox.put(stream, events)
         if is_over:
             self._answers.add(now, 1)

@@ -29,6 +29,7 @@ from kestrel_runtime.api.errors import (
 from kestrel_runtime.api.images import Image as RequestImage
 from kestrel_runtime.api.images import RemoteImage, image_digest, is_hashed_at_once
 from kestrel_runtime.api.requests import CachePolicy, Request
+from kestrel_runtime.engine.end_check import EndCheck
 from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
 from kestrel_runtime.engine.recent import LruCache, Matchers, Prompts
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
@@ -383,11 +384,13 @@ class Preprocessor:
         max_context = self._max_context
         if parser.max_tokens is not None:
             max_context = min(max_context, num_positions + parser.max_tokens)
-        matcher = None
+        matcher = end_check = None
         if request.constraint is not None:
             assert self._matchers is not None, "only engines without callers have none"
             max_tokens = max_context - num_positions
             matcher = self._matchers.new(request.constraint, parser, namespace, tenant, max_tokens)
+            if matcher.check is not None:
+                end_check = EndCheck(matcher.check, partial(self._have_checked, request, clock.submitted, tenant))
         clock.prepared = time.monotonic()
         sequence = Sequence(
             id=next(self._ids),
@@ -402,6 +405,7 @@ class Preprocessor:
             controls=sampling if sampling.controls_tokens else None,
             num_logprobs=sampling.logprobs,
             matcher=matcher,
+            end_check=end_check,
             max_context=max_context,
             clock=clock,
             fingerprint=fingerprint,
@@ -458,6 +462,11 @@ class Preprocessor:
             refused: Future[Tiles | DecodedImage] = Future()
             refused.set_exception(EngineUnavailable("no worker can decode the image"))
             return refused
+
+    def _have_checked(self, request: Request, submitted: float, tenant: str, work: Callable[[], None]) -> None:
+        options = request.options
+        job = Job(work, submitted=submitted, priority=options.priority, standing=options.standing, tenant=tenant)
+        self._workers.submit(job)
 
     def close(self) -> None:
         """Drop requests that have not started, and wait for the workers for a bounded time."""

@@ -23,6 +23,7 @@ from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, L
 from kestrel_runtime.api.errors import (
     AdapterInvalid,
     AdapterNotFound,
+    AnswerOutsideSchema,
     ConstraintFailed,
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -295,6 +296,7 @@ _ERRORS: Mapping[type[KestrelError], _Kind] = MappingProxyType(
             ),
         ),
         NumbersOverflowed: _Kind(lambda error: (error.adapter,), NumbersOverflowed),
+        AnswerOutsideSchema: _Kind(lambda error: (error.place,), AnswerOutsideSchema),
         QueueTimeout: _Kind(lambda error: (error.waited_s,), QueueTimeout),
         InternalError: _Kind(lambda error: (), lambda: InternalError(CoreFault())),
         **{

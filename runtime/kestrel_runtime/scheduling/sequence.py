@@ -127,6 +127,14 @@ class TokenMatcher(Protocol):
         ...
 
 
+class EndDelivery(Protocol):
+    """Delivers the last events of one sequence."""
+
+    def deliver(self, stream: Any, events: list[Any]) -> None:
+        """Have the events delivered to the stream of the caller, or an error in place of the last. Any thread."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A prompt and what has been generated after it.
@@ -155,6 +163,8 @@ class Sequence:
     """The number of most likely tokens that the parser gets for each token; None if it needs no logprobs."""
     matcher: TokenMatcher | None = None
     """Decides which tokens the answer may have; None without a constraint."""
+    end_check: EndDelivery | None = None
+    """Checks the whole answer before its last events are delivered; None where nothing is to be checked."""
     fingerprint: str = ""
     """Hash of the request: equal requests have equal fingerprints."""
     priority: Priority = Priority.NORMAL

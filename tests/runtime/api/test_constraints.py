@@ -182,7 +182,7 @@ def test_a_schema_that_is_too_large_is_one_breach(schema: Any, told: str) -> Non
 def test_each_keyword_that_is_not_supported_is_named_where_it_stands() -> None:
     schema = {
         "if": {},
-        "properties": {"a": {"not": {}}, "if": {"items": {"anyOf": [{}, {"uniqueItems": True}]}}},
+        "properties": {"a": {"not": {"type": "null"}}, "if": {"items": {"anyOf": [{}, {"uniqueItems": True}]}}},
         "patternProperties": {"^x" + "y" * 40: {"dependentRequired": {}}},
         "$defs": {"b": 3},
         "default": {"if": 1},
@@ -190,8 +190,8 @@ def test_each_keyword_that_is_not_supported_is_named_where_it_stands() -> None:
     }
     assert problems(schema) == [
         "/if is not supported",
-        "/properties/a/not is not supported",
-        "/properties/if/items/anyOf/1/uniqueItems is not supported",
+        "/properties/a/not is not supported, but for {} and booleans",
+        "/properties/if/items/anyOf/1/uniqueItems is not supported, unless it is false",
         f"/patternProperties/^x{'y' * 30}…/dependentRequired is not supported",
         "/$defs/b must be an object or a boolean",
     ]
@@ -228,6 +228,14 @@ def any_of(count: int, name: str = "anyOf") -> dict[str, Any]:
         {"properties": {"a": any_of(8), "b": any_of(200)}},
         {"const": ["x" * MAX_LITERAL_CHARS], "properties": {"x" * MAX_NAME_CHARS: True}},
         {"multipleOf": 0.01},
+        {"multipleOf": 10**30},
+        {
+            "minimum": 5e-324,
+            "maximum": 1.7976931348623157e308,
+            "not": False,
+            "uniqueItems": False,
+            "x-a": {"if": 1},
+        },
         {"multipleOf": 1000},
         {"multipleOf": 5e30},
         {"$defs": {"tree": {"items": {"$ref": "#/$defs/tree"}}}, "$ref": "#/$defs/tree"},
@@ -263,6 +271,11 @@ def chain_of_refs(count: int, depth: int = 0) -> dict[str, Any]:
         ({"properties": {"x" * (MAX_NAME_CHARS + 1): {}}}, "/properties must have names of at most 256"),
         ({"required": ["a", "x" * (MAX_NAME_CHARS + 1)]}, "/required must have names of at most 256"),
         ({"multipleOf": 9973}, "/multipleOf must be a number"),
+        ({"multipleOf": 10**39 + 1}, "/multipleOf must be a number"),
+        ({"enum": [1, [10**309]]}, "/enum must have numbers within the range of a double"),
+        ('{"maximum": 1e309}', "/maximum must have numbers within the range of a double"),
+        ('{"minimum": 1e-999999999}', "/minimum must have numbers within the range of a double"),
+        ({"propertyNames": {"if": {}}}, "/propertyNames/if is not supported"),
         ({"multipleOf": 0.12345}, "/multipleOf must be a number"),
         ({"multipleOf": True}, "/multipleOf must be a number"),
         ({"allOf": [any_of(9), any_of(8)]}, "combine at most 64"),

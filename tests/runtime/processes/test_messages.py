@@ -12,6 +12,7 @@ from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import (
     AdapterInvalid,
     AdapterNotFound,
+    AnswerOutsideSchema,
     ConstraintFailed,
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -147,6 +148,7 @@ def all_errors() -> list[KestrelError]:
         ConstraintFailed(),
         NumbersOverflowed(),
         NumbersOverflowed("a@1"),
+        AnswerOutsideSchema("/id"),
         QueueTimeout(1.25),
         DeadlineExceeded("the deadline passed"),
         EngineUnavailable("the engine is draining"),

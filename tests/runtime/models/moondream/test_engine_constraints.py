@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,9 +17,10 @@ import pytest
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.constraints import Constraint
-from kestrel_runtime.api.errors import ConstraintFailed, InvalidRequest
-from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput
+from kestrel_runtime.api.errors import AnswerOutsideSchema, ConstraintFailed, InternalError, InvalidRequest
+from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, TextDelta
 from kestrel_runtime.api.requests import CachePolicy, Query, RequestOptions, SamplingParams
+from kestrel_runtime.constraints.answer_check import AnswerCheck
 from kestrel_runtime.constraints.masks import AnswerMatcher
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
@@ -194,6 +196,48 @@ async def test_a_matcher_that_fails_ends_its_request_alone(
     for stream, constraint in zip(streams[1:], others, strict=True):
         answer = answer_of(await stream.result())
         assert constraint is None or satisfies(answer, constraint)
+
+
+async def test_an_answer_is_checked_by_a_worker_and_ends_with_a_reason_where_it_misses_its_schema(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def missing(_: AnswerCheck, answer: str) -> str | None:
+        threads.append(threading.current_thread().name)
+        return "/count" if "9" in answer else None
+
+    monkeypatch.setattr(AnswerCheck, "miss", missing)
+    schemas = [{"enum": [13, 14]}, {"enum": [19, 29]}, {"enum": ["9"]}, {"enum": [123456, 123457]}]
+    queries = [
+        Query("what?", sampling=HOT, constraint=Constraint(json_schema=json.dumps(item))) for item in schemas
+    ]
+    cut_short = replace(queries[3], sampling=replace(HOT, max_tokens=1))
+    streams = [engine.submit(query) for query in (*queries[:3], cut_short)]
+    assert answer_of(await streams[0].result()) in ("13", "14")
+    pieces: list[str] = []
+
+    async def read() -> None:
+        async for event in streams[1]:
+            pieces.append(event.text if isinstance(event, TextDelta) else "")
+
+    with pytest.raises(AnswerOutsideSchema, match="/count"):
+        await read()
+    assert "".join(pieces) in ("19", "29")
+    assert answer_of(await streams[2].result()) == '"9"', "nothing bounds a number"
+    assert (await streams[3].result()).finish_reason is FinishReason.LENGTH
+    assert len(threads) == 2
+    assert all("preprocess" in name for name in threads)
+
+
+async def test_a_check_that_fails_is_a_fault_of_the_server(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AnswerCheck, "miss", lambda *_: 1 / 0)
+    with pytest.raises(InternalError):
+        await engine.submit(
+            Query("what?", sampling=HOT, constraint=Constraint(json_schema='{"const": 3}'))
+        ).result()
 
 
 @pytest.mark.parametrize(

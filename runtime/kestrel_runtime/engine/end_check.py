@@ -1,0 +1,51 @@
+"""Checks complete answers in a worker: the end of a request follows its check, or an error comes in its place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kestrel_runtime.api.errors import AnswerOutsideSchema, EngineUnavailable, InternalError, KestrelError
+from kestrel_runtime.api.events import Event, Finished, FinishReason, QueryOutput
+from kestrel_runtime.api.stream import Delivery, Stream
+
+_log = logging.getLogger(__name__)
+
+
+class EndCheck:
+    """Delivers the last events of one request."""
+
+    def __init__(self, miss: Callable[[str], str | None], submit: Callable[[Callable[[], None]], Any]) -> None:
+        """`miss` finds the place in an answer that is not allowed. `submit` has a worker call a function, or raises
+        RuntimeError where the workers are closed."""
+        self._miss = miss
+        self._submit = submit
+
+    def deliver(self, stream: Stream, events: list[Event]) -> None:
+        """From the engine thread: have a worker check the answer of the last event, and deliver what follows."""
+        try:
+            self._submit(partial(self._deliver, stream, events))
+        except RuntimeError:
+            stream.fail(EngineUnavailable("no worker can check the answer"))
+
+    def _deliver(self, stream: Stream, events: list[Event]) -> None:
+        error = self._error_of(events[-1])
+        if error is None:
+            deliveries = [Delivery(stream, events)]
+        else:
+            deliveries = [Delivery(stream, events[:-1]), Delivery(stream, [], error)]
+        stream.post(stream.destination, deliveries)
+
+    def _error_of(self, end: Event) -> KestrelError | None:
+        assert isinstance(end, Finished)
+        assert isinstance(end.output, QueryOutput), "other answers have no constraint"
+        if end.finish_reason is not FinishReason.STOP:
+            return None  # the answer is only the beginning of one that satisfies its constraint
+        try:
+            place = self._miss(end.output.answer)
+        except Exception as error:  # a bug of ours, which must not leave the caller waiting
+            _log.exception("the check of an answer failed")
+            return InternalError(error)
+        return None if place is None else AnswerOutsideSchema(place)

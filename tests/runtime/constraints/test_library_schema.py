@@ -1,0 +1,265 @@
+"""Schemas as libraries write them, and the numbers that answers under a schema may have."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from decimal import Decimal, localcontext
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import llguidance
+import pytest
+
+from kestrel_runtime.api.constraints import Constraint
+from kestrel_runtime.api.errors import InvalidRequest
+from kestrel_runtime.constraints.compiler import ConstraintCompiler
+from tests.runtime.constraints.vocabularies import END_ID, TOKENIZER, new_compiler
+
+WRITTEN_BY_LIBRARIES: dict[str, dict[str, list[Any]]] = json.loads(
+    Path(__file__).with_name("schemas_of_libraries.json").read_text(encoding="utf-8")
+)
+"""By library and version, and by the name of a type: the schema that it writes, and a value of the type."""
+
+
+@pytest.fixture(scope="module")
+def compiler() -> ConstraintCompiler:
+    return new_compiler()
+
+
+def compiled(compiler: ConstraintCompiler, schema: Any) -> llguidance.LLMatcher:
+    constraint = Constraint(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
+    violations = list(constraint.violations())
+    if violations:
+        raise InvalidRequest(tuple(violations))
+    return compiler.compiled(constraint, END_ID).library
+
+
+def takes(library: llguidance.LLMatcher, answer: str) -> bool:
+    """Whether the answer can come."""
+    tokens, copied = TOKENIZER.encode(answer), library.deep_copy()
+    return copied.try_consume_tokens(tokens) == len(tokens) and copied.is_accepting()
+
+
+def refusal(compiler: ConstraintCompiler, schema: Any) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        compiled(compiler, schema)
+    return "; ".join(violation.description for violation in caught.value.violations)
+
+
+# Schemas as libraries write them
+
+
+@pytest.mark.parametrize("library", WRITTEN_BY_LIBRARIES)
+def test_every_type_of_pydantic_and_zod_is_served(compiler: ConstraintCompiler, library: str) -> None:
+    for name, (schema, value) in WRITTEN_BY_LIBRARIES[library].items():
+        assert takes(compiled(compiler, schema), json.dumps(value, ensure_ascii=False)), (name, schema)
+
+
+def test_the_values_in_the_table_are_valid() -> None:
+    for library, schemas in WRITTEN_BY_LIBRARIES.items():
+        for name, (schema, value) in schemas.items():
+            if "openapi" not in library and name != "emoji":  # which Python knows nothing of
+                jsonschema.validate(value, schema)
+
+
+PET = {
+    "$defs": {
+        "Cat": {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}},
+        "Dog": {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}, "lives": {"type": "integer"}}},
+    },
+    "discriminator": {"propertyName": "kind"},
+    "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+}
+WRONG: list[tuple[Any, Any]] = [
+    ({"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": {"type": "integer"}}, {"b": 1}),
+    ({"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": {"type": "integer"}}, {"a": "x"}),
+    ({"type": "object", "propertyNames": {"pattern": "^x-"}}, {"y": 1}),
+    ({"type": "object", "propertyNames": {"maxLength": 2}}, {"abc": 1}),
+    ({"type": "object", "propertyNames": False}, {"a": 1}),
+    ({"type": "string", "nullable": False}, None),
+    ({"type": "string", "format": "uuid"}, "x"),
+    ({"$schema": "http://json-schema.org/draft-04/schema#", "const": 5}, 6),
+    ({"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}, "-."),
+    (PET, {"lives": 3}),
+    (PET, {"kind": "cow", "lives": 3}),
+    ({"oneOf": [{"type": "integer"}, {"type": "string"}], "anyOf": [{"type": "string"}, {"type": "null"}]}, 3),
+]
+
+
+@pytest.mark.parametrize(("schema", "value"), WRONG)
+def test_what_a_rewritten_schema_excludes_cannot_come(
+    compiler: ConstraintCompiler, schema: Any, value: Any
+) -> None:
+    assert not takes(compiled(compiler, schema), json.dumps(value))
+
+
+KEYWORDS = (
+    "format",
+    "enum",
+    "const",
+    "minimum",
+    "title",
+    "default",
+    "discriminator",
+    "not",
+    "oneOf",
+    "$ref",
+    "x-a",
+)
+
+
+def test_properties_that_are_named_like_keywords_stay(compiler: ConstraintCompiler) -> None:
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "integer", "title": "dropped", "format": "int32"} for name in KEYWORDS},
+        "required": list(KEYWORDS),
+        "additionalProperties": False,
+    }
+    library = compiled(compiler, schema)
+    assert takes(library, json.dumps(dict.fromkeys(KEYWORDS, 3)))
+    assert not takes(library, json.dumps(dict.fromkeys(KEYWORDS, "x")))
+
+
+@pytest.mark.parametrize("keyword", ["const", "enum"])
+def test_data_that_look_like_schemas_stay(compiler: ConstraintCompiler, keyword: str) -> None:
+    value = {
+        "title": "t",
+        "format": "color",
+        "oneOf": [1],
+        "enum": [2**40],
+        "exclusiveMinimum": 0,
+        "nullable": True,
+    }
+    schema = {keyword: value if keyword == "const" else [value], "default": {"minimum": "x"}, "examples": [value]}
+    assert takes(compiled(compiler, schema), json.dumps(value))
+
+
+NESTED = (
+    "items",
+    "additionalProperties",
+    "properties",
+    "patternProperties",
+    "prefixItems",
+    "allOf",
+    "anyOf",
+    "$ref",
+)
+
+
+@pytest.mark.parametrize("place", NESTED)
+def test_schemas_are_rewritten_wherever_they_stand(compiler: ConstraintCompiler, place: str) -> None:
+    inner = {"type": "integer", "format": "int64", "example": 1, "minimum": -(2**63), "maximum": 2**63 - 1}
+    schema: dict[str, Any] = {
+        "items": {"type": "array", "items": inner},
+        "additionalProperties": {"type": "object", "additionalProperties": inner},
+        "properties": {"type": "object", "properties": {"a": inner}},
+        "patternProperties": {"type": "object", "patternProperties": {"^a": inner}},
+        "prefixItems": {"type": "array", "prefixItems": [inner]},
+        "allOf": {"allOf": [inner, {"title": "t"}]},
+        "anyOf": {"anyOf": [inner, {"type": "null", "x-a": 1}]},
+        "$ref": {"$ref": "#/$defs/a~1b", "$defs": {"a/b": inner}},
+    }[place]
+    value: Any = [5] if "tems" in place else {"a": 5} if "roperties" in place else 5
+    assert takes(compiled(compiler, schema), json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        (
+            {"minItems": 3, "maxItems": 2, "type": "array"},
+            "/p cannot be used: minItems (3) is greater than maxItems (2)",
+        ),
+        (
+            {"pattern": "(?=a)b", "type": "string"},
+            "/p/pattern cannot be used: the expression is refused: look-around",
+        ),
+        (
+            {"pattern": "a(b", "type": "string"},
+            "/p/pattern cannot be used: the expression is refused: unclosed group",
+        ),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "/p cannot be used: oneOf is supported where"),
+        ({"type": "colour"}, "/p cannot be used: Invalid type: colour"),
+        ({"$ref": "#/$defs/missing"}, "/p cannot be used: $ref points to nothing"),
+        ({"items": {"type": "array", "minItems": -1}}, "/p/items cannot be used: Expected positive integer"),
+        (
+            {"type": "number", "multipleOf": 0.07},
+            "/p/multipleOf is a number that the grammar cannot express exactly",
+        ),
+        ({"enum": [3, 2**62 + 1]}, "/p/enum/1 is a number that the grammar cannot express exactly"),
+        ({"minimum": 2**64, "type": "integer"}, "/p/minimum is a number that"),
+        ({"propertyNames": {"pattern": "a"}, "properties": {"a": {}}}, "/p/propertyNames is one rule of names"),
+        ({"uniqueItems": True}, "/p/uniqueItems is not supported"),
+    ],
+)
+def test_a_refusal_names_the_place_and_the_cause(compiler: ConstraintCompiler, schema: Any, said: str) -> None:
+    schema = {"type": "object", "properties": {"o": {"type": "null"}, "p": schema}, "required": ["p"]}
+    assert refusal(compiler, schema).startswith(f"/properties{said}")
+
+
+def test_a_refusal_in_a_definition_names_the_definition(compiler: ConstraintCompiler) -> None:
+    schema = {"$defs": {"a/b": {"type": "string", "minLength": 3, "maxLength": 2}}, "$ref": "#/$defs/a~1b"}
+    assert refusal(compiler, schema) == "/$defs/a~1b cannot be used: minLength (3) is greater than maxLength (2)"
+
+
+def test_an_expression_that_is_refused_says_why(compiler: ConstraintCompiler) -> None:
+    for regex, said in (
+        (r"(a)\1", "backreferences"),
+        ("a(b", "unclosed group"),
+        ("[z-a]", "character class range"),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            compiler.compiled(Constraint(regex=regex), END_ID)
+
+
+# Numbers
+
+BOUNDS = (
+    *("0", "1", "-1", "0.5", "-0.5", "0.75", "0.1", "2.5", "10", "999", "1e3", "1.5e-3", "-2.25", "1.0", "-0.0"),
+    *("0.99", "100.25", "1e-7", "-1e-9", "5e-324", "0.30000000000000004", "0.1000000000000000055511151231257827"),
+    *("9007199254740991", "9007199254740993", "-9007199254740993", "1234567890123456789", "1e18", "-1e18"),
+    *("9223372036854775807", "-9223372036854775808", "3.4028234663852886e38", "-1.7976931348623157e308"),
+)
+STEPS = ("0", "1", "-1", "0.5", "-0.5", "1e-17", "-1e-17", "1e-3", "2", "-2", "64", "-64")
+
+
+def texts_near(bound: str) -> Iterator[str]:
+    for step in STEPS:
+        with localcontext(prec=400):
+            text = format(Decimal(bound) + Decimal(step), "f")
+        if len(text) < 60:
+            yield text
+            yield text.rstrip("0").rstrip(".") if "." in text else text + ".0"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_numbers_that_can_come_are_those_that_jsonschema_allows(compiler: ConstraintCompiler, seed: int) -> None:
+    """Near the bounds, where doubles and decimals differ."""
+    chance, num_taken = random.Random(seed), 0
+    for _ in range(60):
+        names = chance.sample(
+            ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"], chance.choice([1, 2, 2, 3])
+        )
+        bounds = {name: chance.choice(BOUNDS) for name in names}
+        kind = chance.choice(['"type": "integer", ', '"type": "number", ', ""])
+        step = chance.choice(["", "", "", ', "multipleOf": 0.5', ', "multipleOf": 5'])
+        listed = ", ".join(f'"{name}": {bound}' for name, bound in bounds.items())
+        text = f"{{{kind}{listed}{step}}}"
+        try:
+            library = compiled(compiler, text)
+        except InvalidRequest:
+            continue
+        validator = jsonschema.Draft202012Validator(json.loads(text, parse_float=Decimal))
+        for number in {near for bound in bounds.values() for near in texts_near(bound)} | {
+            "0",
+            "-0",
+            "0.0",
+            "-0.0",
+        }:
+            if takes(library, number):
+                num_taken += 1
+                assert validator.is_valid(json.loads(number, parse_float=Decimal)), (text, number)
+    assert num_taken > 100
