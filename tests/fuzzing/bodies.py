@@ -63,7 +63,10 @@ def strange_value(draw: Draw, depth: int = 0) -> Any:
             ("", "?", "\0", "a" * 70_000, "\ud800", "\U0001f426", "data:,", "https://example.com/x")
         ),
         lambda: [strange_value(draw, depth + 1) for _ in range(draw.randrange(4))],
-        lambda: {str(number): strange_value(draw, depth + 1) for number in range(draw.randrange(4))},
+        lambda: {
+            draw.choice((str(number), "\ud800")): strange_value(draw, depth + 1)
+            for number in range(draw.randrange(4))
+        },
     )
     return draw.choice(kinds[:4] if depth > 3 else kinds)()
 
@@ -77,7 +80,8 @@ def body(path: str, draw: Draw) -> bytes:
     if kind == 0:
         request[draw.choice(tuple(request))] = strange_value(draw)
     elif kind == 1:
-        request[draw.choice(("x", "n", "settings", "image_url", "spatial_refs", "messages"))] = strange_value(draw)
+        names = ("x", "n", "settings", "image_url", "spatial_refs", "messages", "\ud800", "\U0001f426\udc26")
+        request[draw.choice(names)] = strange_value(draw)
     elif kind == 2:
         return draw.choice((b"[", b'{"a":', b'{"messages":[')) * draw.choice((100, 5000, 100_000))
     elif kind == 3:
@@ -118,7 +122,7 @@ def conversation(api: str, seed: int) -> Conversation:
         headers["Content-Type"] = "image/png"
         verbs = ("PUT",) if path == "/v1/images" else ("GET", "DELETE")
     sent = content
-    kind = draw.randrange(14)
+    kind = draw.randrange(16)
     if kind == 0:
         headers["Content-Length"] = str(len(content) + draw.choice((-5, -1, 1, 1000, 2**40)))
     elif kind == 1:
@@ -127,7 +131,8 @@ def conversation(api: str, seed: int) -> Conversation:
         headers["Content-Length"] = str(len(sent))
     elif kind in (2, 3, 4):
         del headers["Content-Length"]
-        headers["Transfer-Encoding"] = draw.choice(("chunked",) * 6 + ("gzip, chunked", "chunked, gzip", "x"))
+        others = ("gzip, chunked", "chunked, gzip", "gzip", "identity", "x")
+        headers["Transfer-Encoding"] = draw.choice(("chunked",) * 10 + others)
         sent = chunked(content, draw)
         if kind == 4:
             headers["Content-Length"] = str(len(content))
@@ -144,10 +149,18 @@ def conversation(api: str, seed: int) -> Conversation:
         headers[draw.choice(("X-Request-Timeout", "X-Request-Id", "Expect", "Connection", "Upgrade"))] = (
             draw.choice(("0", "1e-3", "nan", "100-continue", "upgrade", "websocket", "close", "\x01", "a" * 70_000))
         )
-    verb = draw.choice(verbs * (12 // len(verbs)) + ("GET", "PUT", "DELETE", "OPTIONS", "TRACE", "BREW"))
+    if kind in (13, 14) or (kind in (2, 3, 11, 12) and draw.random() < 0.5):
+        headers["Connection"] = draw.choice(
+            ("Upgrade", "upgrade, HTTP2-Settings", "keep-alive, Upgrade", "close, Upgrade")
+        )
+        headers["Upgrade"] = draw.choice(("h2c", "websocket", "TLS/1.2", "h2c, websocket"))
+    verb = draw.choice(
+        verbs * (12 // len(verbs)) + ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT", "BREW")
+    )
     target = draw.choice((path,) * 12 + (path + "?x=1", "/v1//query", "/%00", "*", "http://evil.example/v1/query"))
+    version = draw.choice(("1.1",) * 12 + ("1.0", "2.0", "0.9"))
     head = (
-        f"{verb} {target} HTTP/1.1\r\n"
+        f"{verb} {target} HTTP/{version}\r\n"
         + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         + "\r\n"
     )
@@ -177,7 +190,16 @@ def chunked(content: bytes, draw: Draw) -> bytes:
             b"3\nabc\n",
         )
         framed[draw.randrange(len(framed))] = draw.choice(wrong)
-    return b"".join(framed) + draw.choice((b"0\r\n\r\n", b"", b"0\r\nX: y\r\n\r\n", b"0\r\n" + b"X: y\r\n" * 9000))
+    ends = (
+        b"0\r\n\r\n",
+        b"",
+        b"0\r\nX: y\r\n\r\n",
+        b"0\r\n" + b"X: y\r\n" * 9000,
+        b"0\r\nHost: evil.example\r\nAuthorization: Bearer x\r\nX-Request-Timeout: x\r\n\r\n",
+        b"0\r\nContent-Length: 3\r\n\r\nabc",
+        b"0\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
+    )
+    return b"".join(framed) + draw.choice(ends)
 
 
 def hear(address: tuple[str, int], said: Conversation) -> str:
