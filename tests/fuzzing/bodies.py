@@ -158,7 +158,7 @@ def conversation(api: str, seed: int) -> Conversation:
         verbs * (12 // len(verbs)) + ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT", "BREW")
     )
     target = draw.choice((path,) * 12 + (path + "?x=1", "/v1//query", "/%00", "*", "http://evil.example/v1/query"))
-    version = draw.choice(("1.1",) * 12 + ("1.0", "2.0", "0.9"))
+    version = draw.choice(("1.1",) * 24 + ("1.0", "2.0", "0.9"))
     head = (
         f"{verb} {target} HTTP/{version}\r\n"
         + "".join(f"{name}: {value}\r\n" for name, value in headers.items())
