@@ -122,6 +122,10 @@ def test_the_http_port_serves_the_probes_and_the_metrics_of_all_processes(host: 
         for path in ("/healthz", "/readyz", "/livez"):
             with urllib.request.urlopen(base + path, timeout=MAX_WAIT_S) as answer:
                 assert answer.status == 200
+    for headers in ({"Origin": "http://localhost"}, {"Host": "evil.example"}):
+        page = urllib.request.Request(f"{host.machine_address}/metrics", headers=headers)
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(page, timeout=MAX_WAIT_S)
 
 
 def test_connections_to_the_port_of_the_metrics_leave_no_memory_behind(host: HostProcess) -> None:
