@@ -78,6 +78,10 @@ def seeds() -> tuple[bytes, ...]:
         (palette, "PNG", {"transparency": 1}),
         (palette, "GIF", {"transparency": 0}),
         (grey16, "PNG", {}),
+        (grey16, "PNG", {"transparency": 120}),
+        *((grey16, "TIFF", {"tiffinfo": info}) for info in ({262: 0}, {281: 32767}, {262: 0, 284: 2})),
+        (grey16, "TIFF", {"tiffinfo": {262: 0}, "compression": "tiff_lzw"}),
+        (rgb.convert("YCbCr"), "TIFF", {}),
         (grey16, "TIFF", {}),
     ]
     return tuple(_encoded(*variant) for variant in variants)
