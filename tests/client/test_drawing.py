@@ -25,6 +25,7 @@ from kestrel_client import (
     draw,
 )
 from kestrel_client.drawing import COLOURS
+from kestrel_client.images import image_bytes
 
 WHITE = (255, 255, 255)
 FACTS = {
@@ -181,8 +182,10 @@ RAMP = np.tile(np.linspace(0, 65535, 256).astype(np.uint16), (3, 1))
         grey_file("TIFF", RAMP >> 4, tiffinfo={281: 4095}),  # 12 bits
     ],
 )
-def test_a_grey_file_of_16_bits_is_drawn_in_all_its_shades(file: bytes) -> None:
-    np.testing.assert_allclose(np.asarray(draw(file))[1, :, 0], np.arange(256), atol=1)
+def test_a_grey_file_of_16_bits_is_drawn_and_sent_in_all_its_shades(file: bytes) -> None:
+    opened = Image.open(io.BytesIO(file))
+    for drawn in (draw(file), draw(opened), draw(image_bytes(opened))):
+        np.testing.assert_allclose(np.asarray(drawn)[1, :, 0], np.arange(256), atol=1)
 
 
 def test_the_transparent_colour_of_a_grey_image_of_any_depth_is_drawn_white() -> None:

@@ -26,7 +26,7 @@ def png_of(image: Image) -> bytes:
     """The image as a PNG file, upright. Raises `InvalidRequest` for numbers that have no meaning as brightness."""
     file = io.BytesIO()
     # Without EXIF data, so that the server does not turn the image again.
-    _in_png_mode(upright(image)).save(file, format="PNG", compress_level=1, exif=b"")
+    _in_png_mode(upright(_as_meant(image))).save(file, format="PNG", compress_level=1, exif=b"")
     return file.getvalue()
 
 
@@ -37,17 +37,6 @@ def open_file(data: bytes) -> Image:
     image = Image.open(io.BytesIO(data))
     image.info.pop("xmp", None)  # Pillow turns a TIFF by it while it loads
     image.load()
-    tags = getattr(image, "tag_v2", {})
-    if image.mode.startswith("I;16") and tags:
-        # Pillow leaves the numbers as they are stored.
-        bits = tags.get(_BITS, (16,))[0]
-        declared = max(tags.get(_MAX_VALUE, (0,)))
-        _, highest = _extrema(image)
-        is_part = 0 < declared < 2**bits and not declared & (declared + 1) and highest <= declared
-        scale = _MAX_16_BITS / (declared if is_part else 2**bits - 1)
-        is_inverted = tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO
-        factor, offset = (-scale, _MAX_16_BITS) if is_inverted else (scale, 0)
-        return image.convert("I").point(lambda value: value * factor + offset).convert("I;16")
     if image.format == "PNG" and "transparency" in image.info:
         # Pillow scales pixels to 8 bits, and not the transparent colour.
         bits, colour = data[_PNG_BITS], image.info["transparency"]
@@ -55,8 +44,6 @@ def open_file(data: bytes) -> Image:
             image.info["transparency"] = colour * (255 // (2**bits - 1))
         elif image.mode == "RGB" and bits == 16:
             image.info["transparency"] = tuple(value >> 8 for value in colour)
-    if image.format == "BMP" and image.mode == "RGBA" and image.getchannel("A").getextrema() == (0, 0):
-        return image.convert("RGB")
     return image
 
 
@@ -64,13 +51,33 @@ def shown(image: Image) -> Image:
     """A copy in 8-bit RGB as the model sees it: upright, transparency over white."""
     from PIL import Image
 
-    image = _in_png_mode(upright(image))
+    image = _in_png_mode(upright(_as_meant(image)))
     if image.mode == "I;16":
         return _high_bytes(image)
     if not image.has_transparency_data:
         return image.convert("RGB")
     image = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")
+
+
+def _as_meant(image: Image) -> Image:
+    """An image with the meaning that its file gives it. Pillow leaves some numbers as they are stored."""
+    tags = getattr(image, "tag_v2", {})
+    if image.mode.startswith("I;16") and tags:
+        image.load()
+        bits = tags.get(_BITS, (16,))[0]
+        declared = max(tags.get(_MAX_VALUE, (0,)))
+        _, highest = _extrema(image)
+        is_part = 0 < declared < 2**bits and not declared & (declared + 1) and highest <= declared
+        scale = _MAX_16_BITS / (declared if is_part else 2**bits - 1)
+        is_inverted = tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO
+        if scale == 1 and not is_inverted:
+            return image
+        factor, offset = (-scale, _MAX_16_BITS) if is_inverted else (scale, 0)
+        return image.convert("I").point(lambda value: value * factor + offset).convert("I;16")
+    if image.format == "BMP" and image.mode == "RGBA" and image.getchannel("A").getextrema() == (0, 0):
+        return image.convert("RGB")
+    return image
 
 
 def _high_bytes(image: Image) -> Image:
