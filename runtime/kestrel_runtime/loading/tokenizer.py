@@ -15,6 +15,10 @@ import tokenizers
 
 from kestrel_runtime.api.errors import CheckpointError
 
+MAX_TOKEN_ID = 2**24
+"""Up to it float32 holds every id, as the output of a step does."""
+_MAX_ECHO_CHARS = 200
+
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -31,10 +35,13 @@ class Tokenizer:
         try:
             library = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain `Exception`
-            raise CheckpointError(f"{path}: cannot be read as a tokenizer: {error}") from error
+            reason = " ".join(str(error)[:_MAX_ECHO_CHARS].split())
+            raise CheckpointError(f"{path}: cannot be read as a tokenizer: {reason}") from error
         if not isinstance(library.decoder, tokenizers.decoders.ByteLevel):
             kind = type(library.decoder).__name__ if library.decoder is not None else "no"
             raise CheckpointError(f"{path}: has {kind} decoder; only a ByteLevel decoder is served")
+        if (highest_id := max(library.get_vocab().values(), default=0)) > MAX_TOKEN_ID:
+            raise CheckpointError(f"{path}: has a token of id {highest_id}, more than {MAX_TOKEN_ID}")
         library.encode_special_tokens = True
         # A file may contain settings for training, but prompts are neither truncated nor padded.
         library.no_truncation()

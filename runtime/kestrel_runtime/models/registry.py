@@ -9,6 +9,7 @@ names no other family is therefore loaded as a Moondream, which refuses weights 
 from __future__ import annotations
 
 import importlib
+import reprlib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from types import MappingProxyType
@@ -26,7 +27,9 @@ _DEFAULT = "moondream"
 def family_of(checkpoint: Checkpoint) -> ModelFamily:
     """The family of the checkpoint. Raises `CheckpointError` if it cannot be imported."""
     name = (checkpoint.config or {}).get("model_type")
-    address = _address(name) if isinstance(name, str) else None
+    if name is not None and not isinstance(name, str):
+        raise CheckpointError(f"{checkpoint.name}: config.json: model_type is {reprlib.repr(name)}, not a name")
+    address = None if name is None else _address(name)
     if address is None:
         name, address = _DEFAULT, FAMILIES[_DEFAULT]
     module, _, attribute = address.partition(":")

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -440,3 +441,167 @@ def test_no_tokenizer_anywhere_is_told(machine, tmp_path):
     found = machine.find(None, str(folder), offline=True)
     assert found.error.startswith(f"{folder} has no tokenizer.json, and moondream/starmie-v1 is not")
     assert found.error.endswith("HF_HUB_OFFLINE is set")
+
+
+HUB_CONFIG = json.dumps({"architectures": ["HfMoondream"], "config": {}}).encode()
+FORMER_CODE = b"@dataclass(frozen=True)\nclass TokenizerConfig:\n    bos_id: int = 50256\n    eos_id: int = 50256\n"
+CURRENT_CODE = FORMER_CODE.replace(b"50256", b"0")
+
+
+@pytest.mark.parametrize("revision", ["2025-01-09", "2025-04-14"])
+def test_a_release_with_the_former_tokenizer_is_refused_by_its_day(revision, machine):
+    files = {"config.json": HUB_CONFIG, "tokenizer.json": stale_tokenizer()}
+    published = repository(files, revisions=("main", revision))
+    with Hub({"vikhyatk/moondream2": published, **STARMIE}) as hub:
+        found = machine.find(hub, "vikhyatk/moondream2", revision)
+    assert "Moondream 2 before 2025-06-19 has another tokenizer" in found.error
+    assert "use vikhyatk/moondream2 at 2025-06-21" in found.error
+
+
+def test_a_release_with_the_current_tokenizer_brings_the_former_one_and_is_served(machine):
+    files = {"config.json": HUB_CONFIG, "tokenizer.json": stale_tokenizer()}
+    published = repository(files, revisions=("main", "2025-06-21"))
+    with Hub({"vikhyatk/moondream2": published, **STARMIE}) as hub:
+        found = machine.find(hub, "moondream2")
+    assert found.checkpoint is not None, found.error
+    assert found.checkpoint.tokenizer_file.read_bytes() == TOKENIZER
+
+
+@pytest.mark.parametrize(("code", "is_served"), [(FORMER_CODE, False), (CURRENT_CODE, True), (b"bos_id = 0", None)])
+def test_the_publishers_code_says_which_tokenizer_the_weights_have(code, is_served, machine):
+    files = {"config.json": HUB_CONFIG, "tokenizer.json": stale_tokenizer(), "config.py": code}
+    with Hub({"someone/moondream": repository(files), **STARMIE}) as hub:
+        found = machine.find(hub, "someone/moondream")
+    if is_served:
+        assert found.checkpoint is not None, found.error
+        assert found.checkpoint.tokenizer_file.read_bytes() == TOKENIZER
+    elif is_served is None:
+        assert "nothing near it says which one the weights were trained with" in found.error
+    else:
+        assert "(config.py there says so): use vikhyatk/moondream2 at 2025-06-21" in found.error
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer", "code", "message"),
+    [
+        (HUB_CONFIG, stale_tokenizer(), None, "put tokenizer.json of moondream/starmie-v1 there"),
+        (None, stale_tokenizer(), None, "put tokenizer.json of moondream/starmie-v1 there"),
+        (HUB_CONFIG, TOKENIZER, FORMER_CODE, "has another tokenizer and other prompts"),
+        (b'{"tokenizer": {"eos_id": 50256}}', TOKENIZER, None, "at id 0, the model at 50256"),
+        (b'{"tokenizer": {"eos_id": 50256}}', None, None, "has no tokenizer.json; that of moondream/starmie-v1"),
+        (b'{"config": {"tokenizer": {"eos_id": 50256}}}', TOKENIZER, None, "at id 0, the model at 50256"),
+    ],
+)
+def test_a_folder_never_gets_the_prompts_of_another_tokenizer(config, tokenizer, code, message, tmp_path):
+    contents = {"config.json": config, "tokenizer.json": tokenizer, "config.py": code, "model.safetensors": b""}
+    for name, content in contents.items():
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        find_checkpoint(str(tmp_path))
+
+
+# Files that are none
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+def make_dangling_link(path: Path) -> None:
+    path.symlink_to("/no/such/file")
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def make_huge_file(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**40)  # sparse
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors.index.json", "model.safetensors"]
+)
+@pytest.mark.parametrize(
+    "make", [make_pipe, make_device, make_socket, Path.mkdir, make_dangling_link, make_loop, make_huge_file]
+)
+def test_what_is_no_file_is_refused_and_not_waited_for(name, make, tmp_path):
+    copy_of(MD2_SMALL, tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    if (name, make) == ("model.safetensors", make_huge_file):  # weights have any size, and are not read here
+        find_checkpoint(str(tmp_path))
+        return
+    with pytest.raises(CheckpointError) as raised:
+        find_checkpoint(str(tmp_path))
+    assert name in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["pipe", "pipe.safetensors", "pipe.pt"])
+def test_a_pipe_as_the_checkpoint_is_refused(name, tmp_path):
+    copy_of(MD2_SMALL, tmp_path, "tokenizer.json")
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"no regular file|neither a folder nor a"):
+        find_checkpoint(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("model", ["a" * 5000, "a\0b", "~no-such-user/model", "/dev/null", "/proc/self/mem"])
+def test_odd_names_of_models_are_refused_in_a_short_line(model):
+    with pytest.raises(CheckpointError) as raised:
+        find_checkpoint(model)
+    assert len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "model.pth"])
+def test_weights_of_a_format_that_is_not_read_are_named(name, tmp_path):
+    (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} is of a format that is not read"):
+        find_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "config", ['{"text": ' + "[" * 10_000 + "]" * 10_000 + "}", '{"text": ' + "9" * 10_000 + "}", '{"a": 1, "a"}']
+)
+def test_json_that_python_does_not_read_is_refused(config, tmp_path):
+    copy_of(MD2_SMALL, tmp_path)
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(CheckpointError, match=r"cannot read .*config\.json"):
+        find_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("number", ['"0"', "-1", "1e30", "true", "NaN", "[0]", "{}", "9" * 400, "16777217"])
+def test_an_end_of_text_that_is_no_id_is_refused_before_a_download(number, tmp_path):
+    copy_of(MD2_SMALL, tmp_path)
+    (tmp_path / "config.json").write_text(f'{{"tokenizer": {{"eos_id": {number}}}}}')
+    with pytest.raises(CheckpointError, match=r"tokenizer\.eos_id is .*, and no id of a token"):
+        find_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        "[]",
+        '{"model": {"vocab": ["a"]}}',
+        '{"model": {"vocab": {}}, "added_tokens": "abc"}',
+        '{"model": {"vocab": {}}, "added_tokens": [{"content": "a"}]}',
+        '{"model": {"vocab": {}}, "added_tokens": [{"content": [], "id": 1}]}',
+        "[" * 10_000,
+    ],
+)
+def test_json_that_is_no_tokenizer_is_refused(tokenizer, tmp_path):
+    copy_of(MD2_SMALL, tmp_path)
+    (tmp_path / "tokenizer.json").write_text(tokenizer)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        find_checkpoint(str(tmp_path))

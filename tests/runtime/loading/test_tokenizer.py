@@ -157,3 +157,11 @@ def test_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, content):
 def test_missing_file_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match=r"absent\.json"):
         Tokenizer.from_file(tmp_path / "absent.json")
+
+
+def test_an_id_beyond_all_vocabularies_is_refused(tmp_path):
+    data = json.loads((MD2_SMALL / "tokenizer.json").read_text(encoding="utf-8"))
+    data["model"]["vocab"]["far away"] = 4_000_000_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="has a token of id 4000000000"):
+        Tokenizer.from_file(tmp_path / "tokenizer.json")

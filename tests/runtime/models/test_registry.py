@@ -57,3 +57,9 @@ def test_a_family_that_cannot_be_imported_is_named(install, address) -> None:
 def test_every_family_of_ours_can_be_imported() -> None:
     for name in registry.FAMILIES:
         assert family_of(checkpoint({"model_type": name})) is not None
+
+
+@pytest.mark.parametrize("name", [7, [1], {"a": 1}, True])
+def test_a_name_of_a_family_that_is_no_text_is_refused(name) -> None:
+    with pytest.raises(CheckpointError, match=r"model_type is .*, not a name"):
+        family_of(checkpoint({"model_type": name}))

@@ -6,6 +6,8 @@ checkpoints.
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from types import NoneType
@@ -22,10 +24,26 @@ _JSON_TYPES: Mapping[str, tuple[type, ...]] = {
     "str": (str,),
 }
 _MAY_BE_ZERO = ("start_layer", "overlap_margin")  # and ids
+# Far beyond every model that could be served. What depends on such a number is neither listed nor allocated.
+_MAX_INTEGER, _MAX_FLOAT = 2**24, 1e12
+_MAX_BY_NAME: Mapping[str, int] = {
+    "n_layers": 1024,
+    "enc_n_layers": 1024,
+    "max_context": 2**20,
+    "crop_size": 2**14,
+    "max_crops": 1024,
+    "num_experts": 2**14,
+}
+_NUM_CHANNELS = 3  # of decoded images
+_MAX_TEMPLATE_IDS = 10_000
 
 
 class ConfigError(ValueError):
-    """A `config.json` lacks a dimension or contradicts itself. The message names the field."""
+    """A `config.json` contradicts itself, or has a value that no model can have. The message names the field."""
+
+
+class IncompleteConfig(ConfigError):
+    """A `config.json` lacks a dimension, which may follow from the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +198,8 @@ class MoondreamConfig:
             "vision.crop_size is not a multiple of vision.enc_patch_size": (
                 vision.crop_size % vision.enc_patch_size == 0
             ),
+            f"vision.in_channels is not {_NUM_CHANNELS}": vision.in_channels == _NUM_CHANNELS,
+            "vision.overlap_margin leaves nothing of a crop": 2 * vision.overlap_margin < vision.grid_size,
             "vision.proj_out_dim differs from text.dim": vision.proj_out_dim == text.dim,
             "region.dim differs from text.dim": region.dim == text.dim,
             "region.coord_feat_dim is odd": region.coord_feat_dim % 2 == 0,
@@ -231,20 +251,22 @@ class MoondreamConfig:
 
 def _mapping(data: Mapping[str, Any], key: str, prefix: str = "") -> Mapping[str, Any]:
     value = data.get(key)
+    if value is None:
+        raise IncompleteConfig(f"config.json: section {prefix}{key} is missing")
     if not isinstance(value, Mapping):
-        raise ConfigError(f"config.json: section {prefix}{key} is missing")
+        raise ConfigError(f"config.json: section {prefix}{key} is missing; it is {reprlib.repr(value)}")
     return value
 
 
 def _section(kind: type[_Section], data: Mapping[str, Any], name: str) -> _Section:
     # Unknown keys are skipped: published configurations contain fields of the training.
     known = {field.name: field for field in fields(kind)}  # pyrefly: ignore[bad-argument-type] all are dataclasses
-    missing = [key for key, field in known.items() if key not in data and field.default is MISSING]
-    if missing:
-        raise ConfigError(f"config.json: {name} lacks {', '.join(missing)}")
     values = {key: value for key, value in data.items() if key in known}
     for key, value in values.items():
         _check_value(f"{name}.{key}", value, str(known[key].type))
+    missing = [key for key, field in known.items() if key not in data and field.default is MISSING]
+    if missing:
+        raise IncompleteConfig(f"config.json: {name} lacks {', '.join(missing)}")
     return kind(**values)
 
 
@@ -253,10 +275,15 @@ def _check_value(name: str, value: Any, annotation: str) -> None:
     if types is None:  # a section of its own, checked where it is read
         return
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        raise ConfigError(f"config.json: {name} is {value!r}, not of type {annotation}")
+        raise ConfigError(f"config.json: {name} is {reprlib.repr(value)}, not of type {annotation}")
+    if isinstance(value, (bool, str, NoneType)):
+        return
     may_be_zero = name.endswith(("_id", *_MAY_BE_ZERO))
-    if not isinstance(value, (bool, str, NoneType)) and (value < 0 or (value == 0 and not may_be_zero)):
-        raise ConfigError(f"config.json: {name} is {value!r}, which is too small")
+    if value < 0 or (value == 0 and not may_be_zero):
+        raise ConfigError(f"config.json: {name} is {reprlib.repr(value)}, which is too small")
+    largest = _MAX_FLOAT if annotation == "float" else _MAX_BY_NAME.get(name.rpartition(".")[2], _MAX_INTEGER)
+    if value > largest or math.isnan(value):
+        raise ConfigError(f"config.json: {name} is {reprlib.repr(value)}, and must be at most {largest:.15g}")
 
 
 def _templates(data: Mapping[str, Any]) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -265,7 +292,8 @@ def _templates(data: Mapping[str, Any]) -> dict[str, dict[str, tuple[int, ...]]]
         if parts is None:  # a skill that the model does not have
             continue
         for part, ids in _mapping(data, skill, "tokenizer.templates.").items():
-            if not isinstance(ids, (list, tuple)) or not all(type(id) is int and id >= 0 for id in ids):
+            is_list = isinstance(ids, (list, tuple)) and len(ids) <= _MAX_TEMPLATE_IDS
+            if not is_list or not all(type(id) is int and 0 <= id <= _MAX_INTEGER for id in ids):
                 raise ConfigError(f"config.json: tokenizer.templates.{skill}.{part} is not a list of ids")
         if skill != "caption" and not {"prefix", "suffix"} <= parts.keys():
             raise ConfigError(f"config.json: tokenizer.templates.{skill} lacks its prefix or its suffix")

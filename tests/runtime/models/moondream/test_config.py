@@ -1,4 +1,5 @@
 import copy
+import math
 
 import pytest
 
@@ -112,3 +113,42 @@ def test_every_contradiction_is_named_at_once():
     data["text"]["prefix_attn"] = 5
     with pytest.raises(ConfigError, match=r"region\.dim differs.*prefix_attn is not"):
         MoondreamConfig.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    "value", [-1, 10**9, 10**30, 10**400, 1e30, math.nan, math.inf, "4", [[4]], {"a": 4}, True]
+)
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("text.n_layers", "text.max_context", "text.dim", "text.n_heads", "text.vocab_size", "text.prefix_attn"),
+        *("vision.max_crops", "vision.overlap_margin", "vision.enc_n_layers", "vision.crop_size"),
+        *("region.coord_out_dim", "tokenizer.bos_id", "text.rope_theta"),
+    ],
+)
+def test_an_absurd_number_is_named_in_a_short_line(path, value):
+    if (path, value) == ("text.rope_theta", 10**9):
+        MoondreamConfig.from_dict(changed(MD2_SMALL, path, value))
+        return
+    with pytest.raises(ConfigError) as raised:
+        MoondreamConfig.from_dict(changed(MD2_SMALL, path, value))
+    assert path in str(raised.value)
+    assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("vision.in_channels", 12, "vision.in_channels is not 3"),
+        ("vision.overlap_margin", 14, "vision.overlap_margin leaves nothing of a crop"),
+        ("text.dim", "x" * 10**6, "text.dim is 'xxx"),
+        ("text.moe", [[[]]], "section text.moe is missing; it is [[[]]]"),
+        ("tokenizer.templates.query.prefix", [10**30], "tokenizer.templates.query.prefix is not a list of ids"),
+        ("tokenizer.templates.query.prefix", [1] * 10**6, "tokenizer.templates.query.prefix is not a list of ids"),
+    ],
+)
+def test_what_no_model_has_is_named(path, value, message):
+    with pytest.raises(ConfigError) as raised:
+        MoondreamConfig.from_dict(changed(MD2_SMALL, path, value))
+    assert message in str(raised.value)
+    assert len(str(raised.value)) < 200

@@ -4,7 +4,8 @@ Tensors are mapped from their files until
 they are used, in their stored type: float8 experts keep their bytes and their scales.
 
 Canonical names are those of the hub layout without its leading `model.`; the training layout
-(`text_model.*`, `vision_encoder.*`, `region_model.*`) is renamed to them.
+(`text_model.*`, `vision_encoder.*`, `region_model.*`) is renamed to them. Names of either layout may contain those
+of wrappers of the model. Buffers that models compute themselves are ignored.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import logging
 import pickle
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.loading.checkpoint import Checkpoint
-from kestrel_runtime.models.moondream.config import ConfigError, MoondreamConfig
+from kestrel_runtime.models.moondream.config import ConfigError, IncompleteConfig, MoondreamConfig
 from kestrel_runtime.models.moondream.weights.published import infer_config
 
 _log = logging.getLogger(__name__)
@@ -73,6 +76,23 @@ _TRAINING_NAMES = [
 _TRANSPOSED = ("region.coord_features", "region.size_features")
 # Scales of a quantised key/value cache, which this engine keeps in the model's own type.
 _IGNORED = re.compile(r".*\.kv_quantizer\.[kv]_scale")
+# What the publisher's own model keeps between calls, or computes when it is made.
+_BUFFERS = re.compile(r"(?:.*\.)?(?:kv_cache\.[kv]_cache|attn_mask|freqs_cis)")
+# The model within others: of the hub and of trainers, of `torch.compile`, and of training on several devices.
+_WRAPPER = r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)"
+_OUTER = re.compile(rf"(?:(?:model|module|{_WRAPPER})\.)+")
+_INNER = re.compile(rf"\.{_WRAPPER}(?=\.)")
+# The states within what trainers save, in order of preference.
+_STATE_KEYS = ("state_dict", "model_state_dict", "model", "module")
+_QUANTISED = re.compile(
+    r".*[._](?:packed|qweight|qzeros|scales?_and_zeros|g_idx|absmax|quant_map|quant_state\..*|SCB|zero_point|weight_scale)"
+)
+_ADAPTER = re.compile(r".*\.lora_[AB](?:\.\w+)?\.weight|.*\.lora_embedding_[AB].*")
+_SERVED_RELEASE = "use the release of 2025-06-21 (--model moondream2) or a later one"
+_MAX_ECHO_CHARS, _MAX_REASON_CHARS = 120, 300
+_FORMER_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
+"""The first bytes of what torch.save writes where it does not write a zip file."""
+_SAVE = "save the weights alone, as torch.save(model.state_dict(), ...) does"
 
 
 def load_moondream_state(checkpoint: Checkpoint) -> tuple[MoondreamConfig, dict[str, Tensor]]:
@@ -96,21 +116,52 @@ def read_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
     stored: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in _open(file).items():
-            name = name.replace("._orig_mod", "").removeprefix("_orig_mod.")
+            name = _INNER.sub("", name).removeprefix("_orig_mod.")
             if name in stored:
                 raise CheckpointError(f"{file}: a second tensor {name}")
             stored[name] = tensor
-    if any(name.startswith("text_model.transformer.") for name in stored):
-        pairs = list(_from_training_layout(stored))
-    elif any(name.startswith("model.text.blocks.") for name in stored):
-        pairs = [(name.removeprefix("model."), tensor) for name, tensor in stored.items()]
+    unwrapped = [(_unwrapped(name), tensor) for name, tensor in stored.items()]
+    kept = [(name, tensor) for name, tensor in unwrapped if _BUFFERS.fullmatch(name) is None]
+    if len(kept) < len(unwrapped):
+        _log.info("ignoring %d buffers that the model computes itself", len(unwrapped) - len(kept))
+    _refuse_other_kinds(kept)
+    if any(name.startswith("text_model.transformer.") for name, _ in kept):
+        pairs = list(_from_training_layout(kept))
+    elif any(name.startswith("text.blocks.") for name, _ in kept):
+        pairs = kept
     else:
-        some = ", ".join(sorted(stored)[:3]) or "none at all"
-        raise CheckpointError(f"no Moondream: neither layout's tensor names were found, but {some}")
+        some = ", ".join(name[:_MAX_ECHO_CHARS] for name in sorted(stored)[:3]) or "none at all"
+        is_former = any(name.startswith(("text_model.", "vision_encoder.")) for name, _ in kept)
+        hint = f"; if it is a Moondream from before 2025, {_SERVED_RELEASE}" if is_former else ""
+        raise CheckpointError(f"no Moondream: neither layout's tensor names were found, but {some}{hint}")
+    if not any(name.startswith("region.") for name, _ in pairs):
+        text = "the checkpoint has no region model, as releases of Moondream from before 2025 and parts of a model"
+        raise CheckpointError(f"{text}: {_SERVED_RELEASE}")
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
         raise CheckpointError(f"two tensors for {', '.join(twice[:MAX_LISTED_PROBLEMS])}")
     return dict(pairs)
+
+
+def _unwrapped(name: str) -> str:
+    outer = _OUTER.match(name)
+    return name if outer is None else name[outer.end() :]
+
+
+def _refuse_other_kinds(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse what is no whole model of a type that is read, each kind with what to do."""
+    for name, tensor in tensors:
+        shown = name[:_MAX_ECHO_CHARS]
+        if _QUANTISED.fullmatch(name) or tensor.dtype in (torch.int8, torch.uint8):
+            raise CheckpointError(
+                f"quantised weights ({shown}) are not read: use the weights in bfloat16 that they were made of, "
+                "such as --model moondream2"
+            )
+        if _ADAPTER.fullmatch(name):
+            raise CheckpointError(
+                f"an adapter ({shown}) is no model: put its folder into that of --adapters, or merge it into its "
+                "model and save that"
+            )
 
 
 def expected_tensors(config: MoondreamConfig, *, fp8_experts: bool) -> dict[str, tuple[int, ...]]:
@@ -147,18 +198,41 @@ def _open(file: Path) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
                 return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-        loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        first_line = (str(error).splitlines() or [""])[0]
-        raise CheckpointError(f"cannot read {file}: {first_line}") from error
-    if not isinstance(loaded, Mapping) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
-        raise CheckpointError(f"{file} is not a flat mapping of names to tensors")
-    return {name: tensor.detach() for name, tensor in loaded.items()}
+        is_zip = is_zipfile(file)
+        with file.open("rb") as opened:
+            if not is_zip and opened.read(len(_FORMER_MAGIC)) != _FORMER_MAGIC:
+                raise CheckpointError(f"cannot read {file}: it is damaged, or torch.save has not written it")
+        loaded = torch.load(file, map_location="cpu", mmap=is_zip, weights_only=True)
+    except pickle.UnpicklingError as error:  # its text is long, with escapes for terminals
+        raise CheckpointError(
+            f"cannot read {file}: it is damaged, or has other objects than tensors; {_SAVE}"
+        ) from error
+    except (OSError, SafetensorError, RuntimeError, ValueError, EOFError) as error:
+        first_line = (str(error).splitlines() or [""])[0][:_MAX_REASON_CHARS]
+        shown = "".join(character for character in first_line if character.isprintable())
+        raise CheckpointError(f"cannot read {file}: {shown}") from error
+    state = _state_in(loaded)
+    if state is None:
+        raise CheckpointError(f"{file} is not a flat mapping of names to tensors; {_SAVE}")
+    return {name: tensor.detach() for name, tensor in state.items()}
 
 
-def _from_training_layout(stored: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _state_in(loaded: object) -> Mapping[str, Tensor] | None:
+    """The names and tensors of what a `.pt` file holds; None if it holds none."""
+    candidates = [loaded]
+    if isinstance(loaded, Mapping):
+        candidates += [loaded[key] for key in _STATE_KEYS if key in loaded]
+    for state in candidates:
+        if isinstance(state, Mapping) and all(
+            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
+        ):
+            return state
+    return None
+
+
+def _from_training_layout(stored: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     num_ignored = 0
-    for name, tensor in stored.items():
+    for name, tensor in stored:
         if _IGNORED.fullmatch(name):
             num_ignored += 1
             continue
@@ -186,19 +260,33 @@ def canonical_name(name: str) -> str:
 
 def _config_data(config: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     given = config or {}
-    if not any(section in given for section in _SECTIONS) and isinstance(given.get("config"), Mapping):
+    if not any(section in given for section in _SECTIONS) and given.get("config") is not None:
         given = given["config"]
-    given = {section: given[section] for section in _SECTIONS if isinstance(given.get(section), Mapping)}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"config.json: config is {reprlib.repr(given)}, not a section")
+    given = {section: given[section] for section in _SECTIONS if given.get(section) is not None}
     try:
         MoondreamConfig.from_dict(given)
-    except ConfigError:
+    except IncompleteConfig:
         pass
     else:
         return given
     inferred = infer_config({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    own = given.get("tokenizer", {})
+    if isinstance(own, Mapping) and any(
+        own.get(key, value) != value for key, value in inferred["tokenizer"].items() if key in ("bos_id", "eos_id")
+    ):
+        raise CheckpointError(
+            "config.json has the ids of the tokenizer of releases before 2025-06-19, which are not served: "
+            f"{_SERVED_RELEASE}"
+        )
     _log.info("dimensions follow from the tensors where config.json gives none")
     # Each field of config.json takes precedence.
-    return {section: {**values, **given.get(section, {})} for section, values in inferred.items()}
+    merged: dict[str, Any] = {}
+    for section, values in inferred.items():
+        own = given.get(section, {})
+        merged[section] = {**values, **own} if isinstance(own, Mapping) else own
+    return merged
 
 
 def _with_unit_axes(tensor: Tensor, shape: Sequence[int] | None) -> Tensor:

@@ -101,7 +101,7 @@ def infer_config(shapes: Shapes) -> dict[str, Any]:
         }
     except KeyError as error:
         raise CheckpointError(f"cannot tell the model's dimensions: there is no tensor {error}") from error
-    except (ValueError, ZeroDivisionError) as error:
+    except (ValueError, ZeroDivisionError, IndexError) as error:
         raise CheckpointError(f"cannot tell the model's dimensions from its tensors' shapes: {error}") from error
 
 
@@ -188,6 +188,8 @@ def _num_blocks(shapes: Shapes, part: str) -> int:
     layers = [int(match[1]) for match in matches if match]
     if not layers:
         raise KeyError(f"{part}.blocks.0")
+    if max(layers) >= len(shapes):  # every block has tensors
+        raise ValueError(f"there is a block {max(layers)} of {part}, and not those before it")
     return 1 + max(layers)
 
 

@@ -324,3 +324,155 @@ def test_the_model_has_the_tensors_that_a_checkpoint_must_have(size, fp8_experts
 def test_inference_is_told_about_the_missing_tensor():
     with pytest.raises(CheckpointError, match=r"there is no tensor 'text\.wte'"):
         infer_config({})
+
+
+# Checkpoints as scripts of training write them
+
+
+def bare(tensors):
+    return dict(tensors)
+
+
+def wrapped(prefix):
+    return lambda tensors: {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+def with_buffers(prefix):
+    """The state of the publisher's own model, whose buffers of the cache are among its names."""
+
+    def write(tensors):
+        cache = {f"text.blocks.{n}.kv_cache.{k}_cache": torch.zeros(1, 2, 3, 5) for n in range(4) for k in "kv"}
+        other = {"attn_mask": torch.ones(1, 1, 3, 3, dtype=torch.bool), "text.freqs_cis": torch.zeros(3, 2)}
+        return {f"{prefix}{name}": tensor for name, tensor in {**tensors, **cache, **other}.items()}
+
+    return write
+
+
+def wrapped_blocks(tensors):
+    return {
+        "_fsdp_wrapped_module.model." + name.replace(".blocks.1.", ".blocks.1._fsdp_wrapped_module."): tensor
+        for name, tensor in tensors.items()
+    }
+
+
+VALID = {
+    "finetune_text.py": bare,
+    "finetune_text.py, with the cache": with_buffers(""),
+    "the hub's model, with the cache": with_buffers("model."),
+    "DistributedDataParallel": wrapped("module.model."),
+    "DistributedDataParallel of a compiled model": wrapped("module._orig_mod."),
+    "a compiled model": wrapped("_orig_mod.model."),
+    "a module that holds the hub's model": wrapped("model.model."),
+    "FSDP": wrapped_blocks,
+    "DDP of the training layout": lambda tensors: wrapped("module.")(training_layout(tensors)),
+}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("written", VALID.values(), ids=VALID.keys())
+def test_a_checkpoint_of_a_training_has_the_tensors_of_its_model(folder, written, tmp_path):
+    tensors = canonical(folder)
+    assert_same(tensors, read_tensors(save_safetensors(written(tensors), tmp_path)))
+    config, loaded = load_moondream_state(checkpoint_of(folder, written(tensors), tmp_path))
+    assert config == MoondreamConfig.from_dict(model_config(folder))
+    assert_same(tensors, loaded)
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "module"])
+def test_the_state_within_what_a_trainer_saves_is_found(key, tmp_path):
+    tensors = canonical(MD2_SMALL)
+    optimizer = {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    torch.save({key: tensors, "optimizer": optimizer, "epoch": 3, "loss": 0.5}, tmp_path / "model.pt")
+    assert_same(tensors, read_tensors([tmp_path / "model.pt"]))
+
+
+def test_a_pt_file_of_the_former_format_is_read(tmp_path):
+    tensors = canonical(MD2_SMALL)
+    torch.save(tensors, tmp_path / "model.pt", _use_new_zipfile_serialization=False)
+    assert_same(tensors, read_tensors([tmp_path / "model.pt"]))
+
+
+@pytest.mark.parametrize("saved", [torch.nn.Linear(2, 2), [torch.zeros(2)], torch.zeros(2), 3, {"a": {"b": 1}}])
+def test_a_pt_file_that_is_no_state_says_how_to_save_one(saved, tmp_path):
+    torch.save(saved, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError) as raised:
+        read_tensors([tmp_path / "model.pt"])
+    assert str(raised.value).endswith("; save the weights alone, as torch.save(model.state_dict(), ...) does")
+    assert str(raised.value).isprintable()
+
+
+def quantised(suffix):
+    return lambda tensors: {
+        f"{name}{suffix}" if name.endswith("qkv.weight") else name: tensor for name, tensor in tensors.items()
+    }
+
+
+def in_int8(tensors):
+    return {n: tensor.to(torch.int8) if n.endswith("qkv.weight") else tensor for n, tensor in tensors.items()}
+
+
+def without_region(tensors):
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("region.")}
+
+
+def with_adapter(tensors):
+    return {**tensors, "text.blocks.0.attn.qkv.lora_A.default.weight": torch.zeros(2, 2)}
+
+
+def of_2024(tensors):
+    return {"text_model.model.layers.0.self_attn.q_proj.weight": torch.zeros(2)}
+
+
+REFUSED = {
+    "4 bits": (quantised(".packed"), "quantised weights (text.blocks.0.attn.qkv.weight.packed) are not read"),
+    "GPTQ": (quantised(".qweight"), "such as --model moondream2"),
+    "bitsandbytes": (quantised(".quant_state.bitsandbytes__nf4"), "such as --model moondream2"),
+    "compressed-tensors": (quantised("_packed"), "such as --model moondream2"),
+    "int8": (in_int8, "quantised weights (text.blocks.0.attn.qkv.weight) are not read"),
+    "before 2025": (without_region, "has no region model, as releases of Moondream from before 2025"),
+    "of 2024": (of_2024, "if it is a Moondream from before 2025, use the release of 2025-06-21"),
+    "an adapter that is not merged": (with_adapter, "merge it into its model and save that"),
+}
+
+
+@pytest.mark.parametrize("config", [{}, {"architectures": ["HfMoondream"], "config": {}}, None])
+@pytest.mark.parametrize(("written", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_not_served_names_the_way_out(written, message, config, tmp_path):
+    checkpoint = checkpoint_of(MD2_SMALL, written(canonical(MD2_SMALL)), tmp_path)
+    config = model_config(MD2_SMALL) if config is None else config
+    with pytest.raises(CheckpointError) as raised:
+        load_moondream_state(replace(checkpoint, config=config))
+    assert message in str(raised.value)
+    assert len(str(raised.value)) < 300
+
+
+def test_ids_of_the_former_tokenizer_are_refused_and_not_mixed_with_current_prompts():
+    former = {"bos_id": 50256, "eos_id": 50256, "templates": {"query": {"prefix": [198], "suffix": [198]}}}
+    checkpoint = replace(find_checkpoint(str(MD2_SMALL)), config={"config": {"tokenizer": former}})
+    with pytest.raises(CheckpointError, match="has the ids of the tokenizer of releases before 2025-06-19"):
+        load_moondream_state(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"text.blocks.99999999999.ln.weight": torch.zeros(2)},
+        {"text.wte": torch.zeros(2)},
+        {"text.wte": torch.zeros(0, 0)},
+        {"vision.pos_emb": torch.zeros(())},
+        {"region.coord_decoder.fc1.weight": torch.zeros(())},
+    ],
+    ids=lambda odd: next(iter(odd)),
+)
+def test_tensors_that_no_model_has_are_refused_where_dimensions_follow_from_them(odd, tmp_path):
+    checkpoint = checkpoint_of(MD2_SMALL, {**canonical(MD2_SMALL), **odd}, tmp_path)
+    with pytest.raises(CheckpointError, match="cannot tell the model's dimensions"):
+        load_moondream_state(replace(checkpoint, config={}))
+
+
+@pytest.mark.parametrize(
+    "config", [{"text": [1]}, {"vision": "x"}, {"tokenizer": 7}, {"config": "x"}, {"config": []}]
+)
+def test_what_is_no_section_of_config_json_is_refused(config):
+    with pytest.raises(CheckpointError, match=r"config\.json: "):
+        load_moondream_state(replace(find_checkpoint(str(MD2_SMALL)), config=config))
