@@ -15,6 +15,10 @@ _TIMEOUT_S = 5.0
 _HTTP = ("--http-port", "0")
 NUM_CONNECTIONS, NUM_WITHHELD = 16, 750
 UNKNOWN = b"GET /nothing HTTP/1.1\r\nhost: localhost\r\n\r\n"
+OFFERED = (
+    b"GET /nothing HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\n"
+    b"http2-settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n\r\n"
+)
 WITHHELD = (
     b"POST /v1/query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
 )
@@ -68,6 +72,15 @@ ATTACKS = (
         "unknown-paths",
         f"404s on {2 * NUM_CONNECTIONS} HTTP connections, two processes, no token",
         partial(_ask_at_once, NUM_CONNECTIONS, UNKNOWN),
+        num_processes=2,
+        server_options=_HTTP,
+        leaves_half=True,
+        check=_never_refused_for_connections,
+    ),
+    Attack(
+        "offered-protocols",
+        f"404s on {2 * NUM_CONNECTIONS} HTTP connections that offer HTTP/2, two processes, no token",
+        partial(_ask_at_once, NUM_CONNECTIONS, OFFERED),
         num_processes=2,
         server_options=_HTTP,
         leaves_half=True,

@@ -47,6 +47,7 @@ CONNECTION_KEY = "kestrel.connection"
 _BODY_BYTES_PER_FRAMING_BYTE = 8
 _DESCRIPTOR_SHARE = 4
 _CLOSING_S = 1.0
+_LINGER_S = 1.0
 _BACKLOG = 1024
 _PROBES: Mapping[str, int] = MappingProxyType({"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 2})
 _TOO_LARGE = "the headers, or the framing of the body, are too large"
@@ -311,7 +312,13 @@ class Connection(HttpToolsProtocol):
         content = message.encode() + b"\n"
         head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(STATUS_LINE[status] + head % len(content) + content)
-        self.transport.close()
+        self._disarm_head_timer()
+        if self.transport.can_write_eof():
+            # A client that still sends would lose the answer if the connection closed now.
+            self.transport.write_eof()
+            self.loop.call_later(_LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
 
     def _stop_idle_timer(self) -> None:
         if self.timeout_keep_alive_task is not None:

@@ -57,6 +57,17 @@ async def test_what_is_no_request_is_refused_and_the_connection_closed(sent: byt
         assert (await rig.ask("/v1/query", {"question": "?"})).status == 200
 
 
+async def test_a_client_that_still_sends_gets_the_refusal_of_its_headers() -> None:
+    async with serving_http() as rig, rig.connect() as connection:
+        connection.writer.write(POST + b"Transfer-Encoding: gzip\r\n\r\n")
+        assert (await connection.head())[0] == 501
+        # Reading ends here for the client, and the server drops what it sends.
+        assert b"chunked" in await connection.reader.read()
+        for _ in range(3):
+            connection.writer.write(bytes(100_000))
+            await connection.writer.drain()
+
+
 OFFERS = (
     b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n",
     b"Connection: upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n",
