@@ -4,6 +4,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path / "home")
 
 
-def repository(files: dict[str, bytes | None] | None = None, **options: Any) -> Repository:
+def repository(files: Mapping[str, bytes | None] | None = None, **options: Any) -> Repository:
     """A Moondream 2 with the files that the hub has besides; a file given as None is left out."""
     everything = {
         "README.md": b"# A model",
