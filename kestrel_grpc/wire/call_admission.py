@@ -124,6 +124,10 @@ class CallAdmission:
         call.release = place.release
         return data
 
+    def watch_connection(self, abort: Callable[[], object]) -> ReaderWatch:
+        """For the length of a large answer: calls `abort` where the caller takes none of its pieces."""
+        return ReaderWatch(self._stream_idle_timeout_s, lambda _: abort())
+
     def watch_reader(self, call: CallContext) -> ReaderWatch:
         """For the length of a stream: ends a call with `StreamIdle` whose caller takes none of its messages."""
         return ReaderWatch(self._stream_idle_timeout_s, call.interruptible.interrupt)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource, is_embedded
@@ -16,6 +18,8 @@ from kestrel_runtime.api.errors import ModelNotFound, did_you_mean
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
+
+Rendered = TypeVar("Rendered")
 
 _DEFAULT_MODEL_NAMES = ("moondream3-preview",)
 """The names that Moondream's client sends for a caller who names no model. Each stands for the served model."""
@@ -37,6 +41,7 @@ class Submission:
         self._model_names = (*model_names, *_DEFAULT_MODEL_NAMES)
         self._images = images
         self._store = store
+        self._large_answers = asyncio.Lock()
 
     async def submit(self, request: Request, image: ImageReference | None, call: CallContext) -> Stream:
         """The events of a request. If `image` is given, it names the image, and `request.image` is a placeholder.
@@ -64,6 +69,14 @@ class Submission:
         )
         call.release()
         return streams
+
+    async def rendered(self, finished: Finished, render: Callable[[], Rendered]) -> Rendered:
+        """Returns the answer that `render` makes. Large ones are made in a thread, one after the other, so that the
+        event loop serves other calls meanwhile."""
+        if not finished.is_large:
+            return render()
+        async with self._large_answers:
+            return await asyncio.to_thread(render)
 
     async def adapter_of(self, model: str) -> str:
         """Returns the adapter that requests get which name this model; "" for the served model itself.

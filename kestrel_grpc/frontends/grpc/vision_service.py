@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -65,7 +66,8 @@ class VisionService:
             del message
             finished = await last_event(streams, call)
             assert call.request is not None
-            return render(finished, call.request_id, call.request.model(self._model))
+            model = call.request.model(self._model)
+            return await self._submission.rendered(finished, partial(render, finished, call.request_id, model))
 
         return answer
 
@@ -81,7 +83,10 @@ class VisionService:
                 async for event in stream:
                     if isinstance(event, Finished):
                         call.finished = event
-                    yield render(event, call.request_id, model)
+                        last = partial(render, event, call.request_id, model)
+                        yield await self._submission.rendered(event, last)
+                    else:
+                        yield render(event, call.request_id, model)
 
         return events
 

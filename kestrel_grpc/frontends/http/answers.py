@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -64,8 +65,9 @@ def serving(
             renderer = new_renderer(call.request_id, call.request, style)
             del parsed  # it holds the image
             if is_streamed:
-                return _rendered_events(streams, renderer, call, naming)
-            return renderer.answer(await last_event(streams, call))
+                return _rendered_events(submission, streams, renderer, call, naming)
+            finished = await last_event(streams, call)
+            return await submission.rendered(finished, partial(renderer.answer, finished))
 
     return serve
 
@@ -86,14 +88,16 @@ class _Naming(AbstractContextManager[None]):
 
 
 async def _rendered_events(
-    streams: Sequence[Stream], renderer: Renderer, call: CallContext, naming: _Naming
+    submission: Submission, streams: Sequence[Stream], renderer: Renderer, call: CallContext, naming: _Naming
 ) -> AsyncGenerator[bytes, None]:
     """The server-sent events of the samples of a request. Closing the generator cancels the request."""
     finished: dict[int, Finished] = {}
     with naming, ending_with(*streams):
         async for sample, event in _numbered(streams):
-            told = renderer.events(event, sample)
-            if isinstance(event, Finished):
+            if not isinstance(event, Finished):
+                told = renderer.events(event, sample)
+            else:
+                told = await submission.rendered(event, partial(renderer.events, event, sample))
                 finished[sample] = event
                 if len(finished) == len(streams):
                     first, *others = (finished[number] for number in range(len(streams)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -37,6 +37,8 @@ TIMEOUT_KEY = "x-request-timeout"
 """The header with the seconds that the caller waits; the counterpart of gRPC's deadline."""
 _INLINE_BYTES = 256 * 1024
 """A larger body is parsed in a thread, so that other calls do not wait for the parser."""
+_WRITE_BYTES = 256 * 1024
+"""Written at once: the rest waits until the caller has taken it, and encryption holds up no other calls."""
 # `float` accepts more, such as 1_0.
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?|\.[0-9]+")
 MAX_TIMEOUT_S = 86_400.0
@@ -143,7 +145,18 @@ class Endpoint:
             await events.end()
         else:
             assert isinstance(answer, bytes)
-            await exchange.respond(200, answer, call.request_id, content_type=self._operation.content_type)
+            await self._respond(answer, call, exchange)
+
+    async def _respond(self, answer: bytes, call: CallContext, exchange: Exchange) -> None:
+        content_type = self._operation.content_type
+        if len(answer) <= _WRITE_BYTES:
+            await exchange.respond(200, answer, call.request_id, content_type=content_type)
+            return
+        await exchange.begin(len(answer), call.request_id, content_type)
+        with self._admission.watch_connection(exchange.connection.abort) as reader:
+            for piece in _pieces(answer):
+                await reader.wait_for(exchange.write(piece))
+        await exchange.write(b"", is_last=True)
 
     async def _received(self, exchange: Exchange, call: CallContext) -> Any:
         parse = self._operation.parse
@@ -167,7 +180,8 @@ class Endpoint:
         try:
             with self._admission.watch_reader(call) as reader:
                 async for message in messages:
-                    await reader.wait_for(events.write(message))
+                    for piece in _pieces(message):
+                        await reader.wait_for(events.write(piece))
         finally:
             events.close()
             await messages.aclose()
@@ -196,6 +210,12 @@ class Endpoint:
         else:
             body = self._dialect.failure(failure, call.request_id)
             await exchange.respond(failure.http_status, body, call.request_id, headers=failure_headers(failure))
+
+
+def _pieces(data: bytes) -> Iterable[bytes]:
+    if len(data) <= _WRITE_BYTES:
+        return (data,)
+    return (data[start : start + _WRITE_BYTES] for start in range(0, len(data), _WRITE_BYTES))
 
 
 def failure_headers(failure: CallFailure) -> list[Header]:

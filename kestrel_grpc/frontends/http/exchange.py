@@ -131,6 +131,16 @@ class Exchange:
             await self._discard_body()
             await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def begin(self, num_bytes: int, request_id: str, content_type: bytes) -> None:
+        """Send the headers of a response of so many bytes, which `write` sends in pieces."""
+        head: list[Header] = [
+            (b"content-type", content_type),
+            (REQUEST_ID_KEY.encode(), request_id.encode()),
+            *_ALWAYS,
+            (b"content-length", str(num_bytes).encode()),
+        ]
+        await self.send({"type": "http.response.start", "status": 200, "headers": head})
+
     async def begin_events(self, request_id: str) -> None:
         """Send the headers of a stream of server-sent events."""
         head: list[Header] = [

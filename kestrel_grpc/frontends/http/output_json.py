@@ -6,7 +6,9 @@ Triton's frontend uses it too: the output tensor of its responses holds JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -35,7 +37,11 @@ FINISH_REASONS: Mapping[FinishReason, str] = MappingProxyType(
 Points = Callable[[Iterable[Location]], list[Any]]
 """The format of points: `pairs` or `objects`."""
 
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_ITEMS_AT_ONCE = 16
+"""Of a list of tokens, each with up to 20 others: other threads wait while they are encoded."""
+
+# Iterators stand for lists.
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=list).encode
 
 
 def to_json(facts: Any) -> bytes:
@@ -46,9 +52,41 @@ def to_json(facts: Any) -> bytes:
     return _encode(facts).encode(errors="replace")
 
 
-def sent_event(facts: Mapping[str, Any]) -> bytes:
+def large_json(facts: Any) -> bytes:
+    """The same for large answers, in a thread: encodes piece by piece, so that other threads go on meanwhile."""
+    return b"".join(_pieces(facts))
+
+
+def _pieces(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Mapping):
+        for index, (name, item) in enumerate(value.items()):
+            yield b"%b%b:" % (b"," if index else b"{", to_json(name))
+            yield from _pieces(item)
+        yield b"}" if value else b"{}"
+    elif isinstance(value, Iterator):
+        start = b"["
+        while items := tuple(islice(value, _ITEMS_AT_ONCE)):
+            yield start + to_json(items)[1:-1]
+            start = b","
+            time.sleep(0)  # gives the interpreter to a thread that waits for it
+        yield b"[]" if start == b"[" else b"]"
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield b"," if index else b"["
+            yield from _pieces(item)
+        yield b"]" if value else b"[]"
+    else:
+        yield to_json(value)
+
+
+def sent_event(facts: Mapping[str, Any], encode: Callable[[Any], bytes] = to_json) -> bytes:
     """A server-sent event."""
-    return b"data: %b\n\n" % to_json(facts)
+    return b"data: %b\n\n" % encode(facts)
+
+
+def encoder_for(finished: Finished) -> Callable[[Any], bytes]:
+    """Returns `large_json` for an answer that has many logprobs, else `to_json`, which is faster."""
+    return large_json if finished.is_large else to_json
 
 
 def result(
@@ -75,9 +113,9 @@ def ending(finished: Finished) -> dict[str, Any]:
     return {"finish_reason": FINISH_REASONS[finished.finish_reason], **stop}
 
 
-def logprobs(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+def logprobs(tokens: Iterable[TokenLogprob]) -> Iterator[dict[str, Any]]:
     """Tokens with their logprobs."""
-    return [{**_token(token), "top": [_token(top) for top in token.top]} for token in tokens]
+    return ({**_token(token), "top": [_token(top) for top in token.top]} for token in tokens)
 
 
 def _logprobs(tokens: Iterable[TokenLogprob] | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from kestrel_grpc.frontends.http.output_json import grounding, pairs, sent_event, to_json
+from kestrel_grpc.frontends.http.output_json import encoder_for, grounding, pairs, sent_event, to_json
 from kestrel_grpc.frontends.openai.conversation import MANY_IMAGES, NOT_SUPPORTED
 from kestrel_grpc.wire.errors import BadFields, CallFailure
 from kestrel_runtime.api.events import (
@@ -60,7 +60,7 @@ class ChatRenderer:
         """The whole answer."""
         choices = [_chat_choice(index, sample) for index, sample in enumerate((finished, *finished.alternatives))]
         facts = {"object": "chat.completion", "choices": choices, "usage": _usage(finished.usage)}
-        return to_json({**self._facts, **facts})
+        return encoder_for(finished)({**self._facts, **facts})
 
     def events(self, event: Event, sample: int) -> bytes:
         """The server-sent events of an event of a sample."""
@@ -103,7 +103,7 @@ class CompletionRenderer:
     def answer(self, finished: Finished) -> bytes:
         """The whole answer."""
         choices = [_whole_text(index, sample) for index, sample in enumerate((finished, *finished.alternatives))]
-        return to_json({**self._facts, "choices": choices, "usage": _usage(finished.usage)})
+        return encoder_for(finished)({**self._facts, "choices": choices, "usage": _usage(finished.usage)})
 
     def events(self, event: Event, sample: int) -> bytes:
         """The server-sent events for an event of a sample; may be empty."""
@@ -168,7 +168,7 @@ def _chat_choice(index: int, finished: Finished) -> dict[str, Any]:
 
 
 def _chat_logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
-    content = [{**_token(token), "top_logprobs": [_token(top) for top in token.top]} for token in tokens]
+    content = ({**_token(token), "top_logprobs": [_token(top) for top in token.top]} for token in tokens)
     return {"content": content, "refusal": None}
 
 
@@ -197,10 +197,10 @@ def _text_logprobs(tokens: Iterable[TokenLogprob], num_chars: int) -> dict[str, 
         offsets.append(num_chars)
         num_chars += len(decoder.decode(token.bytes))
     return {
-        "tokens": [token.text for token in tokens],
-        "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [{top.text: top.logprob for top in token.top} for token in tokens],
-        "text_offset": offsets,
+        "tokens": (token.text for token in tokens),
+        "token_logprobs": (token.logprob for token in tokens),
+        "top_logprobs": ({top.text: top.logprob for top in token.top} for token in tokens),
+        "text_offset": iter(offsets),
     }
 
 

@@ -315,7 +315,7 @@ def _name(
     group, _, rest = field.partition(".")
     if field == "sampling.max_tokens" and isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         return "max_completion_tokens"
-    if field == "sampling.logprobs" and isinstance(body, ChatBody):
+    if field == "sampling.logprobs" and isinstance(body, ChatBody) and body.top_logprobs is not None:
         return "top_logprobs"
     if field == "sampling.stop[0]" and isinstance(body.stop, str):
         return "stop"

@@ -11,6 +11,7 @@ from typing import Any
 
 from kestrel_grpc.frontends.http.output_json import (
     box,
+    encoder_for,
     ending,
     logprobs,
     objects,
@@ -34,7 +35,7 @@ class Renderer:
 
     def answer(self, finished: Finished) -> bytes:
         """A whole answer."""
-        return to_json(self._facts(finished))
+        return encoder_for(finished)(self._facts(finished))
 
     def end(self, finished: Finished) -> bytes:
         """Nothing: the last event has the whole answer."""
@@ -52,7 +53,7 @@ class Renderer:
         if not isinstance(event, Finished):
             return b""
         kind = {"type": "final"} if isinstance(event.output, SegmentOutput) else {}
-        return sent_event({**kind, **self._facts(event), "completed": True})
+        return sent_event({**kind, **self._facts(event), "completed": True}, encoder_for(event))
 
     def _facts(self, finished: Finished) -> dict[str, Any]:
         metrics, others = self._metrics(finished), finished.alternatives

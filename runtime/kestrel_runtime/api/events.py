@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
+_MANY_LOGPROBS = 1_000
+
 
 class FinishReason(Enum):
     """Why generation ended."""
@@ -213,6 +215,23 @@ class Finished:
     """Width and height of the upright image, which coordinates are fractions of. None without an image."""
     alternatives: tuple[Finished, ...] = ()
     """Further samples, where a call has asked for several. `usage` then has the output tokens of all of them."""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its logprobs are so many that rendering it takes more than a few milliseconds."""
+        return self.num_logprobs > _MANY_LOGPROBS
+
+    @property
+    def num_logprobs(self) -> int:
+        """The number of tokens with a logprob: those that came, and the most likely ones in their places."""
+        texts: list[tuple[TokenLogprob, ...] | None] = []
+        for each in (self, *self.alternatives):
+            if isinstance(each.output, QueryOutput | CaptionOutput):
+                texts.append(each.output.logprobs)
+            if isinstance(each.output, QueryOutput) and each.output.reasoning is not None:
+                texts.append(each.output.reasoning.logprobs)
+        # Each token of an answer has as many.
+        return sum(len(tokens) * (1 + len(tokens[0].top)) for tokens in texts if tokens)
 
 
 Piece = TextDelta | OutlineBox

@@ -17,6 +17,9 @@ MAX_TOP_K = 100_000
 MAX_LOGIT_BIASES = 300
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 16
+MAX_LOGPROBS_IN_ALL = 2**18
+"""Of an answer: of the tokens of all its samples, and of the most likely ones in their places. They take tens of
+megabytes in JSON. All samples of the default length may have all logprobs."""
 RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "temperature": (0.0, 100.0),
@@ -115,6 +118,10 @@ class SamplingParams:
             if not 1 <= len(text) <= MAX_STOP_CHARS:
                 yield Violation(f"sampling.stop[{index}]", f"must be 1 to {MAX_STOP_CHARS} characters long")
         yield from self._range_violations(*_NUMBERS_OF_TEXT)
+        num_per_token = 0 if self.logprobs is None else 1 + self.logprobs
+        if (self.n or 1) * (self.max_tokens or 0) * num_per_token > MAX_LOGPROBS_IN_ALL:
+            text = f"max_tokens x n x (1 + logprobs) must be at most {MAX_LOGPROBS_IN_ALL}"
+            yield Violation("sampling.logprobs", text)
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             yield Violation("sampling.logit_bias", f"must be for at most {MAX_LOGIT_BIASES} tokens")
             return

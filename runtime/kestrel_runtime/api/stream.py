@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Event, Finished, TextDelta
 
+_MAX_JOINED_LOGPROBS = 64
+"""Of tokens in one delta. More would be rendered for longer than other callers of the event loop should wait."""
+
 
 class Stream:
     """One request's events, in order: `Started`, `TextDelta`s, `Finished`; or an error, raised by the iteration.
@@ -120,8 +123,11 @@ class Stream:
 
     def _joined(self, piece: TextDelta) -> TextDelta:
         """A piece of text, with those of the same channel that wait right behind it."""
-        pieces = [piece]
+        pieces, num_logprobs = [piece], len(piece.logprobs)
         while self._events and isinstance(later := self._events[0], TextDelta) and later.channel is piece.channel:
+            num_logprobs += len(later.logprobs)
+            if num_logprobs > _MAX_JOINED_LOGPROBS:
+                break
             pieces.append(later)
             self._events.popleft()
         if len(pieces) == 1:

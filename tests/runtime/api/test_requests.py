@@ -106,6 +106,11 @@ def test_sampling_out_of_bounds_is_refused_for_every_skill(skill, field, value):
         SamplingParams(top_k=1, min_p=0.0, repetition_penalty=0.1, presence_penalty=-2.0, logprobs=0),
         SamplingParams(min_p=1.0, repetition_penalty=10.0, frequency_penalty=2.0, logprobs=20),
         SamplingParams(logit_bias=tuple((id, 100.0) for id in range(300))),
+        SamplingParams(n=16, logprobs=20),
+        SamplingParams(n=16, logprobs=20, max_tokens=768),
+        SamplingParams(n=16, logprobs=15, max_tokens=1024),
+        SamplingParams(logprobs=20, max_tokens=12_483),
+        SamplingParams(n=16, max_tokens=MAX_OUTPUT_TOKENS),
     ],
 )
 def test_sampling_at_its_bounds_is_taken(sampling):
@@ -119,6 +124,10 @@ def test_sampling_at_its_bounds_is_taken(sampling):
         (SamplingParams(stop=("a",) * (MAX_STOPS + 1)), ["stop"]),
         (SamplingParams(stop=("a", "", "a" * (MAX_STOP_CHARS + 1))), ["stop[1]", "stop[2]"]),
         (SamplingParams(top_k=0, min_p=1.1), ["top_k", "min_p"]),
+        (SamplingParams(n=16, logprobs=20, max_tokens=781), ["logprobs"]),
+        (SamplingParams(n=16, logprobs=15, max_tokens=1025), ["logprobs"]),
+        (SamplingParams(logprobs=20, max_tokens=12_484), ["logprobs"]),
+        (SamplingParams(n=9, logprobs=0, max_tokens=MAX_OUTPUT_TOKENS), ["logprobs"]),
         (
             SamplingParams(min_p=NAN, repetition_penalty=0.0, presence_penalty=2.1, frequency_penalty=-2.1),
             ["min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"],

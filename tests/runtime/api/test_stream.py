@@ -12,6 +12,7 @@ from kestrel_runtime.api.events import (
     TextChannel,
     TextDelta,
     Timing,
+    TokenLogprob,
     Usage,
 )
 from kestrel_runtime.api.stream import Outbox, Stream
@@ -131,6 +132,18 @@ async def test_a_joined_piece_counts_on_from_the_pieces_before_it():
         TextDelta("a", TextChannel.ANSWER, 0, 2),
         TextDelta("bc", TextChannel.ANSWER, 2, 5),
     ]
+
+
+async def test_pieces_with_many_logprobs_are_not_joined_to_one():
+    token = TokenLogprob(1, "a", b"a", -0.5, ())
+    stream = Stream()
+    stream.deliver([TextDelta("a", TextChannel.ANSWER, index, 1, (token,)) for index in range(1000)])
+    stream.deliver([FINISHED])
+    *deltas, finished = await collected(stream)
+    assert finished == FINISHED
+    assert max(len(delta.logprobs) for delta in deltas) <= 64
+    assert sum(len(delta.logprobs) for delta in deltas) == 1000
+    assert "".join(delta.text for delta in deltas) == "a" * 1000
 
 
 async def test_text_that_waits_comes_before_the_error_that_ended_it():

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from kestrel_grpc.frontends.http.output_json import FINISH_REASONS, objects, pairs, result, sent_event, to_json
+from kestrel_grpc.frontends.http.output_json import (
+    FINISH_REASONS,
+    large_json,
+    objects,
+    pairs,
+    result,
+    sent_event,
+    to_json,
+)
 from kestrel_runtime.api.events import (
     Box,
     CaptionOutput,
@@ -65,3 +75,24 @@ def test_numbers_that_json_does_not_have_are_refused(number: float) -> None:
     for facts in (number, {"logprob": number}, {"objects": [{"x_min": number}]}, [[1.0, number]]):
         with pytest.raises(ValueError, match="not JSON compliant"):
             to_json(facts)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        dict,
+        list,
+        lambda: {"a": [], "b": {}, "c": iter(()), "d": None, "e": ()},
+        lambda: {"tokens": iter(range(100)), "nested": [{"tops": iter("é\ud800")}, (iter([{"x": 1.5}]), "y")]},
+        lambda: [iter(range(length)) for length in (1, 15, 16, 17, 32, 33)],
+        lambda: "text",
+    ],
+)
+def test_a_large_answer_is_encoded_as_any_other(make):
+    assert large_json(make()) == to_json(make())
+    assert json.loads(large_json(make())) == json.loads(to_json(make()))
+
+
+def test_large_answers_have_no_numbers_that_json_lacks():
+    with pytest.raises(ValueError, match="JSON"):
+        large_json({"tokens": iter([1.0, float("nan")])})
