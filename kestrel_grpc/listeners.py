@@ -62,6 +62,10 @@ def require_free_socket(path: Path) -> None:
     except FileNotFoundError:
         if not path.parent.is_dir():
             raise PortUnavailable(f"cannot listen on {path}: there is no folder {path.parent}") from None
+        if path.is_symlink():
+            raise PortUnavailable(f"cannot listen on {path}: it is a link to nothing") from None
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise PortUnavailable(f"cannot listen on {path}: the folder cannot be written") from None
         return
     except OSError as error:
         raise PortUnavailable(f"cannot listen on {path}: {error.strerror}") from error

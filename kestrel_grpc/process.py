@@ -19,6 +19,7 @@ import gc
 import logging
 import os
 import platform
+import re
 import resource
 import signal
 import sys
@@ -45,11 +46,26 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _GRPC_THREADS = ("event_engine", "lifeguard")
 _GRPC_NICENESS = 10  # more than the event loop's
 _STANDARD_ERROR = 2
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Returns the text with escapes such as `\\x1b` for what a terminal would act on, but line feeds and tabs.
+
+    Names and answers of others may hold control characters, marks that reverse the direction of what follows, and
+    halves of surrogate pairs.
+    """
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def printable_json(document: str) -> str:
+    """Returns the JSON with escapes such as `\\u009b` in its texts for what a terminal would act on."""
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", document)
 
 
 def complain(text: str) -> None:
     """Print one line on standard error."""
-    print(f"kestrel-grpc: {text}", file=sys.stderr)
+    print(f"kestrel-grpc: {printable(text)}", file=sys.stderr)
 
 
 def loop_factory() -> type[asyncio.AbstractEventLoop] | None:

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,7 @@ from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteIm
 from kestrel_grpc.listeners import address_of, require_free_port, require_free_socket
 from kestrel_grpc.maintenance import Maintenance
 from kestrel_grpc.process import stop_signals
-from kestrel_grpc.telemetry.logs import announce
+from kestrel_grpc.telemetry.logs import announce, log_end
 from kestrel_grpc.telemetry.telemetry import Telemetry
 from kestrel_grpc.wire.call_admission import Observer
 from kestrel_grpc.wire.call_groups import CallGroups
@@ -218,11 +219,13 @@ class Server:
 
         Returns True after a signal, and False if the engine died, even while the server drained.
         """
+        began, end = time.monotonic(), "the engine has failed"
         with stop_signals() as signals:
             died = death_of(self._engine)
             await self.start()
             await asyncio.wait((signals.first, died), return_when=asyncio.FIRST_COMPLETED)
             if signals.first.done():
+                end = f"{signals.first.result().name}, and all calls have ended"
                 # Ctrl-C comes from a terminal, where no load balancer has to notice.
                 delay_s = self._config.withdrawal_delay if signals.first.result() is signal.SIGTERM else 0.0
                 leaving = asyncio.ensure_future(self._leave(died, delay_s))
@@ -230,16 +233,24 @@ class Server:
                 if not leaving.done():
                     _log.warning("stopping at once")
                     leaving.cancel()
+                    end = f"{signals.second.result().name} while calls were ending"
+                elif not leaving.result():
+                    end = f"{signals.first.result().name}, and calls that still ran were ended"
             is_alive = not died.done()  # `stop` closes the engine, which then is dead too
             await self.stop()
+        if self._host is None:
+            log_end(end if is_alive else "the engine has failed", began=began)
         return is_alive
 
     def withdraw(self) -> None:
         """Begin the lame-duck period: health reports NOT_SERVING, but calls are still accepted."""
         self._readiness.refuse()
 
-    async def drain(self) -> None:
-        """Refuse new requests, and return when every call has ended or the drain timeout has passed."""
+    async def drain(self) -> bool:
+        """Refuse new requests, and return when every call has ended or the drain timeout has passed.
+
+        Returns False where calls still run.
+        """
         timeout_s = self._config.drain_timeout
         _log.info("draining, for at most %g s", timeout_s)
         self.withdraw()
@@ -253,8 +264,9 @@ class Server:
                 self._readiness.close()
                 await self._groups.ended()
                 await self._close_frontends()
-                return
+                return True
         _log.warning("the drain timeout has passed; calls that still run are ended")
+        return False
 
     async def stop(self) -> None:
         """Close the engine and all ports. Requests that still run fail with UNAVAILABLE."""
@@ -276,12 +288,12 @@ class Server:
             await self._probe_port.close()
         await self._telemetry.close()
 
-    async def _leave(self, died: asyncio.Future[None], delay_s: float) -> None:
-        """The lame-duck period, which ends early if the engine dies, and then the draining."""
+    async def _leave(self, died: asyncio.Future[None], delay_s: float) -> bool:
+        """The lame-duck period, which ends early if the engine dies, and then the draining; returns as `drain`."""
         _log.info("withdrawing: calls are taken for another %g s", delay_s)
         self.withdraw()
         await asyncio.wait((died,), timeout=delay_s)
-        await self.drain()
+        return await self.drain()
 
     async def __aenter__(self) -> Self:
         await self.start()

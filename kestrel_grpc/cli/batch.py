@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ from kestrel_grpc.telemetry.logs import set_up_logging
 if TYPE_CHECKING:
     from kestrel_grpc.cli.batch_callers import Caller, ServerAddress
     from kestrel_grpc.cli.batch_lines import Record, Source, Template
-    from kestrel_grpc.cli.batch_output import Output
+    from kestrel_grpc.cli.batch_output import AnyOutput
     from kestrel_grpc.images.image_uris import ImageSource
 
 _FAILED, _MISUSED, _BY_SIGNAL = 1, 2, 128
@@ -54,6 +55,7 @@ IN_FLIGHT_OF_SERVER = 64
 _MAX_IN_FLIGHT = 1024
 _TIMEOUT_S = 600.0
 _MAX_RETRY_S = 300.0
+_STANDARD_OUTPUT = "-"
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ def add_batch_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         type=Path,
         help="a file of JSON lines (also OpenAI's batch lines), a .parquet file, or a folder of pictures",
     )
-    parser.add_argument("output", metavar="OUT", type=Path, help="file of JSON lines to write")
+    parser.add_argument("output", metavar="OUT", help="file of JSON lines to write; - is standard output")
     parser.add_argument("--skill", metavar="SKILL", help="skill of the lines that name none, such as caption")
     parser.add_argument(
         "--field",
@@ -101,6 +103,9 @@ def add_batch_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         f"{IN_FLIGHT_OF_SERVER})",
     )
     parser.add_argument("--resume", action="store_true", help="go on with OUT where an interrupted run has ended")
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="answer the failed lines of a complete OUT again"
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT")
     parser.add_argument("--progress", action="store_true", help="show progress also where no terminal is")
     parser.add_argument(
@@ -123,7 +128,7 @@ def add_batch_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
     parser.set_defaults(run=_batch)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Job:
     """What the command line asks for."""
 
@@ -132,16 +137,43 @@ class _Job:
     source: Source
     records: Iterator[Record]
 
-    def open_output(self, **settings: Any) -> Output:
+    def open_output(self, **settings: Any) -> AnyOutput:
         """The output, whose lines answer no record that is left. `settings` is what answers depend on besides the
-        template. Raises `OutputRefused`."""
-        from kestrel_grpc.cli.batch_output import Output
+        template. Raises `OutputRefused`, or `ConfigurationError` where every line would be refused."""
+        from kestrel_grpc.cli.batch_lines import Line, open_source
+        from kestrel_grpc.cli.batch_output import Output, RetriedOutput, StreamOutput
 
-        given, template = self.arguments, self.template
+        given, template, path = self.arguments, self.template, Path(self.arguments.output)
+        self._require_fields()
+        if given.output == _STANDARD_OUTPUT:
+            return StreamOutput(FileIO(os.dup(sys.stdout.fileno()), "w"))
+        if path.exists() and not path.is_file():
+            return StreamOutput(FileIO(path, "w"))
+        if given.retry_failed:
+            ids = (Line.read(record, template).id for record in open_source(given.input))
+            retried = RetriedOutput(path, ids)
+            self.records = (record for record in self.records if record.number in retried.failed)
+            return retried
         known = {"skill": template.skill, "field": template.fields, "seed": template.seed, **settings}
-        output = Output(given.output, known, resumes=given.resume, replaces=given.force)
+        output = Output(path, known, resumes=given.resume, replaces=given.force)
         output.skip_answered(self.records)
         return output
+
+    def _require_fields(self) -> None:
+        from kestrel_grpc.cli.batch_lines import fields_that_all_lack, open_source
+
+        path = self.arguments.input
+        if not _can_be_read_again(path):
+            return
+        ways = {"skill": "; give --skill", "image": ""}
+        missing = fields_that_all_lack(open_source(path), self.template)
+        if missing:
+            raise ConfigurationError(
+                tuple(
+                    f"{path}: every line lacks {name}{ways.get(name, f'; give --field {name}=…')}"
+                    for name in missing
+                )
+            )
 
 
 def _batch(arguments: argparse.Namespace) -> int:
@@ -166,15 +198,28 @@ def _batch(arguments: argparse.Namespace) -> int:
         return _MISUSED
 
 
+def _can_be_read_again(path: Path) -> bool:
+    return path.is_dir() or path.is_file()
+
+
 def _require_consistent(arguments: argparse.Namespace) -> None:
     """Raises `ConfigurationError`."""
     from kestrel_grpc.frontends.http.endpoint import MAX_TIMEOUT_S
 
     problems: list[str] = []
-    if arguments.resume and arguments.force:
-        problems.append("--resume and --force: give one of them")
-    if arguments.output.exists() and arguments.output.samefile(arguments.input):
+    names = ("resume", "force", "retry_failed")
+    ways = [flag_name(name) for name in names if getattr(arguments, name)]
+    if len(ways) > 1:
+        problems.append(f"{' and '.join(ways)}: give one of them")
+    path = Path(arguments.output)
+    if arguments.output == _STANDARD_OUTPUT or (path.exists() and not path.is_file()):
+        if path.is_dir() and arguments.output != _STANDARD_OUTPUT:
+            problems.append(f"{path}: is a folder; OUT is a file")
+        problems += [f"{way}: OUT is no file that a run can go on with" for way in ways]
+    elif path.exists() and path.samefile(arguments.input):
         problems.append("OUT must not be IN")
+    if arguments.retry_failed and not _can_be_read_again(arguments.input):
+        problems.append("--retry-failed: IN must be a file or a folder, which is read twice")
     if not 0.0 < arguments.timeout <= MAX_TIMEOUT_S:
         problems.append(f"--timeout: must be above 0 and at most {MAX_TIMEOUT_S:g}")
     if arguments.address is not None:
@@ -192,7 +237,7 @@ def _with_server(job: _Job) -> int:
     address: ServerAddress = ServerAddress.parse(arguments.address, tls_of(arguments))
     num_in_flight = arguments.in_flight or IN_FLIGHT_OF_SERVER
 
-    async def run(output: Output) -> int:
+    async def run(output: AnyOutput) -> int:
         caller = ServerCaller(address, arguments.token, timeout_s=arguments.timeout, num_connections=num_in_flight)
         try:
             await caller.check()
@@ -231,7 +276,7 @@ def _with_engine(job: _Job) -> int:
         return _run_engine(job, config, images, output)
 
 
-def _run_engine(job: _Job, config: ServerConfig, images: ImageSource, output: Output) -> int:
+def _run_engine(job: _Job, config: ServerConfig, images: ImageSource, output: AnyOutput) -> int:
     """Load the model and run; returns the exit status."""
     from kestrel_grpc.cli.batch_callers import EngineCaller
     from kestrel_runtime.api.engine import EngineStatus
@@ -273,20 +318,30 @@ def _run_engine(job: _Job, config: ServerConfig, images: ImageSource, output: Ou
     return status
 
 
-async def _run(job: _Job, caller: Caller, output: Output, num_in_flight: int) -> int:
+async def _run(job: _Job, caller: Caller, output: AnyOutput, num_in_flight: int) -> int:
     """Run until the end of the input, a signal or a failure; returns the exit status."""
     from kestrel_grpc.cli.batch_callers import RunEnded
     from kestrel_grpc.cli.batch_lines import InputUnusable
+    from kestrel_grpc.cli.batch_output import Output
     from kestrel_grpc.cli.batch_run import Progress, Run
 
     arguments = job.arguments
     run = Run(
-        job.records, output, caller, job.template, num_in_flight=num_in_flight, max_retry_s=arguments.max_retry
+        job.records,
+        output,
+        caller,
+        job.template,
+        num_in_flight=num_in_flight,
+        max_retry_s=arguments.max_retry,
+        on_first_failure=lambda reason: progress.say(reason),
     )
+    progress = Progress(run, job.source, output)
+    again = "the same command with --resume goes on"
+    if not isinstance(output, Output):
+        again = "the lines that are written stay"
     with stop_signals() as signals:
         signals.first.add_done_callback(lambda _: run.stop())
         signals.second.add_done_callback(lambda number: end_now(_BY_SIGNAL + number.result()))
-        progress = Progress(run, job.source, output)
         try:
             if arguments.progress or sys.stderr.isatty():
                 with progress.shown():
@@ -296,13 +351,15 @@ async def _run(job: _Job, caller: Caller, output: Output, num_in_flight: int) ->
             if is_complete:
                 output.finish()
             complain(progress.line())
+        except BrokenPipeError:  # the reader of OUT has closed it, as `head` does
+            return _FAILED
         except (RunEnded, InputUnusable, OSError) as error:
-            complain(f"stopped: {error}; the same command with --resume goes on")
+            complain(f"stopped: {error}; {again}")
             return _FAILED
         if is_complete:
             return _FAILED if output.num_failures else 0
         number = signals.first.result()
-        complain(f"stopped by {signal.Signals(number).name}; the same command with --resume goes on")
+        complain(f"stopped by {signal.Signals(number).name}; {again}")
         return _BY_SIGNAL + number
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from kestrel_grpc.frontends.http.output_json import to_json
 from kestrel_grpc.frontends.rest.rendering import failure_body
 from kestrel_grpc.frontends.rest.requests import ROUTES
 from kestrel_grpc.images.data_urls import is_data_url
+from kestrel_grpc.process import complain
 from kestrel_grpc.wire.errors import describe
 from kestrel_runtime.api.errors import InvalidRequest, Violation, did_you_mean
 
@@ -38,6 +40,8 @@ _ROWS_AT_ONCE = 64
 _NUM_SEEDS = 2**63
 """All routes take those from 0 on."""
 _MAX_PATH_CHARS = 1024
+_PATH_WITHOUT_SKILL = "/v1/"
+_IMAGE_FIELD = "image_url"
 _PATH = re.compile(r"/v1/[A-Za-z0-9_/.-]+")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{40,}={0,2}\s*")
 """No picture has fewer bytes than these stand for; shorter texts are names of files."""
@@ -109,12 +113,14 @@ class JsonLines:
 
 
 class PictureFolder:
-    """The image files of a folder and of the folders in it, by name. The id of each is its path in the folder."""
+    """The image files of a folder and of the folders in it, by name. The id of each is its path in the folder.
+
+    Hidden files and folders, whose names begin with a dot, are left out.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Raises `InputUnusable` where there is no picture, or OSError."""
-        found = (path for path in folder.rglob("*") if path.suffix.lower() in PICTURE_SUFFIXES and path.is_file())
-        self._names = sorted(path.relative_to(folder).as_posix() for path in found)
+        self._names = sorted(_pictures_in(folder))
         self._folder = folder
         self._num_read = 0
         if not self._names:
@@ -123,14 +129,32 @@ class PictureFolder:
     def __iter__(self) -> Iterator[Record]:
         for name in self._names:
             self._num_read += 1
-            path = self._folder / name
-            size = path.stat().st_size if path.exists() else None
-            yield Record(
-                self._num_read, _digest(f"{name} {size}".encode()), {"id": name, "image": str(path.absolute())}
-            )
+            path = (self._folder / name).absolute()
+            try:
+                size = path.stat().st_size
+            except OSError:  # the line says why it cannot be read
+                size = None
+            # A name of an old archive may not be UTF-8, and JSON has no bytes.
+            id = os.fsencode(name).decode(errors="backslashreplace")
+            yield Record(self._num_read, _digest(os.fsencode(f"{name} {size}")), {"id": id, "image": path})
 
     def share_read(self) -> float | None:
         return self._num_read / len(self._names)
+
+
+def _pictures_in(folder: Path) -> Iterator[str]:
+    """The paths of image files relative to the folder. A folder in it that cannot be read is reported."""
+
+    def report(error: OSError) -> None:
+        if error.filename == os.fspath(folder):
+            raise error
+        complain(f"{error.filename}: {error.strerror}; its pictures are left out")
+
+    for place, folders, names in os.walk(folder, onerror=report):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if not name.startswith(".") and Path(name).suffix.lower() in PICTURE_SUFFIXES:
+                yield (Path(place) / name).relative_to(folder).as_posix()
 
 
 class ParquetRows:
@@ -213,6 +237,8 @@ class Line:
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
     image: bytes | Path | None = None
     """The image where it is not among the fields."""
+    has_image: bool = False
+    """Whether the record names an image of its own."""
     violations: list[Violation] = field(default_factory=list[Violation])
 
     @classmethod
@@ -246,11 +272,14 @@ class Line:
         return isinstance(self.image, Path)
 
     def body(self) -> bytes:
-        """The body of the request, as JSON. Raises OSError where the image cannot be read."""
+        """The body of the request, as JSON. Raises OSError where the image cannot be read.
+
+        Raises `InvalidRequest` where it is no file of an image.
+        """
         fields = json.dumps(self.fields, default=str).encode()
         if self.image is None:
             return fields
-        data = self.image if isinstance(self.image, bytes) else self.image.read_bytes()
+        data = self.image if isinstance(self.image, bytes) else _read_image(self.image)
         separator = b"," if self.fields else b""
         return b'%b%b"image_url":"%b"}' % (fields[:-1], separator, base64.b64encode(data))
 
@@ -287,7 +316,8 @@ class Line:
         elif skill not in tuple(ROUTES):
             hint = did_you_mean(skill, ROUTES) if isinstance(skill, str) else ""
             self._refuse("skill", f"must be one of {', '.join(ROUTES)}{hint}")
-        self.path = f"/v1/{skill}"
+        self.path = _PATH_WITHOUT_SKILL if skill is None else f"/v1/{skill}"
+        self.has_image = image is not None
         fields = {name: value for name, value in given.items() if name not in OWN_FIELDS}
         self.fields = merged(template.fields, fields)
         settings = self.fields.get("settings", {})
@@ -301,7 +331,7 @@ class Line:
     def _read_image(self, image: Any, folder: Path) -> None:
         if isinstance(image, Mapping):  # as collections of images for training have them in Parquet
             image = image.get("bytes") or image.get("path")
-        if isinstance(image, bytes):
+        if isinstance(image, bytes | Path):
             self.image = image
         elif not isinstance(image, str):
             self._refuse("image", "must be a text: a path, an address, a data URL, base64 or an image_id")
@@ -309,12 +339,35 @@ class Line:
             self.fields["image_url"] = image
         elif (path := _file(folder, image)) is not None:
             self.image = path
-            if path.stat().st_size > _MAX_FILE_BYTES:
-                self._refuse("image", f"is a file of more than {_MAX_FILE_BYTES} bytes")
         elif _BASE64.fullmatch(image):
             self.fields["image_url"] = image
         else:
             self._refuse("image", f"there is no file {str(folder / image)[:_MAX_PATH_CHARS]}")
+
+
+def fields_that_all_lack(source: Source, template: Template) -> tuple[str, ...]:
+    """The fields without which requests are refused and which no record has; none where one record lacks nothing.
+
+    Reads records until one has each of them. Raises what reading the source raises.
+    """
+    missing: set[str] | None = None
+    for record in source:
+        line = Line.read(record, template)
+        body = ROUTES.get(line.path.removeprefix("/v1/"))
+        if line.is_openai:
+            return ()
+        if line.path == _PATH_WITHOUT_SKILL:
+            lacks = {"skill"}
+        elif body is not None:
+            lacks = {name for name, item in body.model_fields.items() if item.is_required()} - line.fields.keys()
+            if line.has_image:
+                lacks.discard(_IMAGE_FIELD)
+        else:
+            continue  # the line has another mistake
+        missing = lacks if missing is None else missing & lacks
+        if not missing:
+            return ()
+    return tuple(sorted("image" if name == _IMAGE_FIELD else name for name in missing or ()))
 
 
 def _parsed(content: bytes) -> Mapping[str, Any] | None:
@@ -324,6 +377,19 @@ def _parsed(content: bytes) -> Mapping[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
+
+
+def _read_image(path: Path) -> bytes:
+    """The bytes of a regular file. Raises OSError, or `InvalidRequest` for another or a too large one."""
+    # Without waiting for the writer of a pipe, which may have the name of a picture.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise InvalidRequest((Violation("image", "is no regular file"),))
+        data = file.read(_MAX_FILE_BYTES + 1) if found.st_size <= _MAX_FILE_BYTES else None
+    if data is None or len(data) > _MAX_FILE_BYTES:
+        raise InvalidRequest((Violation("image", f"is a file of more than {_MAX_FILE_BYTES} bytes"),))
+    return data
 
 
 def _file(folder: Path, name: str) -> Path | None:
@@ -395,6 +461,24 @@ def refusal_line(line: Line) -> OutputLine:
         return _written({"id": line.id, **without_what_varies(body)}, is_failure=True)
     error = {"code": body["error"]["code"].lower(), "message": body["error"]["message"]}
     return _written(_openai(line, None, error), is_failure=True)
+
+
+def id_of(data: bytes) -> Any:
+    """The id of the record that an output line answers; None for what is no such line."""
+    document = _parsed(data) or {}
+    return document.get("custom_id") if "custom_id" in document else document.get("id")
+
+
+def reason_of(data: bytes) -> str:
+    """Why the request of an output line has failed: its code, its message and what violates what."""
+    document = _parsed(data) or {}
+    response = document.get("response")
+    body = response.get("body") if isinstance(response, Mapping) else document
+    error = (body.get("error") if isinstance(body, Mapping) else None) or document.get("error") or {}
+    if not isinstance(error, Mapping):
+        return str(error)
+    code, message = str(error.get("code") or "").upper(), str(error.get("message") or "")
+    return f"{code}: {message}" if code and message else code or message
 
 
 def is_failure(data: bytes) -> bool:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
-from kestrel_grpc.cli.batch_lines import DIGEST_BYTES, OutputLine, Record, is_failure
+from kestrel_grpc.cli.batch_lines import DIGEST_BYTES, OutputLine, Record, id_of, is_failure
 
 _DIGEST_LINE_BYTES = 2 * DIGEST_BYTES + 1
 _FIRST_WORDS = "kestrel-grpc batch"
@@ -24,6 +26,116 @@ _FIRST_WORDS = "kestrel-grpc batch"
 
 class OutputRefused(Exception):
     """The output cannot be written, or the run cannot go on with it; the text says why."""
+
+
+class AnyOutput(Protocol):
+    """Takes the lines of a run, in order. `num_lines` counts them, and `num_failures` the failed ones."""
+
+    num_lines: int
+    num_failures: int
+
+    def append(self, digest: str, line: OutputLine) -> None:
+        """Write the line of the next record. Raises OSError."""
+        ...
+
+    def finish(self) -> None:
+        """Every record is answered. Raises OSError."""
+        ...
+
+    def close(self) -> None:
+        """Keep what was written. May be repeated."""
+        ...
+
+
+class StreamOutput:
+    """Writes lines to a pipe or another file that cannot be gone on with, such as standard output."""
+
+    def __init__(self, file: FileIO) -> None:
+        self.num_lines = self.num_failures = 0
+        self._file = file
+
+    def append(self, digest: str, line: OutputLine) -> None:
+        _write(self._file, line.data)
+        self.num_lines += 1
+        self.num_failures += line.is_failure
+
+    def finish(self) -> None:
+        """There is nothing left to write."""
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RetriedOutput:
+    """Replaces the failed lines of a complete output, in order.
+
+    The lines are written to a file with the name `OUT.retry`, which takes the place of the output in the end, also
+    where the run ends early: then with the old lines of the records that were not tried again. `num_lines` counts
+    the lines that were replaced.
+    """
+
+    def __init__(self, path: Path, ids: Iterable[str | int]) -> None:
+        """`ids` are those of all records of the input. Raises `OutputRefused` where the lines are of others."""
+        self.num_lines = self.num_failures = 0
+        self.failed: frozenset[int] = frozenset()
+        """The numbers of the records whose lines are replaced, from 1."""
+        if path.with_name(f"{path.name}.resume").exists():
+            raise OutputRefused(f"{path} is not complete: --resume goes on with it, then --retry-failed")
+        self._path = path
+        self._new_path = path.with_name(f"{path.name}.retry")
+        self._new: FileIO | None = None
+        try:
+            self._old = path.open("rb")
+        except OSError as error:
+            raise OutputRefused(f"{path}: {error.strerror or error}") from error
+        try:
+            _lock(self._old, path)
+            self.failed = frozenset(self._failed_of(ids))
+        except BaseException:
+            self._old.close()
+            raise
+        self._old.seek(0)
+        self._position = 0
+
+    def append(self, digest: str, line: OutputLine) -> None:
+        new = self._new or self._begin()
+        for old in self._old:
+            self._position += 1
+            if self._position in self.failed:
+                break
+            _write(new, old)
+        _write(new, line.data)
+        self.num_lines += 1
+        self.num_failures += line.is_failure
+
+    def finish(self) -> None:
+        """Put the new file in the place of the old one. Raises OSError."""
+        if self._new is not None:
+            for old in self._old:
+                _write(self._new, old)
+            os.fsync(self._new.fileno())
+            self._new.close()
+            self._new = None
+            self._new_path.replace(self._path)
+
+    def close(self) -> None:
+        try:
+            self.finish()
+        finally:
+            self._old.close()
+
+    def _begin(self) -> FileIO:
+        self._new = FileIO(self._new_path, "w")
+        os.fchmod(self._new.fileno(), stat.S_IMODE(os.fstat(self._old.fileno()).st_mode))
+        return self._new
+
+    def _failed_of(self, ids: Iterable[str | int]) -> Iterator[int]:
+        """The numbers of the failed lines."""
+        for number, (id, line) in enumerate(zip_longest(ids, self._old), 1):
+            if id is None or line is None or id_of(line) != id:
+                raise OutputRefused(f"{self._path} does not answer this input: record {number} has no line in it")
+            if is_failure(line):
+                yield number
 
 
 class Output:
@@ -51,7 +163,7 @@ class Output:
         except OSError as error:
             raise OutputRefused(f"{error.filename or path}: {error.strerror or error}") from error
         try:
-            self._lock()
+            _lock(self._file, self.path)
             if has_lines and resumes:
                 self._resume()
         except BaseException:
@@ -91,12 +203,6 @@ class Output:
             self._record.close()
         elif self._is_new:
             self.path.unlink(missing_ok=True)
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise OutputRefused(f"{self.path}: another process writes this file") from error
 
     def _begin(self) -> FileIO:
         # The record comes first: a whole line without a digest would belong to no known run.
@@ -141,6 +247,13 @@ class Output:
             raise OutputRefused(
                 f"{self.path} was begun with another {', '.join(changed)}; --force begins anew with the new one"
             )
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise OutputRefused(f"{path}: another process writes this file") from error
 
 
 def _write(file: FileIO, data: bytes) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from kestrel_grpc.cli.batch_callers import Caller, Reply, RunEnded, Unreachable
@@ -27,10 +27,12 @@ from kestrel_grpc.cli.batch_lines import (
     Source,
     Template,
     answer_line,
+    reason_of,
     refusal_line,
 )
-from kestrel_grpc.cli.batch_output import Output
-from kestrel_runtime.api.errors import Violation
+from kestrel_grpc.cli.batch_output import AnyOutput
+from kestrel_grpc.process import complain
+from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 _WINDOW = 16
 """Finished lines that may wait for an earlier one, for each request in flight."""
@@ -52,14 +54,18 @@ class Run:
     def __init__(
         self,
         records: Iterator[Record],
-        output: Output,
+        output: AnyOutput,
         caller: Caller,
         template: Template,
         *,
         num_in_flight: int,
         max_retry_s: float,
+        on_first_failure: Callable[[str], object] = lambda reason: None,
     ) -> None:
-        """`max_retry_s`: for how long requests are sent again while none is answered."""
+        """`max_retry_s`: for how long requests are sent again while none is answered.
+
+        `on_first_failure` is called with the number of the first record that fails and the reason, as one text.
+        """
         self.num_written = 0
         self._records = records
         self._output = output
@@ -67,11 +73,14 @@ class Run:
         self._template = template
         self._num_in_flight = num_in_flight
         self._max_retry_s = max_retry_s
+        self._on_first_failure = on_first_failure
+        self._has_failed = False
         self._stopping = asyncio.Event()
         self._error: Exception | None = None
         self._answered_at = time.monotonic()
         self._num_taken = output.num_lines
-        self._waiting: dict[int, tuple[str, OutputLine]] = {}
+        self._waiting: dict[int, tuple[Record, OutputLine]] = {}
+        """By their places in the order of the output."""
         self._has_written = asyncio.Event()
 
     def stop(self) -> None:
@@ -93,18 +102,19 @@ class Run:
     async def _work(self) -> None:
         try:
             while True:
-                record = await self._next()
-                if record is None:
+                taken = await self._next()
+                if taken is None:
                     return
-                self._finish(record, await self._answer(record))
+                place, record = taken
+                self._finish(place, record, await self._answer(record))
         except _Abandoned:
             return
         except Exception as error:
             self._error = self._error or error
             self.stop()
 
-    async def _next(self) -> Record | None:
-        """The next record once the window has room for it; None at the end."""
+    async def _next(self) -> tuple[int, Record] | None:
+        """The next record and its place in the output, once the window has room for it; None at the end."""
         while self._num_taken - self._output.num_lines >= _WINDOW * self._num_in_flight:
             if self._stopping.is_set():
                 return None
@@ -116,16 +126,21 @@ class Run:
             record = next(self._records, None)
         except OSError as error:
             raise InputUnusable(f"the input cannot be read: {error.strerror or error}") from error
-        if record is not None:
-            self._num_taken = record.number
-        return record
+        if record is None:
+            return None
+        self._num_taken += 1
+        return self._num_taken, record
 
-    def _finish(self, record: Record, line: OutputLine) -> None:
+    def _finish(self, place: int, record: Record, line: OutputLine) -> None:
         """Write the line, and those that waited for it."""
-        self._waiting[record.number] = (record.digest, line)
+        self._waiting[place] = (record, line)
         while (found := self._waiting.pop(self._output.num_lines + 1, None)) is not None:
-            self._output.append(*found)
+            written, answer = found
+            self._output.append(written.digest, answer)
             self.num_written += 1
+            if answer.is_failure and not self._has_failed:
+                self._has_failed = True
+                self._on_first_failure(f"record {written.number} failed: {reason_of(answer.data)}")
         self._has_written.set()
 
     async def _answer(self, record: Record) -> OutputLine:
@@ -136,6 +151,8 @@ class Run:
                 body = await asyncio.to_thread(line.body) if line.reads_file else line.body()
             except OSError as error:
                 line.violations.append(Violation("image", f"cannot be read: {error.strerror}"))
+            except InvalidRequest as error:
+                line.violations += error.violations
         if line.violations:
             return refusal_line(line)
         reply = await self._reply(line, body)
@@ -182,7 +199,7 @@ def _wait_s(reply: Reply) -> float | None:
 class Progress:
     """Shows how far a run is: one line that is rewritten on a terminal, else a line at a time."""
 
-    def __init__(self, run: Run, source: Source, output: Output, stream: TextIO = sys.stderr) -> None:
+    def __init__(self, run: Run, source: Source, output: AnyOutput, stream: TextIO = sys.stderr) -> None:
         self._run = run
         self._source = source
         self._output = output
@@ -215,6 +232,13 @@ class Progress:
         if share is not None and read > 0.0 and share < 1.0 and self._run.num_written:
             facts.append(f"{_duration(elapsed_s * (1.0 - share) / read)} left")
         return ", ".join(facts)
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        if self._is_terminal:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+        complain(text)
 
     async def _show(self) -> None:
         while True:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from kestrel_grpc import __version__
 from kestrel_grpc.cli.accept import add_accept_command
@@ -20,7 +22,7 @@ from kestrel_grpc.cli.serve import add_serve_command
 from kestrel_grpc.cli.status import add_status_commands
 from kestrel_grpc.cli.token import add_token_command
 from kestrel_grpc.cli.verify import add_verify_command
-from kestrel_grpc.process import complain
+from kestrel_grpc.process import complain, printable
 from kestrel_runtime.api.errors import did_you_mean
 
 _MISUSED = 2
@@ -31,7 +33,7 @@ def run(words: Sequence[str]) -> int:
 
     A command imports large libraries when it runs, so that asking a server does not load those of the model.
     """
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="kestrel-grpc", description="A gRPC inference server for the Moondream vision-language models."
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -67,6 +69,15 @@ def run(words: Sequence[str]) -> int:
             complain(f"{name}: is no {kind} of {arguments.command}{did_you_mean(name, flags)}")
         return _MISUSED
     return arguments.run(arguments)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Prints what is wrong before the usage, which is long. Parsers of commands are of this type too."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {printable(message)}", file=sys.stderr)
+        self.print_usage(sys.stderr)
+        self.exit(_MISUSED)
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:

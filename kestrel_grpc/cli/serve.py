@@ -10,7 +10,7 @@ import sys
 
 from kestrel_grpc.cli.common import refuse
 from kestrel_grpc.config.listing import add_serve_arguments, effective_values
-from kestrel_grpc.config.options import ConfigurationError, ServerConfig, option_names
+from kestrel_grpc.config.options import ConfigurationError, ServerConfig, option_names, settings_of
 from kestrel_grpc.config.sources import environment_warnings
 from kestrel_grpc.process import (
     END_TIMEOUT_S,
@@ -25,7 +25,7 @@ from kestrel_grpc.process import (
     return_large_blocks,
     set_apart_what_stays,
 )
-from kestrel_grpc.telemetry.logs import set_up_logging
+from kestrel_grpc.telemetry.logs import report, set_up_logging
 
 _log = logging.getLogger(__name__)
 
@@ -64,11 +64,18 @@ def _config(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    given = settings_of(vars(arguments), os.environ, []).get("log_format")
+    is_json = given is not None and given.text == "json"
+    if is_json:  # also for mistakes in the other options
+        set_up_logging("info", line_format="json")
     try:
         config = ServerConfig.parse(vars(arguments), os.environ)
     except ConfigurationError as error:
-        return refuse(error)
-    set_up_logging(config.log_level, line_format=config.log_format)
+        return _refuse(error)
+    if is_json:
+        logging.getLogger().setLevel(config.log_level.upper())
+    else:
+        set_up_logging(config.log_level, line_format=config.log_format)
     for warning in environment_warnings(option_names(), os.environ):
         _log.warning("%s", warning)
     # The engine's libraries take seconds to import: what can be refused without them is refused first.
@@ -86,15 +93,22 @@ def _serve(arguments: argparse.Namespace) -> int:
             require_tracing(os.environ)
         return _run(config)
     except ConfigurationError as error:
-        return refuse(error)
+        return _refuse(error)
     except (TokenFileError, CertificateError) as error:
-        complain(str(error))
+        report(str(error))
         return 2
     except (CheckpointError, PortUnavailable, RemoteImagesUnavailable, TracingUnavailable) as error:
-        complain(str(error))
+        report(str(error))
         return 1
     except KeyboardInterrupt:  # while the model was being loaded or warmed up
         return 130
+
+
+def _refuse(error: ConfigurationError) -> int:
+    """Report each problem; returns the exit status."""
+    for problem in error.problems:
+        report(problem)
+    return 2
 
 
 def _run(config: ServerConfig) -> int:
@@ -142,7 +156,7 @@ def _run_server(config: ServerConfig) -> int:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             ended_well, has_closed = runner.run(run())
     except WarmUpFailed as error:
-        complain(str(error))
+        report(str(error))
         return 1
     finally:
         engine.close()

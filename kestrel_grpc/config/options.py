@@ -8,6 +8,7 @@ that over the file of options, and that over the default.
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,6 +44,9 @@ PRECISIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """By name: fields of `EngineConfig`, each for where that field is auto."""
 MAX_FRONTENDS = 64
+SOCKETS = "unix"
+"""Among the trusted proxies: those that connect to the Unix socket."""
+_MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 _FORMATS = ("dtype", "text_path", "vision_path", "kv_dtype")
 """The settings that a precision selects, unless their own options do."""
 _REASONS: Mapping[str, str] = MappingProxyType(
@@ -70,6 +74,26 @@ def _name_prefix(text: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", prefix) is None:
         raise ValueError("must be letters, digits, dots, hyphens and underscores, beginning with a letter or digit")
     return prefix
+
+
+def _socket_path(text: str) -> str:
+    """Parses the path of a Unix socket."""
+    if not 0 < len(os.fsencode(text)) <= _MAX_SOCKET_PATH_BYTES or "\0" in text:
+        raise ValueError(f"must be a path of at most {_MAX_SOCKET_PATH_BYTES} bytes, which is what sockets allow")
+    if text.endswith("/"):
+        raise ValueError("must be the path of a socket, not of a folder")
+    return text
+
+
+def _proxies(text: str) -> tuple[str, ...]:
+    """Parses addresses and networks, separated by commas."""
+    found = tuple(part.strip().lower() for part in text.split(","))
+    try:
+        return tuple(part if part == SOCKETS else str(ipaddress.ip_network(part, strict=False)) for part in found)
+    except ValueError:
+        raise ValueError(
+            f"must be addresses or networks such as 192.0.2.1 and 10.0.0.0/8, or {SOCKETS}, separated by commas"
+        ) from None
 
 
 def _devices(text: str) -> tuple[str, ...]:
@@ -181,7 +205,7 @@ class ServerConfig:
         default_text="none; no shared memory",
     )
     unix_socket: str | None = option(
-        None, some_text, "path of a Unix socket to listen on as well, without encryption", default_text="none"
+        None, _socket_path, "path of a Unix socket to listen on as well, without encryption", default_text="none"
     )
     admin_port: int | None = option(
         None,
@@ -285,6 +309,16 @@ class ServerConfig:
         "info",
         one_of("debug", "info", "warning", "error"),
         "lowest severity that is logged: debug, info, warning or error",
+    )
+    log_addresses: bool = option(
+        True, on_or_off, "whether the log lines of calls have the addresses of the callers: on or off"
+    )
+    trusted_proxies: tuple[str, ...] | None = option(
+        None,
+        _proxies,
+        "addresses or networks of proxies, such as `10.0.0.0/8`, and `unix` for Unix sockets, separated by commas: "
+        "of calls from these, the log has the address that `X-Forwarded-For` names",
+        default_text="none",
     )
     log_format: str = option("text", one_of("text", "json"), "format of log lines: text or json")
     metrics_port: int | None = option(

@@ -18,12 +18,12 @@ from kestrel_grpc.host.messages import Begin, FrontendGone, FrontendStuck, Ready
 from kestrel_grpc.host.stored_images import forget_when_told
 from kestrel_grpc.process import (
     END_TIMEOUT_S,
-    complain,
     end_now,
     end_within,
     loop_factory,
     set_apart_what_stays,
 )
+from kestrel_grpc.telemetry.logs import report
 from kestrel_grpc.telemetry.metrics import EngineReader, Reading, new_registry
 from kestrel_grpc.wire.readiness import death_of
 from kestrel_runtime.api.engine import EngineStatus
@@ -49,7 +49,7 @@ def main() -> int:
             bind_near(pci_address(config))
             engine = LocalEngine.start(config, flight_record=endpoint.flight_record)
     except CheckpointError as error:
-        complain(str(error))
+        report(str(error))
         return 1
     engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
     ended_well = False
@@ -57,7 +57,7 @@ def main() -> int:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             ended_well = runner.run(_serve(engine, endpoint, said, connection))
     except WarmUpFailed as error:
-        complain(str(error))
+        report(str(error))
         return 1
     finally:
         engine.close()

@@ -31,7 +31,6 @@ from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
 from kestrel_grpc.listeners import PortUnavailable
 from kestrel_grpc.process import (
     END_TIMEOUT_S,
-    complain,
     end_now,
     end_within,
     loop_factory,
@@ -39,6 +38,7 @@ from kestrel_grpc.process import (
     set_apart_what_stays,
 )
 from kestrel_grpc.server import Server
+from kestrel_grpc.telemetry.logs import report
 from kestrel_grpc.telemetry.tracing import TracingUnavailable
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.memory.host_limits import processor_quota
@@ -61,10 +61,10 @@ def main() -> int:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             has_closed = runner.run(_Frontend(said).serve(connection))
     except (TokenFileError, CertificateError) as error:
-        complain(str(error))
+        report(str(error))
         return 2
     except (PortUnavailable, RemoteImagesUnavailable, TracingUnavailable) as error:
-        complain(str(error))
+        report(str(error))
         return 1
     except BuildMismatch as error:
         _log.error("%s", error)

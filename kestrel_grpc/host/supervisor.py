@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -54,6 +55,7 @@ from kestrel_grpc.host.metrics import joined
 from kestrel_grpc.host.sharing import Owner
 from kestrel_grpc.listeners import address_of, reserved_port
 from kestrel_grpc.process import END_TIMEOUT_S, loop_factory, set_apart_what_stays, stop_signals
+from kestrel_grpc.telemetry.logs import log_end
 from kestrel_grpc.telemetry.metrics import Reading, new_registry, not_ready_text
 from kestrel_runtime.processes.messages import build_id
 
@@ -136,6 +138,7 @@ class Supervisor:
 
     async def serve(self) -> int:
         """Run until a signal; returns the exit status. Raises `PortUnavailable`."""
+        began, end = time.monotonic(), "SIGTERM or SIGINT during the start"
         with stop_signals() as signals:
             try:
                 self._reserve_ports()
@@ -147,6 +150,7 @@ class Supervisor:
                 starting.result()
                 await asyncio.wait((signals.first, self.must_end), return_when=asyncio.FIRST_COMPLETED)
                 has_signal = signals.first.done()
+                end = signals.first.result().name if has_signal else self.must_end.result()
                 if not has_signal:
                     _log.error("%s: the server ends, to be started again", self.must_end.result())
                 # Ctrl-C comes from a terminal, where no load balancer has to notice.
@@ -158,12 +162,15 @@ class Supervisor:
                 if not leaving.done():
                     _log.warning("stopping at once")
                     leaving.cancel()
+                    end = f"{signals.second.result().name} while calls were ending"
                 return 0 if has_signal else 1
             except StartFailed as error:
+                end = str(error)
                 _log.error("%s", error)
                 return error.status
             finally:
                 await self._stop()
+                log_end(end, began=began)
 
     async def metrics(self) -> bytes:
         """The metrics of all processes. One that does not answer is left out."""

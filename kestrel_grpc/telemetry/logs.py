@@ -22,15 +22,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from queue import SimpleQueue
-from typing import Any, TextIO
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, NamedTuple, TextIO
 
-from kestrel_grpc.wire.call_context import CallContext, Outcome
+from kestrel_grpc.process import complain, printable, printable_json
+from kestrel_grpc.wire.call_context import AUDITED_METHODS, CallContext, Outcome
+from kestrel_grpc.wire.caller_address import CallerAddresses
 
 MAX_WAITING_LINES = 16_384
 """Lines that wait to be written; a waiting line takes about a kilobyte."""
 MAX_FAILURE_LINES = 10
 """Each second, for one tenant and one reason."""
+MAX_REPEATED_LINES = 10
+"""Warnings and errors of one place in the code, each second."""
 FLUSH_TIMEOUT_S = 2.0
 """How long `flush` and `close` each wait for a reader of the log."""
 _GATHER_S = 0.01
@@ -40,9 +45,11 @@ _MAX_UNMIXED_BYTES = 4096
 _COUNT_EVERY_S = 1.0
 _CALL = "request_id=%(request_id)s method=%(method)s outcome=%(outcome)s duration_ms=%(duration_ms).1f"
 _COUNTED_CALLS = "outcome=%(outcome)s: %(calls)d more calls ended so within a second, without a line each"
+_LEFT_OUT = "%(lines)d more lines like %(like)r within a second were left out"
 _DROPPED = "%(lines)d lines of the log were dropped, because they were not read in time"
 
 _calls = logging.getLogger("kestrel_grpc.calls")
+_audit = logging.getLogger("kestrel_grpc.audit")
 _log = logging.getLogger(__name__)
 
 
@@ -53,14 +60,19 @@ class CallLog:
     written each second, and one line with the count of the others. Belongs to one event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, addresses: CallerAddresses | None = None) -> None:
+        """`addresses` finds those of callers; without it they are left out."""
+        self._addresses = addresses
         self._failures: Counter[tuple[str, str, str]] = Counter()
         """By tenant, code and reason, since the timer started."""
         self._timer: asyncio.TimerHandle | None = None
 
     def record(self, call: CallContext, outcome: Outcome) -> None:
         """Write the line of a call that has ended."""
-        if not _calls.isEnabledFor(logging.INFO) or self._is_repeated(call, outcome):
+        if not _calls.isEnabledFor(logging.INFO):
+            return
+        is_audited = call.method in AUDITED_METHODS
+        if self._is_repeated(call, outcome) and not is_audited:
             return
         facts: dict[str, Any] = {
             "request_id": call.request_id,
@@ -70,8 +82,15 @@ class CallLog:
             "duration_ms": round(call.duration_s * 1000.0, 1),
         }
         line = _CALL
+        if self._addresses is not None:
+            facts["peer"] = self._addresses.of(call)
+            line += " peer=%(peer)s"
         if call.principal:
             facts["tenant"] = call.principal
+            line += " tenant=%(tenant)s"
+        if is_audited:
+            changed = call.audited or {}
+            _log_facts(line + "".join(f" {name}=%({name})s" for name in changed), {**facts, **changed}, _audit)
         if call.request is not None and call.request.adapter:
             facts["adapter"] = call.request.adapter
             line += " adapter=%(adapter)s"
@@ -109,15 +128,21 @@ class CallLog:
         self._failures.clear()
 
 
-def _log_facts(message: str, facts: Mapping[str, Any]) -> None:
+def _log_facts(message: str, facts: Mapping[str, Any], logger: logging.Logger = _calls) -> None:
     """As `Logger.info`, without the search for the calling line, which no format shows."""
-    _calls.handle(_calls.makeRecord(_calls.name, logging.INFO, "", 0, message, (facts,), None))
+    logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, message, (facts,), None))
 
 
 def announce(line: str) -> None:
-    """Print a line on standard output; log it where that cannot be written."""
+    """Print a line on standard output, as JSON where the log is JSON; log it where that cannot be written."""
+    formatter = _json_formatter()
     try:
-        print(line, flush=True)
+        if formatter is None:
+            print(printable(line), flush=True)
+        else:
+            print(
+                formatter.format(_log.makeRecord(_log.name, logging.INFO, "", 0, "%s", (line,), None)), flush=True
+            )
     except OSError as error:
         _log.warning("standard output cannot be written: %s", error.strerror)
         _log.info("%s", line)
@@ -139,6 +164,54 @@ def set_up_logging(
     handler.setFormatter(_JsonFormatter(process) if line_format == "json" else _LineFormatter(process))
     # A command may have set up logging before it knew that there are several processes.
     logging.basicConfig(level=level.upper(), handlers=[handler], force=process is not None)
+    if line_format == "json":
+        _log_uncaught()
+
+
+def log_end(why: str, *, began: float) -> None:
+    """Log that the server has ended and why, as the last line. `began` is on the monotonic clock."""
+    facts = {"ended": why, "uptime_s": round(time.monotonic() - began, 1)}
+    _log.info("the server has ended after %(uptime_s)s s: %(ended)s", facts)
+
+
+def report(line: str) -> None:
+    """Say on standard error why a command ends: as `complain` does, or in the log where that is JSON."""
+    if _json_formatter() is None:
+        complain(line)
+    else:
+        _log.error("%s", line)
+
+
+def _json_formatter() -> _JsonFormatter | None:
+    """The formatter of the log of this process, if it writes JSON."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogWriter) and isinstance(handler.formatter, _JsonFormatter):
+            return handler.formatter
+    return None
+
+
+def _log_uncaught() -> None:
+    """Have the log write what Python would write to standard error by itself: warnings and uncaught exceptions."""
+    logging.captureWarnings(True)
+
+    def uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            _log.error("interrupted")
+        else:
+            _log.critical("uncaught exception", exc_info=(kind, error, traceback))
+
+    def uncaught_in_thread(given: threading.ExceptHookArgs) -> None:
+        if given.exc_value is not None and not issubclass(given.exc_type, SystemExit):
+            name = "" if given.thread is None else given.thread.name
+            facts = (given.exc_type, given.exc_value, given.exc_traceback)
+            _log.error("uncaught exception in the thread %s", name, exc_info=facts)
+
+    def unraisable(given: sys.UnraisableHookArgs) -> None:
+        error = given.exc_value
+        facts = None if error is None else (type(error), error, given.exc_traceback)
+        _log.error("%s", given.err_msg or "exception ignored", exc_info=facts)
+
+    sys.excepthook, threading.excepthook, sys.unraisablehook = uncaught, uncaught_in_thread, unraisable
 
 
 def dropped_lines() -> int:
@@ -169,11 +242,14 @@ class LogWriter(logging.Handler):
         self._queue: SimpleQueue[logging.LogRecord | threading.Event | None] = SimpleQueue()
         """An event is set once the lines before it have been written; None ends the thread."""
         self._num_reported = 0
+        self._repeats = _Repeats()
         self._thread = threading.Thread(target=self._run, name="kestrel-log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a line. Called with the handler's lock held."""
+        if record.levelno >= logging.WARNING and self._repeats.is_left_out(record):
+            return
         try:
             self._detach(record)
         except Exception:  # arguments that do not fit the message
@@ -207,7 +283,7 @@ class LogWriter(logging.Handler):
             record.msg, record.args = record.getMessage(), None
 
     def _run(self) -> None:
-        item = self._queue.get()
+        item = self._next()
         while item is not None:
             if isinstance(item, logging.LogRecord):
                 time.sleep(_GATHER_S)
@@ -223,8 +299,17 @@ class LogWriter(logging.Handler):
             if isinstance(item, threading.Event):
                 item.set()
             if item is not None:
-                item = self._queue.get()
+                item = self._next()
         self._report_dropped()
+        self._write(self._repeats.counts(is_last=True))
+
+    def _next(self) -> logging.LogRecord | threading.Event | None:
+        """The next item of the queue. Writes the counts of lines that were left out when their second is over."""
+        while self._repeats.has_counts:
+            self._write(self._repeats.counts())
+            with contextlib.suppress(Empty):
+                return self._queue.get(timeout=_COUNT_EVERY_S)
+        return self._queue.get()
 
     def _report_dropped(self) -> None:
         facts = {"lines": self.num_dropped - self._num_reported}
@@ -239,6 +324,65 @@ class LogWriter(logging.Handler):
                 self._stream.flush()
 
 
+class _Repeats:
+    """Counts the warnings and errors of each place in the code, of which some lines are written in each second.
+
+    A fault that every request meets would write a traceback for each. Used by any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._began_s = 0.0
+        self._seen: Counter[_Kind] = Counter()
+        """Lines in this second."""
+
+    @property
+    def has_counts(self) -> bool:
+        """Whether `counts` may have something now or later."""
+        return bool(self._seen)
+
+    def is_left_out(self, record: logging.LogRecord) -> bool:
+        """Count a line. Returns True where enough lines of its kind were written in this second."""
+        error = record.exc_info[0] if record.exc_info else None
+        kind = _Kind(record.name, record.levelno, str(record.msg), record.pathname, record.lineno, error)
+        with self._lock:
+            if not self._seen:
+                self._began_s = time.monotonic()
+            self._seen[kind] += 1
+            return self._seen[kind] > MAX_REPEATED_LINES
+
+    def counts(self, *, is_last: bool = False) -> list[logging.LogRecord]:
+        """A line for each kind of which lines were left out, once the second is over."""
+        with self._lock:
+            if not is_last and time.monotonic() - self._began_s < _COUNT_EVERY_S:
+                return []
+            seen, self._seen = self._seen, Counter()
+        return [
+            logging.LogRecord(
+                kind.logger,
+                kind.level,
+                kind.path,
+                kind.line,
+                _LEFT_OUT,
+                ({"lines": count - MAX_REPEATED_LINES, "like": kind.message},),
+                None,
+            )
+            for kind, count in seen.items()
+            if count > MAX_REPEATED_LINES
+        ]
+
+
+class _Kind(NamedTuple):
+    """What lines have in common that differ in their arguments alone."""
+
+    logger: str
+    level: int
+    message: str
+    path: str
+    line: int
+    error: type[BaseException] | None
+
+
 def _pieces(lines: Iterable[str]) -> Iterator[str]:
     """The lines, as many together as a pipe takes without mixing them with those of other processes."""
     piece, num_bytes = "", 0
@@ -248,7 +392,8 @@ def _pieces(lines: Iterable[str]) -> Iterator[str]:
             yield piece
             piece, num_bytes = "", 0
         piece, num_bytes = piece + line, num_bytes + line_bytes
-    yield piece
+    if piece:
+        yield piece
 
 
 class _LineFormatter(logging.Formatter):
@@ -266,6 +411,10 @@ class _LineFormatter(logging.Formatter):
             self._second = second
             self._second_text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
         return f"{self._second_text}.{int(record.msecs):03d}Z"
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Further lines of a message are indented, so that no text of others looks like a line of its own."""
+        return printable(super().format(record)).replace("\n", "\n  ")
 
 
 class _JsonFormatter(_LineFormatter):
@@ -289,4 +438,4 @@ class _JsonFormatter(_LineFormatter):
             facts |= record.args
         if record.exc_text:
             facts["exception"] = record.exc_text
-        return self._encode(facts)
+        return printable_json(self._encode(facts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Sequence
 
@@ -11,9 +12,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.telemetry.logs import CallLog
 from kestrel_grpc.telemetry.metrics import ServerMetrics
-from kestrel_grpc.telemetry.tracing import CallTracer, TraceExport
+from kestrel_grpc.telemetry.tracing import CallTracer, TraceExport, switched_off_by
 from kestrel_grpc.wire.call_admission import Observer
+from kestrel_grpc.wire.caller_address import CallerAddresses
 from kestrel_runtime.api.engine import CacheLoad, Engine
+
+_log = logging.getLogger(__name__)
 
 
 class Telemetry:
@@ -30,8 +34,12 @@ class Telemetry:
     ) -> None:
         """`stored_images` reads the store of images. `reads_engine` is False where other processes have the metrics
         of the engine and of stored images. Raises `TracingUnavailable`."""
-        self._export = TraceExport(os.environ, instance_id=instance_id) if config.tracing else None
-        self._call_log = CallLog()
+        self._export: TraceExport | None = None
+        if config.tracing and (reason := switched_off_by(os.environ)) is not None:
+            _log.info("no traces are sent: %s", reason)
+        elif config.tracing:
+            self._export = TraceExport(os.environ, instance_id=instance_id)
+        self._call_log = CallLog(CallerAddresses(config.trusted_proxies or ()) if config.log_addresses else None)
         observers: list[Observer] = []
         if self._export is not None:
             # First, since the other observers read the trace id of the call.

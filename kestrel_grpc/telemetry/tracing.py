@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -39,6 +39,7 @@ _SERVER_FAULTS = frozenset(
 # The names of calls that do not come over gRPC.
 _OVER_HTTP = ("rest/", "openai/")
 _ONLY_PROTOCOL = "http/protobuf"
+_ONLY_EXPORTER = "otlp"
 _LAST_SPANS_S = 3.0
 
 
@@ -168,15 +169,19 @@ class TraceExport:
         """Raises `TracingUnavailable`. The library reads the process's environment; `environment` is checked."""
         require_tracing(environment)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-        facts = {"service.version": __version__, "service.instance.id": instance_id}
-        if "OTEL_SERVICE_NAME" not in environment:
-            facts["service.name"] = "kestrel-grpc"
-        self._provider = TracerProvider(resource=Resource.create(facts), shutdown_on_exit=False)
+        own = {
+            "service.name": "kestrel-grpc",
+            "service.version": __version__,
+            "service.instance.id": instance_id,
+        }
+        # OTEL_SERVICE_NAME takes precedence over OTEL_RESOURCE_ATTRIBUTES, and both over what the server says.
+        given = {name: value for name, value in OTELResourceDetector().detect().attributes.items() if value != ""}
+        self._provider = TracerProvider(resource=Resource.create({**own, **given}), shutdown_on_exit=False)
         self._processor = BatchSpanProcessor(OTLPSpanExporter())
         self._provider.add_span_processor(self._processor)
         self._new_part = partial(
@@ -213,16 +218,53 @@ class TraceExport:
         sending.join(_LAST_SPANS_S)
 
 
+def switched_off_by(environment: Mapping[str, str]) -> str | None:
+    """Returns the setting of OpenTelemetry that switches traces off, as `OTEL_SDK_DISABLED=true`, or None."""
+    if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return "OTEL_SDK_DISABLED=true"
+    if environment.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none":
+        return "OTEL_TRACES_EXPORTER=none"
+    return None
+
+
 def require_tracing(environment: Mapping[str, str]) -> None:
     """Raise `TracingUnavailable` where traces cannot be sent, for a check before a model is loaded."""
-    protocol = environment.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environment.get(
-        "OTEL_EXPORTER_OTLP_PROTOCOL", _ONLY_PROTOCOL
+    if switched_off_by(environment) is not None:
+        return
+    exporters = environment.get("OTEL_TRACES_EXPORTER", "").strip() or _ONLY_EXPORTER
+    if exporters.lower() != _ONLY_EXPORTER:
+        raise TracingUnavailable(f"OTEL_TRACES_EXPORTER: traces are sent by {_ONLY_EXPORTER}, not {exporters}")
+    for name, read, meaning in _EXPORTER_SETTINGS:
+        for variable in (f"OTEL_EXPORTER_OTLP_TRACES_{name}", f"OTEL_EXPORTER_OTLP_{name}"):
+            text = environment.get(variable)
+            try:
+                if text is not None:
+                    read(text.strip())
+            except ValueError:
+                raise TracingUnavailable(f"{variable}: {text!r} must be {meaning}") from None
+    protocol = (
+        environment.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
+        or environment.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+        or _ONLY_PROTOCOL
     )
     if protocol != _ONLY_PROTOCOL:
         raise TracingUnavailable(f"traces are sent as {_ONLY_PROTOCOL}, not {protocol}")
     for name in ("opentelemetry.sdk", "opentelemetry.exporter"):
         if find_spec(name) is None:
             raise TracingUnavailable("tracing needs more packages: pip install 'kestrel-grpc[otel]'")
+
+
+def _compression(text: str) -> str:
+    if text.lower() not in ("none", "gzip", "deflate"):
+        raise ValueError(text)
+    return text
+
+
+_EXPORTER_SETTINGS: Sequence[tuple[str, Callable[[str], object], str]] = (
+    ("TIMEOUT", float, "a number of seconds"),
+    ("COMPRESSION", _compression, "gzip, deflate or none"),
+)
+"""Settings whose mistakes the library does not handle: the end of their names, a parser, and what they must be."""
 
 
 def _parts(finished: Finished) -> tuple[tuple[str, float], ...]:

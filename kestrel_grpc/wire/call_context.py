@@ -7,7 +7,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -40,6 +40,10 @@ class Outcome:
 
 
 OK = Outcome("OK", "OK")
+AUDITED_METHODS = frozenset(
+    f"kestrel.v1.EngineService/{name}" for name in ("ClearCache", "CancelRequests", "LoadAdapter", "UnloadAdapter")
+)
+"""Methods by which operators change what a server does. Each call of them leaves a line in the log of its own."""
 CANCELLED = Outcome("CANCELLED", "CANCELLED")
 DEADLINE_EXCEEDED = Outcome("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")
 
@@ -122,6 +126,7 @@ class CallContext:
 
     __slots__ = (
         "arrived",
+        "audited",
         "deadline_s",
         "finished",
         "headers",
@@ -146,6 +151,8 @@ class CallContext:
         self.peer: Callable[[], str] = _unknown
         """Gives the address of the connection, ending with `:port`."""
         self.request_id = _request_id(headers)
+        self.audited: Mapping[str, str | int] | None = None
+        """What an operator's call has changed, for the log; None for other calls."""
         self.request: RequestSummary | None = None
         self.finished: Finished | None = None
         self.principal = ""

@@ -86,6 +86,8 @@ class EngineService:
         )
 
     async def ClearCache(self, request: wire.ClearCacheRequest, call: CallContext) -> wire.ClearCacheResponse:
+        owner = request.WhichOneof("owner")
+        call.audited = {"cleared": "all" if owner is None else f"{owner} {getattr(request, owner)}"}
         cleared = await self._engine.clear_cache(self._namespace(request))
         return wire.ClearCacheResponse(page_count=cleared.num_pages, image_count=cleared.num_images)
 
@@ -96,8 +98,10 @@ class EngineService:
         wanted = "" if selection is None else getattr(request, selection)
         if not wanted:
             raise InvalidRequest((Violation(selection or "", "needs a request id or the name of a token"),))
+        call.audited = {"cancelled": f"{selection} {wanted}"}
         count = self._cancel(request)
         count += sum(map(int, await self._peers.ask(_CANCEL, request.SerializeToString())))
+        call.audited = {**call.audited, "requests": count}
         return wire.CancelRequestsResponse(cancelled_request_count=count)
 
     async def ListAdapters(self, request: wire.ListAdaptersRequest, call: CallContext) -> wire.ListAdaptersResponse:
@@ -108,12 +112,16 @@ class EngineService:
         )
 
     async def LoadAdapter(self, request: wire.LoadAdapterRequest, call: CallContext) -> wire.LoadAdapterResponse:
-        return wire.LoadAdapterResponse(adapter=_adapter(await self._engine.load_adapter(_name_of(request))))
+        name = _name_of(request)
+        call.audited = {"adapter": name}
+        return wire.LoadAdapterResponse(adapter=_adapter(await self._engine.load_adapter(name)))
 
     async def UnloadAdapter(
         self, request: wire.UnloadAdapterRequest, call: CallContext
     ) -> wire.UnloadAdapterResponse:
-        return wire.UnloadAdapterResponse(adapter=_adapter(await self._engine.unload_adapter(_name_of(request))))
+        name = _name_of(request)
+        call.audited = {"adapter": name}
+        return wire.UnloadAdapterResponse(adapter=_adapter(await self._engine.unload_adapter(name)))
 
     def _frontend_load(self) -> wire.FrontendLoad:
         """The load of this process."""

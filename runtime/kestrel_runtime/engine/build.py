@@ -9,6 +9,7 @@ the loop and watches it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -95,7 +96,9 @@ def build(
     tiling, tile_on_device = family.tiling(model_config), prepared.tile_on_device()
     max_decoded_bytes = _max_decoded_bytes(config, bounds, tiling, decoded=tile_on_device is not None)
     num_pages, memory = prepared.plan_cache(max_decoded_bytes)
-    _log.info("memory of %s:\n%s", model.device, memory.table())
+    # The numbers are also named arguments, which logs in JSON have as fields.
+    facts = {"device": str(model.device), "total_bytes": memory.total_bytes, **dataclasses.asdict(memory)}
+    _log.info("memory of %(device)s:\n" + memory.table().replace("%", "%%"), facts)
     adapters = _adapter_store(config, prepared.adapter_target(), loaded.checkpoint)
     runner = prepared.new_step_runner(num_pages, memory.graph_bytes, memory.image_cache_bytes)
     info = _info(loaded, config, bounds, memory, num_pages * config.page_size)

@@ -138,15 +138,52 @@ def test_progress_and_failures_are_told(tmp_path: Path) -> None:
     done = ask(lines, tmp_path / "out.jsonl", "--progress")
     assert done.returncode == 1
     assert "kestrel-grpc: 5 lines, 2 failed, " in done.stderr
+    assert "kestrel-grpc: record 4 failed: INVALID_REQUEST: the line is not a JSON object" in done.stderr
     *answered, torn, unknown = read_lines(tmp_path / "out.jsonl")
     assert [line["answer"] for line in answered] == [f"question {number} with {number}" for number in (1, 2, 3)]
     assert torn["error"]["violations"][0]["description"] == "the line is not a JSON object in UTF-8"
     assert unknown["error"]["violations"] == [{"field": "hue", "description": "is not a field of this request"}]
 
 
+def test_failed_lines_are_tried_again_and_the_others_stay(tmp_path: Path) -> None:
+    lines = write_lines(
+        tmp_path / "in.jsonl", [*questions(3), {"id": "later", "image": "later.png", "question": "?"}]
+    )
+    out = tmp_path / "out.jsonl"
+    assert ask(lines, out).returncode == 1
+    first = out.read_text().splitlines()
+    (tmp_path / "later.png").write_bytes((CHECKOUT / "kestrel_grpc" / "demo_picture.png").read_bytes())
+    done = ask(lines, out, "--retry-failed")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert out.read_text().splitlines()[:3] == first[:3]
+    assert read_lines(out)[3]["answer"] == "? with 4"
+
+
+def test_standard_output_gets_the_lines_and_its_reader_may_leave(tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "in.jsonl", questions(200))
+    done = ask(lines, "-")
+    assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == [f"line {n}" for n in range(1, 201)]
+    command = [*WITH_FAKE_ENGINE, str(lines), "-", "--skill", "query"]
+    with subprocess.Popen(
+        command, cwd=CHECKOUT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        complaints = process.stderr.read()
+    assert process.returncode == 1
+    assert b"Traceback" not in complaints
+    assert list(tmp_path.iterdir()) == [lines]
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
+        (["in.jsonl", "-", "--resume"], "--resume: OUT is no file that a run can go on with"),
+        (["in.jsonl", "out.jsonl", "--retry-failed", "--force"], "--force and --retry-failed: give one of them"),
+        (["in.jsonl", "out.jsonl", "--retry-failed"], "out.jsonl: No such file"),
+        (["bare.jsonl", "out.jsonl"], "bare.jsonl: every line lacks skill; give --skill"),
+        (["bare.jsonl", "out.jsonl", "--skill", "gaze"], "bare.jsonl: every line lacks eye; give --field eye=…"),
         (["none.jsonl", "out.jsonl"], "none.jsonl: No such file or directory"),
         (["in.jsonl", "in.jsonl"], "OUT must not be IN"),
         (["in.jsonl", "out.jsonl", "--field", "question"], "must be NAME=VALUE"),
@@ -167,7 +204,8 @@ def test_a_mistake_in_the_call_is_told_before_anything_is_loaded(
 ) -> None:
     from kestrel_grpc.cli.commands import run as run_command
 
-    write_lines(tmp_path / "in.jsonl", questions(1))
+    write_lines(tmp_path / "bare.jsonl", questions(1))
+    write_lines(tmp_path / "in.jsonl", [{"skill": "query", **line} for line in questions(1)])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "kestrel_runtime.engine.engine", None)  # importing it fails
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from kestrel_grpc.cli.batch_lines import (
     Template,
     answer_line,
     fields_of,
+    fields_that_all_lack,
     is_failure,
     open_source,
+    reason_of,
     refusal_line,
 )
+from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.sampling_params import MAX_SEED
 from tests.reference_fixtures import CHECKOUT
 
@@ -231,9 +235,113 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path):
 def test_a_file_that_is_too_large_for_an_image_is_refused(tmp_path: Path):
     with (tmp_path / "film.png").open("wb") as file:
         file.truncate(2**28 + 1)
-    assert "more than" in refused({"skill": "caption", "image": "film.png"}, Template(folder=tmp_path))["image"]
+    line = line_of({"skill": "caption", "image": "film.png"}, Template(folder=tmp_path))
+    with pytest.raises(InvalidRequest, match="more than"):
+        line.body()
 
 
 def test_a_skill_of_the_command_line_that_does_not_exist_is_refused_before_any_line():
     with pytest.raises(ValueError, match=r"--skill qury: must be one of query, .*did you mean query"):
         Template("qury")
+
+
+NAMES = (
+    b"caf\xe9.png",
+    b"two\nlines.png",
+    b"\x1b[31mred.png",
+    b"-o.png",
+    b"\xff\xfe.JPG",
+    "ä.png".encode(),
+    b'a"\\b.png',
+)
+
+
+def test_pictures_with_any_name_are_read(tmp_path):
+    for name in NAMES:
+        with open(os.path.join(os.fsencode(tmp_path), name), "wb") as file:
+            file.write(name)
+    lines = [Line.read(record, Template("caption")) for record in open_source(tmp_path)]
+    read = {base64.b64decode(json.loads(line.body())["image_url"]): line.id for line in lines}
+    assert read.keys() == set(NAMES)
+    assert read[b"caf\xe9.png"] == "caf\\xe9.png"
+    assert read["ä.png".encode()] == "ä.png"
+    for line in lines:
+        str(line.id).encode()
+
+
+def test_a_deep_picture_is_read_and_hidden_ones_are_left_out(tmp_path):
+    deep = tmp_path.joinpath(*(["x" * 200] * 6))
+    deep.mkdir(parents=True)
+    (tmp_path / ".thumbnails").mkdir()
+    for path in (
+        deep / "a.png",
+        tmp_path / ".hidden.png",
+        tmp_path / "._a.png",
+        tmp_path / ".thumbnails" / "b.png",
+    ):
+        path.write_bytes(b"picture")
+    (found,) = open_source(tmp_path)
+    assert b"image_url" in Line.read(found, Template("caption")).body()
+
+
+def test_what_has_the_name_of_a_picture_and_is_none_fails_alone(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop.png").symlink_to(tmp_path / "loop.png")
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "good.png").write_bytes(b"picture")
+    reasons = {}
+    for found in open_source(tmp_path):
+        line = Line.read(found, Template("caption"))
+        try:
+            line.body()
+        except (OSError, InvalidRequest) as error:
+            reasons[line.id] = str(error)
+    assert reasons.keys() == {"pipe.png", "gone.png", "loop.png"}
+    assert "no regular file" in reasons["pipe.png"]
+
+
+def lacked(lines: list[dict[str, Any]], tmp_path: Path, template: Template) -> tuple[str, ...]:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return fields_that_all_lack(open_source(path), template)
+
+
+@pytest.mark.parametrize(
+    ("lines", "template", "expected"),
+    [
+        ([{"image": "a.png"}, {"image": "b.png"}], Template("query"), ("question",)),
+        ([{"image": "a.png"}, {"question": "?"}], Template("query"), ()),
+        ([{"image": "a.png"}], Template("query", {"question": "?"}), ()),
+        ([{"question": "?"}], Template(), ("skill",)),
+        ([{"question": "?"}, {"skill": "query", "question": "?"}], Template(), ()),
+        ([{}, {}], Template("point"), ("image", "object")),
+        ([{}, {"image": "a.png"}], Template("point"), ("object",)),
+        ([{"image_url": "data:,"}], Template("gaze"), ("eye",)),
+        ([{"skill": "caption", "image": "a.png"}, {"skill": "detect", "image": "b.png"}], Template(), ()),
+        ([{"skill": "qeury"}, {"image": "a.png"}], Template("query"), ("question",)),
+        ([{"question": None}], Template("query"), ("question",)),
+        ([{"custom_id": "a"}], Template(), ()),
+        ([], Template("query"), ()),
+    ],
+)
+def test_a_field_that_every_line_lacks_is_found(tmp_path, lines, template, expected):
+    assert lacked(lines, tmp_path, template) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (
+            {"id": 1, "error": {"code": "QUEUE_FULL", "message": "the queue is full"}},
+            "QUEUE_FULL: the queue is full",
+        ),
+        (
+            {"custom_id": "a", "response": {"body": {"error": {"code": "x", "message": "why"}}}, "error": None},
+            "X: why",
+        ),
+        ({"custom_id": "a", "response": None, "error": {"code": "x", "message": "why"}}, "X: why"),
+    ],
+)
+def test_the_reason_of_a_failed_line_is_read_from_it(line, reason):
+    assert reason_of(json.dumps(line).encode()) == reason

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kestrel_grpc.cli.batch_lines import OutputLine, Record
-from kestrel_grpc.cli.batch_output import Output, OutputRefused
+from kestrel_grpc.cli.batch_output import Output, OutputRefused, RetriedOutput
 
 SETTINGS = {"skill": "query", "seed": 0}
 
@@ -146,3 +146,45 @@ def test_a_run_that_writes_nothing_leaves_nothing(path):
 def test_two_runs_do_not_write_one_file(path):
     with opened(path), pytest.raises(OutputRefused, match="another process writes this file"):
         Output(path, SETTINGS, resumes=False, replaces=False)
+
+
+LINES = b'{"id":1}\n{"id":2,"error":{"code":"X"}}\n{"id":3}\n{"id":4,"error":{"code":"X"}}\n{"id":5}\n'
+
+
+def again(path: Path, count: int) -> RetriedOutput:
+    """Answer so many of the failed lines again."""
+    output = RetriedOutput(path, range(1, 6))
+    for number in sorted(output.failed)[:count]:
+        output.append("", OutputLine(b'{"id":%d,"again":true}\n' % number, is_failure=False))
+    return output
+
+
+@pytest.mark.parametrize(("count", "answered"), [(2, (2, 4)), (1, (2,)), (0, ())])
+def test_failed_lines_are_replaced_where_they_are(path, count, answered):
+    path.write_bytes(LINES)
+    output = again(path, count)
+    assert (output.failed, output.num_lines) == ({2, 4}, count)
+    if count == 2:
+        output.finish()
+    output.close()
+    lines = LINES.splitlines(keepends=True)
+    for number in answered:
+        lines[number - 1] = b'{"id":%d,"again":true}\n' % number
+    assert path.read_bytes() == b"".join(lines)
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("ids", [range(1, 5), range(1, 7), (1, 2, 4, 4, 5), ()])
+def test_lines_of_another_input_are_not_replaced(path, ids):
+    path.write_bytes(LINES)
+    with pytest.raises(OutputRefused, match="does not answer this input"):
+        RetriedOutput(path, ids)
+    assert path.read_bytes() == LINES
+
+
+def test_an_output_that_is_not_complete_is_gone_on_with_first(path):
+    begin(path, 2)
+    with pytest.raises(OutputRefused, match="--resume goes on with it"):
+        RetriedOutput(path, (1, 2))
+    with pytest.raises(OutputRefused, match="No such file"):
+        RetriedOutput(path.with_name("none.jsonl"), ())

@@ -125,37 +125,30 @@ async def test_a_failed_line_says_why_and_the_others_are_answered(output):
 
 
 async def test_an_image_that_cannot_be_read_fails_its_line_alone(output, tmp_path):
-    picture = tmp_path / "a.png"
-    picture.write_bytes(b"an image")
-
-    class _Vanishing(Mapping[str, Any]):
-        """The fields of a line whose picture is deleted once it has been found."""
-
-        fields: Mapping[str, Any] = {"question": "a", "image": str(picture)}
-
-        def __getitem__(self, name: str) -> Any:
-            return self.fields[name]
-
-        def __iter__(self) -> Iterator[str]:
-            return iter(self.fields)
-
-        def __len__(self) -> int:
-            return len(self.fields)
-
-    async def run() -> bool:
-        engine = engine_of(lambda question: [told(question)])
-        given = [Record(1, "0" * 16, _Vanishing()), Record(2, "1" * 16, {"question": "b"})]
-        return await run_of(iter(given), output, caller_of(engine), num_in_flight=1).run()
-
-    def read_bytes(path: Path) -> bytes:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "read_bytes", read_bytes)
-        assert await run()
-    failed, answered = written(output)
-    assert failed["error"]["violations"] == [{"field": "image", "description": "cannot be read: Permission denied"}]
+    engine = engine_of(lambda question: [told(question)])
+    os.mkfifo(tmp_path / "pipe.png")
+    given = [
+        Record(1, "0" * 16, {"question": "a", "image": tmp_path / "gone.png"}),  # found, and then deleted
+        Record(2, "1" * 16, {"question": "b"}),
+        Record(3, "2" * 16, {"question": "c", "image": tmp_path / "pipe.png"}),
+    ]
+    reasons: list[str] = []
+    run = Run(
+        iter(given),
+        output,
+        caller_of(engine),
+        Template("query"),
+        num_in_flight=1,
+        max_retry_s=60.0,
+        on_first_failure=reasons.append,
+    )
+    assert await run.run()
+    gone, answered, pipe = written(output)
+    why = "cannot be read: No such file or directory"
+    assert gone["error"]["violations"] == [{"field": "image", "description": why}]
     assert answered["answer"] == "b"
+    assert pipe["error"]["violations"] == [{"field": "image", "description": "is no regular file"}]
+    assert reasons == [f"record 1 failed: INVALID_REQUEST: image: {why}"]
 
 
 @pytest.mark.usefixtures("without_waiting")

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,8 +24,18 @@ import pytest
 from kestrel_client import Client
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.telemetry import logs
-from kestrel_grpc.telemetry.logs import MAX_FAILURE_LINES, CallLog, LogWriter, dropped_lines, set_up_logging
+from kestrel_grpc.telemetry.logs import (
+    MAX_FAILURE_LINES,
+    MAX_REPEATED_LINES,
+    CallLog,
+    LogWriter,
+    announce,
+    dropped_lines,
+    report,
+    set_up_logging,
+)
 from kestrel_grpc.wire.call_context import OK, CallContext, Outcome, RequestSummary
+from kestrel_grpc.wire.caller_address import CallerAddresses
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
 from kestrel_runtime.api.requests import Query, RequestOptions
 from tests.reference_fixtures import MD3_SMALL
@@ -42,7 +53,10 @@ def as_it_was(monkeypatch) -> Iterator[None]:
     level, handlers = root.level, root.handlers[:]
     for name in ("logThreads", "logProcesses", "logMultiprocessing"):
         monkeypatch.setattr(logging, name, getattr(logging, name))
+    for module, name in ((sys, "excepthook"), (sys, "unraisablehook"), (threading, "excepthook")):
+        monkeypatch.setattr(module, name, getattr(module, name))
     yield
+    logging.captureWarnings(False)
     for handler in set(root.handlers) - set(handlers):
         handler.close()
     root.handlers[:] = handlers
@@ -126,6 +140,123 @@ def test_an_exception_is_a_field_of_its_line():
     assert found["exception"].endswith("ValueError: broken")
 
 
+def call_from(peer: str, *headers: tuple[str, str]) -> CallContext:
+    call = CallContext((("x-request-id", "abc"), *headers), None, QUERY)
+    call.peer = lambda: peer
+    call.principal = "alice"
+    return call
+
+
+def test_the_line_of_a_call_has_the_address_and_the_name_of_its_caller():
+    call = call_from("ipv4:10.0.0.5:1", ("x-forwarded-for", "203.0.113.9"))
+    for trusted, expected in (((), "10.0.0.5"), (("10.0.0.0/8",), "203.0.113.9")):
+        log = Log()
+        CallLog(CallerAddresses(trusted)).record(call, OK)
+        assert f" peer={expected} tenant=alice" in log.text()
+        log = Log(line_format="json")
+        CallLog(CallerAddresses(trusted)).record(call, OK)
+        assert json.loads(log.text())["peer"] == expected
+    log = Log(line_format="json")
+    CallLog().record(call, OK)
+    assert "10.0.0.5" not in log.text()
+    assert "peer" not in log.text()
+
+
+async def test_a_call_of_an_operator_leaves_a_line_of_its_own_whatever_others_there_are():
+    log = Log(line_format="json")
+    calls = CallLog(CallerAddresses(()))
+    for number in range(MAX_FAILURE_LINES + 5):
+        call = call_from("unix:")
+        call.method = "kestrel.v1.EngineService/LoadAdapter"
+        call.audited = {"adapter": f"a{number}"}
+        calls.record(call, Outcome("NOT_FOUND", "ADAPTER_NOT_FOUND"))
+    calls.close()
+    lines = [json.loads(line) for line in log.text().splitlines()]
+    audited = [line for line in lines if line["logger"] == "kestrel_grpc.audit"]
+    assert [line["adapter"] for line in audited] == [f"a{number}" for number in range(MAX_FAILURE_LINES + 5)]
+    assert {(line["peer"], line["tenant"], line["outcome"]) for line in audited} == {
+        ("unix", "alice", "ADAPTER_NOT_FOUND")
+    }
+
+
+def test_warnings_and_uncaught_exceptions_are_json_where_the_log_is():
+    log = Log(line_format="json")
+
+    def fail() -> None:
+        raise ValueError("broken\nin two lines")
+
+    warnings.showwarning("an old name", DeprecationWarning, "module.py", 7)
+    thread = threading.Thread(target=fail, name="worker")
+    thread.start()
+    thread.join()
+    try:
+        fail()
+    except ValueError as error:
+        sys.excepthook(ValueError, error, error.__traceback__)
+    report("a mistake\x1b[31m\x9b")
+    lines = [json.loads(line) for line in log.text().splitlines()]
+    assert [line["level"] for line in lines] == ["warning", "error", "critical", "error"]
+    assert "an old name" in lines[0]["message"]
+    assert "worker" in lines[1]["message"]
+    assert lines[1]["exception"].endswith("ValueError: broken\nin two lines")
+    assert lines[3]["message"] == "a mistake\x1b[31m\x9b"
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", log.text())
+
+
+def test_the_announcement_is_json_where_the_log_is(capsys):
+    Log(line_format="json")
+    announce("kestrel-grpc serves m on 127.0.0.1:1 (cpu)")
+    assert json.loads(capsys.readouterr().out)["message"] == "kestrel-grpc serves m on 127.0.0.1:1 (cpu)"
+    Log()
+    announce("served\x1b[31m")
+    assert capsys.readouterr().out == "served\\x1b[31m\n"
+
+
+def test_names_of_others_neither_steer_a_terminal_nor_begin_a_line():
+    log = Log()
+    name = "x\x1b]0;title\x07\r\n2026-11-21 INFO forged \x9b1m\u202e"
+    logging.getLogger("kestrel_grpc").warning("no adapter %s", name)
+    assert log.text().endswith("no adapter x\\x1b]0;title\\x07\\r\n  2026-11-21 INFO forged \\x9b1m\\u202e\n")
+
+
+def test_errors_that_repeat_are_counted():
+    log = Log()
+    logger = logging.getLogger("kestrel_grpc")
+    for number in range(MAX_REPEATED_LINES + 7):
+        try:
+            raise ValueError(number)
+        except ValueError:
+            logger.exception("request %d failed", number)
+    for _ in range(3):
+        logger.error("another")
+    for _ in range(30):
+        logger.info("told")
+    for handler in logging.getLogger().handlers:
+        handler.close()
+    text = log.text()
+    assert text.count("Traceback") == text.count("failed\n") == MAX_REPEATED_LINES
+    assert text.count("another") == 3
+    assert text.count("told") == 30
+    assert text.endswith("ERROR kestrel_grpc 7 more lines like 'request %d failed' within a second were left out\n")
+
+
+def test_the_count_of_repeated_errors_is_written_without_a_further_line(monkeypatch):
+    monkeypatch.setattr(logs, "_COUNT_EVERY_S", 0.0)
+    written = threading.Event()
+
+    class Stream(io.StringIO):
+        def write(self, text: str) -> int:
+            if "were left out" in text:
+                written.set()
+            return super().write(text)
+
+    logging.getLogger().handlers.clear()
+    set_up_logging("info", Stream())
+    for _ in range(MAX_REPEATED_LINES + 1):
+        logging.getLogger("kestrel_grpc").error("broken")
+    assert written.wait(MAX_WAIT_S)
+
+
 async def test_of_calls_that_fail_alike_some_have_a_line_and_the_others_are_counted():
     log = Log(line_format="json")
     calls, alices = CallLog(), new_call()
@@ -186,7 +317,7 @@ def test_lines_are_written_in_pieces_that_a_pipe_does_not_mix_with_those_of_othe
     writer = LogWriter(Stream())
     lines = [f"{number} {'é' * (number % 700)}" for number in range(1000)]
     for line in lines:
-        writer.emit(logging.makeLogRecord({"msg": line}))
+        writer.emit(logging.makeLogRecord({"msg": line, "levelno": logging.INFO}))
     writer.close()
     assert "".join(pieces).splitlines() == lines
     assert all(piece.endswith("\n") and len(piece.encode()) <= 4096 for piece in pieces)

@@ -11,7 +11,15 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.proto.trace.v1.trace_pb2 import Status as SpanStatus
 
-from kestrel_grpc.telemetry.tracing import MAX_TRACED_PER_S, CallTracer, TraceExport, TracingUnavailable
+from kestrel_grpc import __version__
+from kestrel_grpc.telemetry.tracing import (
+    MAX_TRACED_PER_S,
+    CallTracer,
+    TraceExport,
+    TracingUnavailable,
+    require_tracing,
+    switched_off_by,
+)
 from kestrel_grpc.wire.call_context import OK, CallContext, Outcome, RequestSummary
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
 from kestrel_runtime.api.requests import Query, RequestOptions, SamplingParams
@@ -122,6 +130,62 @@ def test_the_service_is_named_by_the_standard_variable(receiver, trace, monkeypa
     monkeypatch.setenv("OTEL_SERVICE_NAME", "eyes")
     trace(answered_call())
     assert receiver.resource["service.name"] == "eyes"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=eyes"}, {"service.name": "eyes"}),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=a", "OTEL_SERVICE_NAME": "b"}, {"service.name": "b"}),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=a", "OTEL_SERVICE_NAME": ""}, {"service.name": "a"}),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=", "OTEL_SERVICE_NAME": ""}, {"service.name": "kestrel-grpc"}),
+        ({"OTEL_RESOURCE_ATTRIBUTES": " service.name = eyes , a=1"}, {"service.name": "eyes", "a": "1"}),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=vision%2C%20eu"}, {"service.name": "vision, eu"}),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "nonsense,a=1"}, {"service.name": "kestrel-grpc", "a": "1"}),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.instance.id=pod-7"}, {"service.instance.id": "pod-7"}),
+    ],
+)
+def test_attributes_of_the_environment_come_before_those_of_the_server(
+    receiver, trace, monkeypatch, variables, expected
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    trace(answered_call())
+    found = receiver.resource
+    assert {name: found.get(name) for name in expected} == expected
+    assert found["service.version"] == __version__
+
+
+@pytest.mark.parametrize(
+    ("variables", "setting"),
+    [
+        ({"OTEL_SDK_DISABLED": "true"}, "OTEL_SDK_DISABLED=true"),
+        ({"OTEL_SDK_DISABLED": "TRUE", "OTEL_TRACES_EXPORTER": "otlp"}, "OTEL_SDK_DISABLED=true"),
+        ({"OTEL_TRACES_EXPORTER": "none"}, "OTEL_TRACES_EXPORTER=none"),
+        ({"OTEL_SDK_DISABLED": "1"}, None),
+        ({"OTEL_SDK_DISABLED": ""}, None),
+        ({"OTEL_TRACES_EXPORTER": ""}, None),
+    ],
+)
+def test_the_standard_variables_switch_traces_off(variables, setting):
+    assert switched_off_by(variables) == setting
+    require_tracing(variables)
+    if setting is not None:
+        require_tracing({**variables, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "complaint"),
+    [
+        ({"OTEL_EXPORTER_OTLP_TIMEOUT": "soon"}, "OTEL_EXPORTER_OTLP_TIMEOUT: 'soon' must be a number of seconds"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": ""}, "must be a number of seconds"),
+        ({"OTEL_EXPORTER_OTLP_COMPRESSION": "brotli"}, "'brotli' must be gzip, deflate or none"),
+        ({"OTEL_TRACES_EXPORTER": "console"}, "traces are sent by otlp, not console"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named(variables, complaint):
+    with pytest.raises(TracingUnavailable, match=complaint):
+        require_tracing(variables)
 
 
 def test_a_call_joins_the_trace_of_its_caller(receiver, trace):
