@@ -85,7 +85,7 @@ SERVER_ARROWS = {
     "config": {"images"},
     "evaluation": set[str](),
     "wire": {"access", "config", "images"},
-    "telemetry": {"config", "wire"},
+    "telemetry": {"config", "process", "wire"},
     "maintenance": {"wire"},
     "frontends": {"access", "config", "images", "listeners", "wire"},
     "server": {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -39,7 +38,14 @@ from kestrel_client import (
     draw,
 )
 from kestrel_client.images import is_on_server
-from kestrel_grpc.cli.common import PICTURE_SUFFIXES, add_client_arguments, explain, run_with_client
+from kestrel_grpc.cli.common import (
+    PICTURE_SUFFIXES,
+    add_client_arguments,
+    explain,
+    run_with_client,
+    show,
+    show_json,
+)
 from kestrel_grpc.process import complain
 
 NO_IMAGE = "-"
@@ -248,9 +254,9 @@ def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) 
             status = 1
             continue
         if arguments.json:
-            print(json.dumps({"image": image, **dataclasses.asdict(outcome.result)}, ensure_ascii=False))
+            show_json({"image": image, **dataclasses.asdict(outcome.result)})
         for line in () if arguments.json else _lines(outcome.result):
-            print(f"{image}: {line}")
+            show(f"{image}: {line}")
         if isinstance(outcome.result, Found):
             _draw(target, image, outcome.result)
     return status
@@ -313,7 +319,10 @@ def _delete(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _print_image(image: StoredImage, arguments: argparse.Namespace, line: str) -> None:
-    print(json.dumps(dataclasses.asdict(image), default=str) if arguments.json else line)
+    if arguments.json:
+        show_json(dataclasses.asdict(image))
+    else:
+        show(line)
 
 
 def _options(arguments: argparse.Namespace) -> CallOptions:
@@ -341,7 +350,7 @@ def _print_text(deltas: Iterator[TextDelta]) -> None:
             print(file=sys.stderr)
         channel = delta.channel
         file = sys.stdout if channel is TextChannel.ANSWER else sys.stderr
-        print(delta.text, end="", file=file, flush=True)
+        show(delta.text, end="", file=file)
     print(flush=True)
 
 
@@ -351,7 +360,7 @@ def _print_outline(segments: Iterator[Segment]) -> None:
     for segment in segments:
         new = f"{_numbers(segment.box)} " if shown is None else segment.svg_path[len(shown) :]
         shown = segment.svg_path
-        print(new, end="", flush=True)
+        show(new, end="")
     if shown is not None:
         print(flush=True)
 
@@ -361,9 +370,9 @@ def _print_answer(arguments: argparse.Namespace, result: QueryResult | CaptionRe
         _print_json(result)
         return
     if isinstance(result, QueryResult) and result.reasoning is not None:
-        print(result.reasoning.text, file=sys.stderr)
+        show(result.reasoning.text, file=sys.stderr)
     for sample in (result, *result.alternatives):
-        print(_text(sample))
+        show(_text(sample))
         for token in sample.logprobs:
             others = "".join(f"  {other.text!r} {other.logprob:.3f}" for other in token.top)
             print(f"{token.logprob:8.3f}  {token.text!r}{others and f'  of{others}'}", file=sys.stderr)
@@ -395,7 +404,7 @@ def _show(arguments: argparse.Namespace, image: str, result: PointResult | Detec
     if arguments.json:
         _print_json(result)
     elif lines:
-        print(*lines, sep="\n")
+        show(*lines)
     else:
         complain(f"no {'target' if isinstance(result, GazeResult) else result.object} found")
     _draw(arguments.draw, image, result)
@@ -409,7 +418,7 @@ def _complain_of_outline(arguments: argparse.Namespace, result: SegmentResult) -
 
 
 def _print_json(result: Result) -> None:
-    print(json.dumps(dataclasses.asdict(result), ensure_ascii=False))
+    show_json(dataclasses.asdict(result))
 
 
 def _numbers(place: Point | Box) -> str:
@@ -426,4 +435,4 @@ def _draw(target: Path | None, image: str, result: PointResult | DetectResult | 
         drawn.save(target)
     except (KeyError, ValueError) as error:  # an ending that Pillow does not know, or cannot write
         raise ValueError(f"{target}: is no name of a picture, such as drawn.png or drawn.jpg") from error
-    print(f"kestrel-grpc: drawn in {target}", file=sys.stderr)
+    complain(f"drawn in {target}")

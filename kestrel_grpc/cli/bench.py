@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kestrel_client.errors import KestrelClientError
 from kestrel_grpc.cli.bench_calls import APIS, SKILLS, Target
-from kestrel_grpc.cli.common import add_connection_arguments, add_token_argument, explain, tls_of
+from kestrel_grpc.cli.common import add_connection_arguments, add_token_argument, explain, show, tls_of
 from kestrel_grpc.process import Interruption, complain
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ def _show(result: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Print the result and write the files. Raises OSError."""
     from kestrel_grpc.cli.bench_report import text
 
-    print(text(result))
+    show(text(result))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if arguments.html is not None:
@@ -451,7 +451,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     from kestrel_grpc.cli.bench_report import Unreadable, comparison, read
 
     try:
-        print(comparison(read(arguments.first), read(arguments.second)))
+        show(comparison(read(arguments.first), read(arguments.second)))
     except (Unreadable, OSError) as error:
         complain(explain(error))
         return _MISUSED

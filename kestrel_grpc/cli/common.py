@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable
+from typing import Any, TextIO
 
 from kestrel_client import Client, KestrelClientError, ServerError
 from kestrel_client.connection import DEFAULT_TIMEOUT_S, ClientTls, address_of
 from kestrel_grpc.config.options import ConfigurationError
 from kestrel_grpc.config.sources import CLIENT_VARIABLES, environment_name, former_variables
-from kestrel_grpc.process import complain
+from kestrel_grpc.process import complain, printable, printable_json
 
 Command = Callable[[Client, argparse.Namespace], int | None]
 """Runs with a client; returns the exit status, None for 0."""
@@ -26,6 +28,16 @@ def refuse(error: ConfigurationError) -> int:
     for problem in error.problems:
         complain(problem)
     return 2
+
+
+def show(*texts: object, end: str = "\n", file: TextIO | None = None) -> None:
+    """Print what a server says, such as names and answers, without its control characters, at once."""
+    print(*(printable(str(text)) for text in texts), sep="\n", end=end, file=file, flush=True)
+
+
+def show_json(value: Any) -> None:
+    """Print a value as a line of JSON, control characters as escapes."""
+    print(printable_json(json.dumps(value, ensure_ascii=False, default=str)), flush=True)
 
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kestrel_client import Client, DetectResult, Job, Outcome, PointResult, Progress, QueryResult
 from kestrel_client.errors import KestrelClientError
-from kestrel_grpc.cli.common import add_client_arguments, explain, run_with_client
+from kestrel_grpc.cli.common import add_client_arguments, explain, run_with_client, show
 from kestrel_grpc.process import complain
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def _print_scores(scores: Iterable[Score]) -> None:
     rows = [("score", "value", "95 % interval", "of"), *map(score_cells, scores)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        show("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _write_json(path: Path, task: str, facts: dict[str, str], report: Report, num_failed: int) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from kestrel_client import Adapter, Client, EngineLoad, MemoryPlan
-from kestrel_grpc.cli.common import add_client_arguments, run_with_client
+from kestrel_grpc.cli.common import add_client_arguments, run_with_client, show, show_json
 from kestrel_grpc.process import complain
 
 _NOTHING = "-"
@@ -19,7 +18,7 @@ _NOTHING = "-"
 
 def add_status_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the commands; each sets `run`, which takes the parsed arguments and returns the exit status."""
-    for name, summary, show in (
+    for name, summary, command in (
         ("info", "show which server this is, its engines, and what it accepts", _print_info),
         ("models", "show the models that are served", _print_models),
         ("load", "show how busy a server is, each of its engines and of its processes", _print_load),
@@ -27,7 +26,7 @@ def add_status_commands(subparsers: argparse._SubParsersAction[argparse.Argument
         parser = subparsers.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         add_client_arguments(parser)
         parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-        parser.set_defaults(run=partial(run_with_client, show))
+        parser.set_defaults(run=partial(run_with_client, command))
     _add_adapter_command(subparsers)
 
 
@@ -55,13 +54,13 @@ def _print_adapters(client: Client, arguments: argparse.Namespace) -> None:
     others = [name for name in client.adapter_names() if name not in {adapter.name for adapter in loaded}]
     if arguments.json:
         facts = [*({**dataclasses.asdict(adapter), "is_loaded": True} for adapter in loaded)]
-        print(json.dumps([*facts, *({"name": name, "is_loaded": False} for name in others)]))
+        show_json([*facts, *({"name": name, "is_loaded": False} for name in others)])
         return
     for adapter in loaded:
         state = "" if adapter.is_current else "  until its requests have ended"
-        print(f"{adapter.name:<36} {adapter.digest[:12]}  {_requests(adapter)}{state}")
+        show(f"{adapter.name:<36} {adapter.digest[:12]}  {_requests(adapter)}{state}")
     for name in others:
-        print(f"{name:<36} not loaded")
+        show(f"{name:<36} not loaded")
     if not loaded and not others:
         complain("the server has no adapters; `kestrel-grpc serve --adapters FOLDER` has")
 
@@ -78,7 +77,10 @@ def _print_unloaded(client: Client, arguments: argparse.Namespace) -> None:
 
 
 def _print_adapter(adapter: Adapter, arguments: argparse.Namespace, line: str) -> None:
-    print(json.dumps([dataclasses.asdict(adapter)]) if arguments.json else f"{adapter.name:<36} {line}")
+    if arguments.json:
+        show_json([dataclasses.asdict(adapter)])
+    else:
+        show(f"{adapter.name:<36} {line}")
 
 
 def _requests(adapter: Adapter) -> str:
@@ -89,7 +91,7 @@ def _print_info(client: Client, arguments: argparse.Namespace) -> None:
     info = client.server_info()
     facts = dataclasses.asdict(info)
     if arguments.json:
-        print(json.dumps(facts, ensure_ascii=False))
+        show_json(facts)
         return
     _print_facts({name: value for name, value in facts.items() if name != "engines"})
     rows = (
@@ -108,7 +110,7 @@ def _print_info(client: Client, arguments: argparse.Namespace) -> None:
 def _print_models(client: Client, arguments: argparse.Namespace) -> None:
     models = [dataclasses.asdict(model) for model in client.list_models()]
     if arguments.json:
-        print(json.dumps(models, ensure_ascii=False))
+        show_json(models)
         return
     for model in models:
         _print_facts(model)
@@ -118,7 +120,7 @@ def _print_load(client: Client, arguments: argparse.Namespace) -> None:
     load = client.load()
     facts = dataclasses.asdict(load)
     if arguments.json:
-        print(json.dumps(facts, ensure_ascii=False))
+        show_json(facts)
         return
     _print_facts({name: value for name, value in facts.items() if name not in ("engines", "frontends")})
     columns = ("engine", "device", "process", "status", "running", "waiting", "preparing", "pages", "tokens/s")
@@ -165,12 +167,12 @@ def _print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> N
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print()
     for row in table:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        show("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _print_facts(item: Mapping[str, Any]) -> None:
     for name, value in _flat(item):
-        print(f"{name:<36} {value}")
+        show(f"{name:<36} {value}")
 
 
 def _flat(item: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

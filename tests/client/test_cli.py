@@ -42,6 +42,33 @@ def test_a_query_prints_its_answer(address: str, picture: str, capsys: pytest.Ca
     assert capsys.readouterr() == ("A red kite – höher.\n", "")
 
 
+def test_what_a_server_says_does_not_steer_a_terminal(
+    address: str, vision: CannedVision, picture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vision.answer_pieces = ("a\x1b]0;title\x07", "\x9b31m\r\u202eb\n\tc")
+    safe = "a\\x1b]0;title\\x07\\x9b31m\\r\\u202eb\n\tc\n"
+    assert _run("query", picture, "what?", "--address", address) == 0
+    assert capsys.readouterr().out == safe
+    assert _run("query", picture, picture, "what?", "--json", "--address", address) == 0
+    printed = capsys.readouterr().out
+    assert [json.loads(line)["answer"] for line in printed.splitlines()] == ["".join(vision.answer_pieces)] * 2
+    assert not set(printed) & set("\x1b\x07\x9b\r\u202e")
+    vision.failures = [canned.status(code_pb2.INVALID_ARGUMENT, "no model \x1b[2J")]
+    assert _run("query", picture, "what?", "--address", address) == 1
+    assert "no model \\x1b[2J" in capsys.readouterr().err
+
+
+def test_a_mistake_in_the_words_is_printed_before_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["caption", "a.png", "--length", "huge\x1b[2J"], ["batch", "a"], ["query"], ["adapter"]):
+        with pytest.raises(SystemExit) as ended:
+            run(words)
+        assert ended.value.code == 2
+        first, second, *_ = capsys.readouterr().err.splitlines()
+        assert first.startswith(f"kestrel-grpc {words[0]}: error: ")
+        assert second.startswith("usage: ")
+        assert "\x1b" not in first
+
+
 def test_a_query_may_do_without_an_image(address: str, vision: CannedVision) -> None:
     assert _run("query", "-", "what?", "--address", address) == 0
     assert not vision.requests[0].HasField("image")

@@ -138,7 +138,7 @@ class HostProcess:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             with self._news:
-                self._announced.append(line)
+                self._announced.append(json.loads(line)["message"])
                 self._news.notify_all()
 
 
