@@ -309,6 +309,8 @@ class Connection(HttpToolsProtocol):
                 self.body_problem = message
                 self.cycle.message_event.set()
             return
+        if self.transport.is_closing():
+            return
         content = message.encode() + b"\n"
         head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(STATUS_LINE[status] + head % len(content) + content)
