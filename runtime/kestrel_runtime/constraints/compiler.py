@@ -23,6 +23,7 @@ import llguidance
 from kestrel_runtime.api.constraints import Constraint, parse_schema
 from kestrel_runtime.api.errors import InvalidRequest, Overloaded, QueueBound, Violation
 from kestrel_runtime.constraints.answer_check import AnswerCheck
+from kestrel_runtime.constraints.exact_grammar import NotExpressibleError, exact_rules
 from kestrel_runtime.constraints.json_answer import JsonTokens, rest_tokens_of
 from kestrel_runtime.constraints.library_errors import cause_of, located
 from kestrel_runtime.constraints.library_schema import library_schema
@@ -153,10 +154,16 @@ class ConstraintCompiler:
 
     def _compile_schema(self, constraint: Constraint, vocabulary: Vocabulary) -> CompiledConstraint:
         given: dict[str, Any] = parse_schema(cast(str, constraint.json_schema))
-        schema, problems = library_schema(given)
+        schema, problems, inexact = library_schema(given)
         if problems:
-            raise _refused(constraint, *problems)
-        library = self._new_library(_rules(schema), vocabulary)
+            raise _refused(constraint, *problems, *inexact)
+        try:
+            rules = exact_rules(schema, _JSON_FORM) if inexact else _rules(schema)
+        except NotExpressibleError:
+            raise _refused(constraint, *inexact) from None
+        library = self._new_library(rules, vocabulary)
+        if library.is_error() and inexact:
+            raise _refused(constraint, *inexact)
         if library.is_error():
             error = located(schema, library.get_error(), lambda each: self._error_of(each, vocabulary))
             raise _refused(constraint, error)

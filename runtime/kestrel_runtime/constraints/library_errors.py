@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 
 from kestrel_runtime.api.constraints import LISTS, NAMED, SUBSCHEMAS, pointed_at, pointer_step
 
-_MAX_TRIALS = 256
+_GROUP, _MAX_TRIALS = 16, 64
 _MAX_S = 0.3
 """How long a place is looked for: the request waits for a second at most."""
 _ROOT = "x-root"
@@ -39,9 +39,6 @@ _KNOWN = re.compile(
 )
 _OWN_WORDS = MappingProxyType(
     {
-        "oneOf constraints are not supported": (
-            "oneOf is supported where its parts exclude each other, such as by type or a required const"
-        ),
         "anyOf is empty": "no value is allowed: anyOf, enum or not leaves none",
         "All options in anyOf": "no alternative of anyOf can be satisfied",
         "No options in anyOf": "no value is allowed",
@@ -75,21 +72,28 @@ def located(schema: dict[str, Any], error: str, error_of: Callable[[dict[str, An
     `error_of` compiles a schema and returns its error, or "".
     """
     whole = {_ROOT: _moved(schema)}
+    end = time.monotonic() + _MAX_S
+
+    def error_in(places: list[tuple[str, ...]]) -> str:
+        refs = [{"$ref": _ref_of((_ROOT, *place))} for place in places]
+        return (
+            ""
+            if time.monotonic() > end
+            else error_of({**(refs[0] if len(refs) == 1 else {"anyOf": refs}), **whole})
+        )
+
     steps: tuple[str, ...] = ()
     part: Any = schema
-    num_trials, end = 0, time.monotonic() + _MAX_S
-    is_found = isinstance(part, dict)
-    while is_found:
-        is_found = False
-        for below in _parts(part, steps, is_unsatisfiable=_UNSATISFIABLE in error):
-            num_trials += 1
-            if num_trials > _MAX_TRIALS or time.monotonic() > end:
-                break
-            found = error_of({"$ref": _ref_of((_ROOT, *below)), **whole})
-            if found:
-                steps, part, error = below, pointed_at(schema, _ref_of(below)), found
-                is_found = isinstance(part, dict)
-                break
+    while isinstance(part, dict):
+        is_unsatisfiable = _UNSATISFIABLE in error
+        places = list(_parts(cast("dict[str, Any]", part), steps, is_unsatisfiable=is_unsatisfiable))
+        if not is_unsatisfiable:  # alternatives together are refused where one of them is
+            groups = [places[start : start + _GROUP] for start in range(0, len(places), _GROUP)]
+            places = next((group for group in groups if error_in(group)), [])
+        found = next(((place, text) for place in places[:_MAX_TRIALS] if (text := error_in([place]))), None)
+        if found is None:
+            break
+        (steps, error), part = found, pointed_at(schema, _ref_of(found[0]))
     if "regex parse error" in error and isinstance(part, dict) and "pattern" in part:
         steps = (*steps, "pattern")
     return f"{''.join(f'/{pointer_step(step)}' for step in steps)} cannot be used: {cause_of(error)}".lstrip()

@@ -26,6 +26,7 @@ from kestrel_runtime.api.constraints import (
     regex_violation,
 )
 from kestrel_runtime.constraints.answer_check import Validator, bounds_of, canonical, is_number, is_whole
+from kestrel_runtime.constraints.exact_grammar import EXACT, literal, whole_numbers
 from kestrel_runtime.constraints.json_answer import MAX_FRACTION_DIGITS
 
 _FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"))
@@ -33,6 +34,7 @@ _SIZES = frozenset(("minLength", "maxLength", "minItems", "maxItems", "minProper
 _TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _MAX_INT = 2**63 - 1024
 """The largest double that is an int64: larger bounds are lowered to it."""
+_MAX_INT64 = 2**63 - 1
 _UNREACHED = Decimal("1e117")
 """Larger than any number of an answer."""
 _DIGITS_OF_DOUBLES = 15
@@ -43,6 +45,7 @@ _MAX_STEPS = 20_000
 """Of finding out whether alternatives exclude each other: some 50 ms."""
 _MAX_DEPTH = 8
 _CANNOT = "is a number that the grammar cannot express exactly"
+_OVERLAPS = "cannot be used: its parts must exclude each other, such as by type or by a const that is required"
 _SECONDS = r"\d+(?:[.,]\d+)?S"
 _TIME = rf"T(?:\d+H(?:\d+M)?(?:{_SECONDS})?|\d+M(?:{_SECONDS})?|{_SECONDS})"
 _PATTERNS: Mapping[str, str] = MappingProxyType(
@@ -77,10 +80,14 @@ _PATTERNS: Mapping[str, str] = MappingProxyType(
 
 
 class LibrarySchema(NamedTuple):
-    """A schema for the library, and what cannot be expressed: a JSON pointer and a description each."""
+    """A schema for the library, and what cannot be expressed: a JSON pointer and a description each.
+
+    `inexact`: numbers that the library does not take, but `exact_rules` may.
+    """
 
     schema: dict[str, Any]
     problems: list[str]
+    inexact: list[str]
 
 
 def library_schema(schema: dict[str, Any]) -> LibrarySchema:
@@ -89,12 +96,13 @@ def library_schema(schema: dict[str, Any]) -> LibrarySchema:
     rewritten = rewriter.rewritten(schema, "")
     if rewriter.definitions:
         rewritten["$defs"] = {**rewritten.get("$defs", {}), **rewriter.definitions}
-    return LibrarySchema(rewritten, rewriter.problems)
+    return LibrarySchema(rewritten, rewriter.problems, rewriter.inexact)
 
 
 class _Rewriter:
     def __init__(self, root: dict[str, Any]) -> None:
         self.problems: list[str] = []
+        self.inexact: list[str] = []
         self.definitions: dict[str, Any] = {}
         self._root = root
         self._apart = _Apartness(root)
@@ -120,7 +128,7 @@ class _Rewriter:
         if own.get("nullable") is True and isinstance(own.get("type"), str):
             made["type"] = [own["type"], "null"]
         self._rewrite_names(own, made, path)
-        self._rewrite_one_of(own, made)
+        self._rewrite_one_of(own, made, path)
         return made
 
     def _value(self, name: str, value: Any, path: str) -> Any:
@@ -149,6 +157,7 @@ class _Rewriter:
                 continue
             places = [f"{path}/{name}" + ("" if name == "const" else f"/{index}") for index in range(len(values))]
             beside = {key: own[key] for key in ("type", "nullable", *NUMBER_BOUNDS) if key in own}
+            num_inexact = len(self.inexact)
             kept = [
                 self._exact(value, place)
                 for value, place in zip(cast("list[Any]", values), places, strict=True)
@@ -157,6 +166,8 @@ class _Rewriter:
             if kept:
                 made.pop("type", None)
                 made[name] = kept[0] if name == "const" else kept
+            if len(self.inexact) > num_inexact:
+                made[EXACT] = [literal(value) for value in values if Validator(beside).is_valid(beside, value)]
 
     def _exact(self, value: Any, path: str) -> Any:
         """Returns a constant with numbers that the library spells as they are."""
@@ -172,7 +183,7 @@ class _Rewriter:
         double = float(value)
         if Decimal(repr(double)) == value and _as_read(double) == double:
             return double
-        self.problems.append(f"{path} {_CANNOT}")
+        self.inexact.append(f"{path} {_CANNOT}")
         return 0
 
     def _rewrite_numbers(self, own: dict[str, Any], made: dict[str, Any], path: str) -> None:
@@ -187,18 +198,43 @@ class _Rewriter:
                 self.problems.append(f"{path}/multipleOf {_CANNOT}")
             made["multipleOf"] = int(step) if is_whole(step) else float(step)
         lower, upper = _Bound.tightest(own, "inimum"), _Bound.tightest(own, "aximum")
+        is_integer = "number" not in types
         for bound, sign in ((lower, -1), (upper, 1)):
             if bound is not None and sign * bound.value < -_MAX_INT:
-                self.problems.append(f"{path}/{bound.name} {_CANNOT}")
+                problem = f"{path}/{bound.name} {_CANNOT}"
+                self._bound_exactly(own, made, lower, upper, problem)
                 return
-        is_integer = "number" not in types
         least, most = _rounded(lower, upper, is_integer=is_integer)
         is_left_empty = least is not None and most is not None and least > most
         if is_left_empty and lower and upper and not _is_empty(lower, upper, is_integer=is_integer):
-            self.problems.append(f"{path}/{upper.name} {_CANNOT}: it finds none between the bounds")
+            problem = f"{path}/{upper.name} {_CANNOT}: it finds none between the bounds"
+            self._bound_exactly(own, made, lower, upper, problem)
+            return
         for name, value in (("minimum", least), ("maximum", most)):
             if value is not None:
                 made[name] = value
+
+    def _bound_exactly(
+        self, own: dict[str, Any], made: dict[str, Any], lower: _Bound | None, upper: _Bound | None, problem: str
+    ) -> None:
+        """Write int64 bounds that no doubles are for rules of our own; others are a problem."""
+        types = {own.get("type")} if isinstance(own.get("type"), str) else set(_texts(own.get("type")))
+        least, most = -_MAX_INT64, _MAX_INT64
+        if lower is not None and abs(lower.value) <= _MAX_INT64:
+            whole = int(lower.value.to_integral_value(ROUND_CEILING))
+            least = whole + (lower.is_exclusive and whole == lower.value)
+        if upper is not None and abs(upper.value) <= _MAX_INT64:
+            whole = int(upper.value.to_integral_value(ROUND_FLOOR))
+            most = whole - (upper.is_exclusive and whole == upper.value)
+        is_outside = any(
+            bound is not None and sign * bound.value < -_MAX_INT64 for bound, sign in ((lower, -1), (upper, 1))
+        )
+        if not types <= {"integer", "null"} or "multipleOf" in own or is_outside or least > most:
+            self.problems.append(problem)
+            return
+        self.inexact.append(problem)
+        has_null = "null" in types or own.get("nullable") is True
+        made[EXACT] = [whole_numbers(least, most), *(['"null"'] if has_null else [])]
 
     # Objects and alternatives
 
@@ -241,7 +277,7 @@ class _Rewriter:
             made["properties"] = {key: reference for key in listed if isinstance(key, str)}
         made["additionalProperties"] = False
 
-    def _rewrite_one_of(self, own: dict[str, Any], made: dict[str, Any]) -> None:
+    def _rewrite_one_of(self, own: dict[str, Any], made: dict[str, Any], path: str) -> None:
         listed = own.get("oneOf")
         if not isinstance(listed, list):
             return
@@ -253,12 +289,13 @@ class _Rewriter:
             is_apart = isinstance(name, str) and self._apart.are_told_apart_by(name, parts)
             if is_apart:
                 made["required"] = [*made.get("required", ()), name]
-        if is_apart:
-            alternatives = made.pop("oneOf")
-            if "anyOf" in made:
-                made["allOf"] = [*made.get("allOf", ()), {"anyOf": alternatives}]
-            else:
-                made["anyOf"] = alternatives
+        if not is_apart:
+            self.problems.append(f"{path}/oneOf {_OVERLAPS}")
+        alternatives = made.pop("oneOf")
+        if "anyOf" in made:
+            made["allOf"] = [*made.get("allOf", ()), {"anyOf": alternatives}]
+        else:
+            made["anyOf"] = alternatives
 
 
 _DROPPED = frozenset(("format", "not", "nullable", "propertyNames", "uniqueItems"))
@@ -378,13 +415,11 @@ class _Apartness:
 
     def all_apart(self, schemas: list[Any]) -> bool:
         """Returns whether no value is valid under two of the schemas, as far as it is visible."""
-        required = [
-            {name for part in self._dicts_of(schema) for name in _texts(part.get("required"))} for schema in schemas
-        ]
-        if any(self.are_told_apart_by(name, schemas) for name in set[str].intersection(*required or [set()])):
-            return True
         try:
-            return all(
+            required = [self._required(self._dicts_of(schema)) for schema in schemas]
+            return any(
+                self.are_told_apart_by(name, schemas) for name in set[str].intersection(*required or [set()])
+            ) or all(
                 self._are_apart(one, other, 0)
                 for index, one in enumerate(schemas)
                 for other in schemas[index + 1 :]
@@ -415,8 +450,9 @@ class _Apartness:
         for schema in schemas:
             parts = self._dicts_of(schema)
             values = self._values_of(list(self._schemas_of(name, parts)))
-            if values is None or _types_of(parts) != {"object"}:
+            if self._num_steps > _MAX_STEPS or values is None or _types_of(parts) != {"object"}:
                 return False
+            self._num_steps += len(values)
             found += set(map(canonical, values))
         return len(set(found)) == len(found)
 
@@ -425,6 +461,14 @@ class _Apartness:
             properties = part.get("properties")
             if isinstance(properties, dict) and name in properties:
                 yield from self._dicts_of(cast("dict[str, Any]", properties)[name])
+
+    def _required(self, parts: list[dict[str, Any]]) -> set[str]:
+        """Returns the properties that are required. Raises `_GaveUpError` after too many steps."""
+        found = {name for part in parts for name in _texts(part.get("required"))}
+        self._num_steps += len(found)
+        if self._num_steps > _MAX_STEPS:
+            raise _GaveUpError
+        return found
 
     def _dicts_of(self, schema: Any) -> list[dict[str, Any]]:
         return [cast("dict[str, Any]", part) for part in self.parts_of(schema) if isinstance(part, dict)]
@@ -454,6 +498,7 @@ class _Apartness:
             return True
         for parts, schema in ((first, other), (second, one)):
             values = self._values_of(parts)
+            self._num_steps += len(values or ())
             if values is not None and not any(self._validator.is_valid(schema, value) for value in values):
                 return True
             for part in parts:
@@ -466,7 +511,7 @@ class _Apartness:
         return are_objects and self._have_apart_properties(first, second, depth)
 
     def _have_apart_properties(self, first: list[dict[str, Any]], second: list[dict[str, Any]], depth: int) -> bool:
-        required = {name for part in (*first, *second) for name in _texts(part.get("required"))}
+        required = self._required([*first, *second])
         return any(
             self._are_apart(one, other, depth + 1)
             for name in sorted(required)

@@ -133,7 +133,7 @@ def test_numbers_are_those_of_an_int64_or_a_double(compiler: ConstraintCompiler,
 
 
 def test_more_digits_come_where_the_schema_asks_for_them(compiler: ConstraintCompiler) -> None:
-    for value in (10**30, 1.25e-20):
+    for value in (10**30, 1.25e-20, 2**62 + 1, {"ids": [-(2**62) - 1]}):
         answer = written(compiler, {"const": value}, 100, never_ending(1, ""))
         assert answer is not None
         assert json.loads(answer) == value

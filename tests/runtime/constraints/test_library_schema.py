@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from decimal import Decimal, localcontext
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.constraints.compiler import ConstraintCompiler
+from kestrel_runtime.constraints.exact_grammar import whole_numbers
 from tests.runtime.constraints.vocabularies import END_ID, TOKENIZER, new_compiler
 
 WRITTEN_BY_LIBRARIES: dict[str, dict[str, list[Any]]] = json.loads(
@@ -181,7 +183,10 @@ def test_schemas_are_rewritten_wherever_they_stand(compiler: ConstraintCompiler,
             {"pattern": "a(b", "type": "string"},
             "/p/pattern cannot be used: the expression is refused: unclosed group",
         ),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "/p cannot be used: oneOf is supported where"),
+        (
+            {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+            "/p/oneOf cannot be used: its parts must exclude each other",
+        ),
         ({"type": "colour"}, "/p cannot be used: Invalid type: colour"),
         ({"$ref": "#/$defs/missing"}, "/p cannot be used: $ref points to nothing"),
         ({"items": {"type": "array", "minItems": -1}}, "/p/items cannot be used: Expected positive integer"),
@@ -189,7 +194,14 @@ def test_schemas_are_rewritten_wherever_they_stand(compiler: ConstraintCompiler,
             {"type": "number", "multipleOf": 0.07},
             "/p/multipleOf is a number that the grammar cannot express exactly",
         ),
-        ({"enum": [3, 2**62 + 1]}, "/p/enum/1 is a number that the grammar cannot express exactly"),
+        (
+            {"allOf": [{"enum": [3, 2**62 + 1]}, {"type": "integer"}]},
+            "/p/allOf/0/enum/1 is a number that the grammar cannot express exactly",
+        ),
+        (
+            {"type": "integer", "minimum": 2**62 + 1, "maximum": 2**62 + 2, "multipleOf": 5},
+            "/p/maximum is a number",
+        ),
         ({"minimum": 2**64, "type": "integer"}, "/p/minimum is a number that"),
         ({"propertyNames": {"pattern": "a"}, "properties": {"a": {}}}, "/p/propertyNames is one rule of names"),
         ({"uniqueItems": True}, "/p/uniqueItems is not supported"),
@@ -263,3 +275,72 @@ def test_numbers_that_can_come_are_those_that_jsonschema_allows(compiler: Constr
                 num_taken += 1
                 assert validator.is_valid(json.loads(number, parse_float=Decimal)), (text, number)
     assert num_taken > 100
+
+
+ID = 2**62 + 1
+DEEP = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"id": {"const": ID}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+            "required": ["id", "next"],
+            "additionalProperties": {"$ref": "#/$defs/name"},
+        },
+        "name": {"type": "string"},
+    },
+    "$ref": "#/$defs/node",
+}
+OPTIONAL = {"type": "object", "properties": {'a/b"c': {"type": "string"}, "id": {"enum": [ID]}}}
+UNION = {
+    "anyOf": [
+        {"const": {"a": [ID, 0.5], "b": {}}},
+        {"type": "object", "properties": {"a": {"type": "string"}}},
+        {"enum": ["x", {"a": 5}]},
+        {"type": "integer", "maximum": 9},
+    ]
+}
+TWO_OR_MORE = {"type": "array", "items": {"const": ID}, "minItems": 2}
+TUPLE = {"type": "array", "prefixItems": [{"const": ID}, {"type": "string"}], "items": False, "minItems": 2}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"const": ID}, [ID], [ID - 1, ID + 1, float(ID)]),
+        ({"const": 0.30000000000000004}, [0.30000000000000004], [0.3]),
+        ({"enum": [ID, ID + 2, "a"], "type": ["integer", "string"]}, [ID, ID + 2, "a"], [ID + 1, 2**62]),
+        ({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1}, [2**53 + 1], [2**53, 2**53 + 2]),
+        ({"type": "integer", "exclusiveMinimum": ID, "exclusiveMaximum": ID + 2}, [ID + 1], [ID, ID + 2]),
+        (
+            {"type": "integer", "minimum": -(2**63) + 1, "maximum": -(2**63) + 3},
+            [-(2**63) + 1, -(2**63) + 3],
+            [-(2**63), -(2**63) + 4],
+        ),
+        ({"type": ["integer", "null"], "minimum": 2**63 - 1}, [2**63 - 1, None], [2**63 - 2, 2**63]),
+        (OPTIONAL, [{}, {"id": ID}, {'a/b"c': "x", "id": ID, "y": [1]}, {"y": 1}], [{"id": 1}, {"y": 1, "id": 2}]),
+        (TWO_OR_MORE, [[ID] * 2, [ID] * 5], [[], [ID], [ID, 1]]),
+        ({**TWO_OR_MORE, "maxItems": 2}, [[ID] * 2], [[ID], [ID] * 3]),
+        (TUPLE, [[ID, "a"]], [[ID], [ID, "a", 1]]),
+        ({"type": "array", "prefixItems": [{"const": ID}]}, [[], [ID, "a"]], [[1]]),
+        (
+            DEEP,
+            [{"id": ID, "next": {"id": ID, "next": None, "x": "y"}}],
+            [{"id": ID}, {"id": ID, "next": None, "x": 1}],
+        ),
+        (UNION, [{"a": [ID, 0.5], "b": {}}, {"a": "s"}, {"b": 1}, "x", {"a": 5}, 7], [{"a": [ID]}, {"a": 6}, ID]),
+    ],
+)
+def test_numbers_that_no_double_is_come_as_they_are(
+    compiler: ConstraintCompiler, schema: Any, right: list[Any], wrong: list[Any]
+) -> None:
+    library = compiled(compiler, schema)
+    assert [value for value in right if not takes(library, json.dumps(value))] == []
+    assert [value for value in wrong if takes(library, json.dumps(value))] == []
+
+
+@pytest.mark.parametrize("least", [-123, -100, -7, 0, 1, 9, 10, 99, 100, 101])
+def test_an_expression_of_whole_numbers_has_those_alone(least: int) -> None:
+    for most in (least, least + 1, least + 9, least + 10, least + 101, least + 905):
+        expression = re.compile(whole_numbers(least, most).strip("/"))
+        found = [number for number in range(-1300, 1300) if expression.fullmatch(str(number))]
+        assert found == list(range(least, most + 1))
