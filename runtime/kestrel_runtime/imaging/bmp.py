@@ -14,12 +14,12 @@ from kestrel_runtime.imaging.header import ImageHeader, beyond_limit, simple_hea
 MAX_RUN_LENGTH_BYTES = 2**21
 """Limit of files with run-length encoding, which Pillow decodes in Python, byte by byte."""
 
-_CORE_HEADER_BYTES = 12
+_CORE_HEADER_BYTES, _SHORT_HEADER_BYTES = 12, 16
 _HEADER_BYTES = (40, 52, 56, 64, 108, 124)
 _OS2_HEADER_BYTES = 64  # has no masks, and other compressions by the same numbers
 _RUN_LENGTHS, _BIT_FIELDS, _ALPHA_BIT_FIELDS = (1, 2), 3, 6
-_COMPRESSIONS = {4: "JPEG", 5: "PNG"}
-_BITS = (1, 4, 8, 16, 24, 32)
+_CONTAINED = {4: "JPEG", 5: "PNG"}
+_BITS = (1, 2, 4, 8, 16, 24, 32)
 _NUM_COLOURS = 46
 """Position of the number of colours in the palette."""
 _PIXELS_AT_A_TIME = 2**18
@@ -54,14 +54,20 @@ def read_header(data: bytes) -> ImageHeader:
     if header_bytes == _CORE_HEADER_BYTES:
         _check_bits(_number(data, 24, 2))
         return simple_header("BMP", _number(data, 18, 2), _number(data, 20, 2))
+    bits = _number(data, 28, 2)
+    if header_bytes == _SHORT_HEADER_BYTES:
+        _check_bits(bits)
+        return simple_header("BMP", _number(data, 18, 4), _number(data, 22, 4))
     if header_bytes not in _HEADER_BYTES:
-        raise ImageError(
-            f"is a BMP with a header of {header_bytes} bytes; must have 12, 40, 52, 56, 64, 108 or 124"
-        )
-    compression = _number(data, 30, 4)
-    if compression in _COMPRESSIONS and header_bytes != _OS2_HEADER_BYTES:
-        raise ImageError(f"is a BMP that contains a {_COMPRESSIONS[compression]}; send that")
-    _check_bits(_number(data, 28, 2))
+        known = ", ".join(map(str, (_CORE_HEADER_BYTES, _SHORT_HEADER_BYTES, *_HEADER_BYTES)))
+        raise ImageError(f"is a BMP with a header of {header_bytes} bytes; must be one of {known}")
+    compression, is_os2 = _number(data, 30, 4), header_bytes == _OS2_HEADER_BYTES
+    if compression in _CONTAINED and not is_os2:
+        raise ImageError(f"is a BMP that contains a {_CONTAINED[compression]}; send that")
+    if compression not in (0, *_RUN_LENGTHS, *(() if is_os2 else (_BIT_FIELDS, _ALPHA_BIT_FIELDS))):
+        kind = " of OS/2" if is_os2 else ""
+        raise ImageError(f"is a BMP{kind} with compression {compression}; must have none, RLE8, RLE4 or bit masks")
+    _check_bits(bits)
     if compression in _RUN_LENGTHS and len(data) > MAX_RUN_LENGTH_BYTES:
         raise beyond_limit("bytes, run-length encoded", MAX_RUN_LENGTH_BYTES)
     height = _number(data, 22, 4)
@@ -73,7 +79,7 @@ def read_header(data: bytes) -> ImageHeader:
 def bit_fields(data: bytes) -> BitFields | None:
     """How to decode a file whose masks Pillow does not know; None for others."""
     header_bytes = _number(data, 14, 4)
-    if header_bytes in (_CORE_HEADER_BYTES, _OS2_HEADER_BYTES):
+    if header_bytes in (_CORE_HEADER_BYTES, _SHORT_HEADER_BYTES, _OS2_HEADER_BYTES):
         return None
     bits, compression = _number(data, 28, 2), _number(data, 30, 4)
     if compression not in (_BIT_FIELDS, _ALPHA_BIT_FIELDS):
@@ -115,20 +121,48 @@ def decode(data: bytes, fields: BitFields, header: ImageHeader) -> Image.Image:
     return result
 
 
-def with_palette(data: bytes) -> bytes:
-    """Return a file that Pillow reads by its palette.
+def as_pillow_reads(data: bytes) -> bytes:
+    """Return a file with the same pixels that Pillow reads, and reads by its palette.
 
-    Pillow takes pixels of 4 and 8 bits for pixels of one bit where the palette is black and white. With a third
-    colour, which no pixel has, it does not.
+    Pillow knows no header of 16 bytes, which is the beginning of one of 40, and no pixels of 2 bits. It takes
+    pixels of 4 and 8 bits for pixels of one bit where the palette is black and white: with a third colour, which
+    no pixel has, it does not.
     """
-    header_bytes = _number(data, 14, 4)
-    if (
-        header_bytes == _CORE_HEADER_BYTES
-        or _number(data, 28, 2) not in (4, 8)
-        or _number(data, _NUM_COLOURS, 4) != 2
-    ):
+    if _number(data, 14, 4) == _SHORT_HEADER_BYTES:
+        missing = 40 - _SHORT_HEADER_BYTES
+        start = struct.pack("<I", _number(data, 10, 4) + missing)
+        data = b"".join((data[:10], start, struct.pack("<I", 40), data[18:30], bytes(missing), data[30:]))
+    if _number(data, 14, 4) == _CORE_HEADER_BYTES:
+        return data
+    bits, num_colours = _number(data, 28, 2), _number(data, _NUM_COLOURS, 4)
+    if bits == 2:
+        return _with_4_bits(data, num_colours or 4)
+    if bits not in (4, 8) or num_colours != 2:
         return data
     return b"".join((data[:_NUM_COLOURS], struct.pack("<I", 3), data[_NUM_COLOURS + 4 :]))
+
+
+def _with_4_bits(data: bytes, num_colours: int) -> bytes:
+    """The file with 4 bits per pixel in place of 2."""
+    width, start, colours = _number(data, 18, 4), _number(data, 10, 4), 14 + _number(data, 14, 4)
+    row_bytes, wide_row_bytes = -(-width * 2 // 32) * 4, -(-width * 4 // 32) * 4
+    height = _number(data, 22, 4)
+    height = 2**32 - height if data[25] == 0xFF else height
+    if start + row_bytes * height > len(data):
+        raise undecodable()
+    pairs = np.arange(256, dtype=np.uint16)
+    # Each byte has four pixels, which become two bytes.
+    wide = ((pairs & 0xC0) >> 2 | (pairs & 0x30) >> 4 | (pairs & 0x0C) << 10 | (pairs & 0x03) << 8).astype("<u2")
+    rows = wide[np.frombuffer(data, np.uint8, row_bytes * height, start).reshape(height, row_bytes)].view(np.uint8)
+    # More colours than there are, so that greys are not taken for their own numbers.
+    palette = data[colours : colours + 4 * min(num_colours, 4)].ljust(16, b"\0") + bytes((1, 2, 3, 0)) * 12
+    head = b"".join(
+        (
+            *(data[:10], struct.pack("<I", colours + len(palette)), data[14:28], struct.pack("<H", 4)),
+            *(data[30:_NUM_COLOURS], struct.pack("<I", 16), data[_NUM_COLOURS + 4 : colours], palette),
+        )
+    )
+    return head + np.ascontiguousarray(rows[:, :wide_row_bytes]).tobytes()
 
 
 def _channel(pixels: np.ndarray, mask: int) -> np.ndarray:
@@ -142,7 +176,7 @@ def _channel(pixels: np.ndarray, mask: int) -> np.ndarray:
 
 def _check_bits(bits: int) -> None:
     if bits not in _BITS:
-        raise ImageError(f"is a BMP with {bits} bits per pixel; must have 1, 4, 8, 16, 24 or 32")
+        raise ImageError(f"is a BMP with {bits} bits per pixel; must have 1, 2, 4, 8, 16, 24 or 32")
 
 
 def _number(data: bytes, position: int, num_bytes: int) -> int:

@@ -120,7 +120,7 @@ def _decode_file(
         fields = bmp.bit_fields(data)
         if fields is not None:
             return bmp.decode(data, fields, header), None
-        data = bmp.with_palette(data)
+        data = bmp.as_pillow_reads(data)
     image, turn = _load(data, header, open_file)
     box = first_frame_box(data, header)
     if box is not None:
