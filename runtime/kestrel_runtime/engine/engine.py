@@ -163,6 +163,7 @@ class LocalEngine:
             for stream in streams:
                 self._streams.add(stream)
                 self._admission.enter(stream, cost, now, wait_limit_s=wait_limit_s)
+                cost = replace(cost, image_bytes=0)  # the samples have one image
             for stream, sampling in zip(streams, samples, strict=True):
                 sample = request if sampling is request.sampling else replace(request, sampling=sampling)
                 clock = SequenceClock(now, deadline, queue_deadline)  # samples start and end one by one

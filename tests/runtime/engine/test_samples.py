@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.errors import EngineUnavailable, ImageError, QueueTimeout
+from kestrel_runtime.api.errors import EngineUnavailable, ImageError, Overloaded, QueueTimeout
 from kestrel_runtime.api.events import Finished, Started
 from kestrel_runtime.api.requests import CachePolicy, Caption, Query, RequestOptions, SamplingParams
 from kestrel_runtime.engine import preprocessing
@@ -56,6 +56,23 @@ async def test_running_samples_leave_their_places_in_the_queue(loaded: LoadedMod
         for stream in running:
             stream.cancel()
         await began(waiting, 3)
+    finally:
+        engine.close()
+
+
+async def test_the_image_of_samples_counts_once_in_the_queue(loaded: LoadedModel) -> None:
+    limit_bytes = 2 * len(SMALL_IMAGE)
+    engine = LocalEngine(loaded, EngineConfig(model="", max_batch_size=1, max_queued_image_bytes=limit_bytes))
+    try:
+        running = engine.submit(endless())
+        await anext(running)
+        samples = engine.submit_samples(Caption(SMALL_IMAGE, sampling=FOUR))
+        another = engine.submit(Caption(SMALL_IMAGE, sampling=SamplingParams(max_tokens=1)))
+        too_many = engine.submit(Caption(SMALL_IMAGE))
+        assert isinstance(await error_of(too_many), Overloaded)
+        running.cancel()
+        finished = await asyncio.gather(*(stream.result() for stream in (*samples, another)))
+        assert len(finished) == 5
     finally:
         engine.close()
 
