@@ -71,8 +71,9 @@ class TokenInvalid(AccessRefused):
 class ScopeRequired(AccessRefused):
     """The token is known but does not allow this method; it needs one of `scopes`."""
 
-    def __init__(self, scopes: frozenset[Scope]) -> None:
+    def __init__(self, scopes: frozenset[Scope], name: str) -> None:
         super().__init__()
+        self.name = name
         self.scopes = tuple(scope.value for scope in Scope if scope in scopes)
 
 
@@ -206,7 +207,7 @@ class TokenAccess:
         """Raise `ScopeRequired` where the token does not allow a method."""
         scopes = required_scopes(method)
         if token.scopes.isdisjoint(scopes):
-            raise ScopeRequired(scopes)
+            raise ScopeRequired(scopes, token.name)
 
     async def watch(self) -> None:
         """Follow the file until cancelled."""

@@ -19,9 +19,12 @@ _MIN_SWEEP = 1024
 class AccessRefused(Exception):
     """The root of the refusals."""
 
+    name = ""
+    """The name of the token in its file; empty where none is known."""
+
 
 class RateLimited(AccessRefused):
-    """The token has reached a limit, which `limit` describes. `name` is the name of the token in its file."""
+    """The token has reached a limit, which `limit` describes."""
 
     def __init__(self, name: str, limit: str, retry_after_s: float) -> None:
         super().__init__()

@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kestrel_grpc.access.access import Access, Admission, TokenInvalid
+from kestrel_grpc.access.limits import AccessRefused
 from kestrel_grpc.access.sources import SourceNotAllowed
 from kestrel_grpc.wire.call_context import (
     CANCELLED,
@@ -222,6 +223,8 @@ class _Admitted(AbstractAsyncContextManager[None]):
             if not self._has_place:
                 raise TooManyCalls(f"all of the {limit.limit} calls that may be open, or this caller's share")
         except BaseException as error:
+            if isinstance(error, AccessRefused):
+                call.principal = error.name  # for the log
             await self.__aexit__(type(error), error, error.__traceback__)
             raise
 

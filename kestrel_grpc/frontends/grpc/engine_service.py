@@ -34,6 +34,8 @@ _STATUSES: Mapping[EngineStatus, wire.EngineStatus] = MappingProxyType(
     }
 )
 
+_MAX_LOGGED_CHARS = 200
+
 
 class EngineService:
     """Answers from the engine's own description; `instance_id` names this run of the server.
@@ -87,7 +89,7 @@ class EngineService:
 
     async def ClearCache(self, request: wire.ClearCacheRequest, call: CallContext) -> wire.ClearCacheResponse:
         owner = request.WhichOneof("owner")
-        call.audited = {"cleared": "all" if owner is None else f"{owner} {getattr(request, owner)}"}
+        call.audited = {"cleared": "all" if owner is None else _for_log(owner, getattr(request, owner))}
         cleared = await self._engine.clear_cache(self._namespace(request))
         return wire.ClearCacheResponse(page_count=cleared.num_pages, image_count=cleared.num_images)
 
@@ -98,7 +100,7 @@ class EngineService:
         wanted = "" if selection is None else getattr(request, selection)
         if not wanted:
             raise InvalidRequest((Violation(selection or "", "needs a request id or the name of a token"),))
-        call.audited = {"cancelled": f"{selection} {wanted}"}
+        call.audited = {"cancelled": _for_log(str(selection), wanted)}
         count = self._cancel(request)
         count += sum(map(int, await self._peers.ask(_CANCEL, request.SerializeToString())))
         call.audited = {**call.audited, "requests": count}
@@ -185,6 +187,11 @@ class EngineService:
             parameter_count=info.num_parameters,
             defaults=_skill_defaults(info.skills),
         )
+
+
+def _for_log(kind: str, name: str) -> str:
+    """What an operator's call names, which may be a text of any length."""
+    return f"{kind} {name[:_MAX_LOGGED_CHARS]}"
 
 
 def _name_of(request: wire.LoadAdapterRequest | wire.UnloadAdapterRequest) -> str:

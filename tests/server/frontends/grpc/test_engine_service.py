@@ -324,6 +324,35 @@ async def test_an_adapter_that_cannot_be_loaded_is_refused(name: str, code: grpc
         assert "unexpected a; missing b" in str(caught.value.details())
 
 
+async def test_calls_of_operators_are_logged_with_what_they_change_also_where_they_are_refused(
+    tokens: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kestrel_grpc")
+    async with serving(tokens=tokens) as rig:
+        await clear(rig)
+        await clear(rig, token="alice")
+        await rig.engine_service.CancelRequests(
+            wire.CancelRequestsRequest(request_id="x" * 500), metadata=bearing("operator")
+        )
+        await rig.engine_service.GetLoad(wire.GetLoadRequest(), metadata=bearing("operator"))
+        for name in ("alice", "nobody"):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await rig.engine_service.LoadAdapter(wire.LoadAdapterRequest(name="a"), metadata=bearing(name))
+    lines: list[Any] = [record.args for record in caplog.records if record.name == "kestrel_grpc.audit"]
+    found = [{name: line.get(name) for name in ("method", "outcome", "peer", "tenant")} for line in lines]
+    cleared = {"method": "kestrel.v1.EngineService/ClearCache", "outcome": "OK", "tenant": "operator"}
+    refused = {"method": "kestrel.v1.EngineService/LoadAdapter", "outcome": "SCOPE_REQUIRED", "tenant": "alice"}
+    assert found == [
+        {**cleared, "peer": "127.0.0.1"},
+        {**cleared, "peer": "127.0.0.1"},
+        {**cleared, "method": "kestrel.v1.EngineService/CancelRequests", "peer": "127.0.0.1"},
+        {**refused, "peer": "127.0.0.1"},
+        {**refused, "outcome": "TOKEN_INVALID", "tenant": None, "peer": "127.0.0.1"},
+    ]
+    assert [line.get("cleared") for line in lines[:2]] == ["all", "token alice"]
+    assert lines[2]["cancelled"] == f"request_id {'x' * 200}"
+
+
 async def test_clearing_and_cancelling_take_the_scope_of_operators(tokens: str) -> None:
     async with serving(tokens=tokens) as rig:
         for call in (
