@@ -26,7 +26,7 @@ class FakeHandle:
 
     def wait(self) -> list[Token]:
         self._runner.on_wait(self)
-        return [TOKEN] * len(self.batch.sampled)
+        return [self._runner.token_of(sequence) for sequence in self.batch.sampled]
 
 
 class FakeRunner:
@@ -44,6 +44,7 @@ class FakeRunner:
         self.are_prompts_over: Callable[[], bool] = lambda: True
         self.on_launch: Callable[[Batch], None] = lambda batch: None
         self.on_wait: Callable[[FakeHandle], None] = lambda handle: None
+        self.token_of: Callable[[Sequence], Token] = lambda sequence: TOKEN
         self.on_sample: Callable[[FakeHandle], None] = lambda handle: None
         self.on_run: Callable[[Batch], None] = lambda batch: None
         self.on_capture_wanted: Callable[[], bool] = lambda: False

@@ -36,6 +36,7 @@ from kestrel_runtime.api.errors import (
     EngineUnavailable,
     InternalError,
     KestrelError,
+    NumbersOverflowed,
 )
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Query
@@ -51,12 +52,13 @@ from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling import batch as step_batch
 from kestrel_runtime.scheduling import page_manager, scheduler, sequence, waiting_queue
 from kestrel_runtime.scheduling.batch import Batch
+from kestrel_runtime.scheduling.output_parser import OVERFLOWED, Token
 from kestrel_runtime.scheduling.sequence import Sequence
-from tests.runtime.fake_runner import FakeHandle, FakeRunner
+from tests.runtime.fake_runner import TOKEN, FakeHandle, FakeRunner
 from tests.runtime.sequences import ShortParser, blank_tiles, new_sequence
 
 MAX_WAIT_S = 30.0
-FATES = (Finished, EngineUnavailable, InternalError, DeadlineExceeded, ConstraintFailed)
+FATES = (Finished, EngineUnavailable, InternalError, DeadlineExceeded, ConstraintFailed, NumbersOverflowed)
 # What runs in the engine thread, but for what holds a lock: it is released when a line raises, and not where a
 # trace function raises while the block is being left.
 TRACED = {
@@ -132,6 +134,7 @@ class Device(FakeRunner):
         self.on_wait = self._waiting
         self.on_sample = self._sampling
         self.on_run = self._running
+        self.token_of = self._sampled
 
     def _first(self, what: str) -> bool:
         self._counts[what] += 1
@@ -169,6 +172,9 @@ class Device(FakeRunner):
         self._counts["sample"] += 1
         if self._counts["sample"] == 12:
             raise RuntimeError("sampling cannot be launched, once")
+
+    def _sampled(self, item: Sequence) -> Token:
+        return Token(OVERFLOWED) if item.fingerprint == "overflowing" else TOKEN
 
     def _running(self, batch: Batch) -> None:
         if self._first("run") or (self.scenario == "probe is lost" and self.num_restarts):
@@ -326,7 +332,7 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
                 item.matcher = cast(Any, item.fingerprint)
             sequences[2].end_check = Checks()
         if scenario == "adapters":
-            names = ("long", "replaced", "lost adapter", "leaving", "other")
+            names = ("long", "replaced", "lost adapter", "overflowing", "leaving", "other")
             sequences = [prepared(name, 30) for name in names]
             for item in sequences[:-1]:
                 item.adapter = Adapter(item.fingerprint, is_reclaimed=item.fingerprint == "leaving")
