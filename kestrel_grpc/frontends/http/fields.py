@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from kestrel_grpc.frontends.http.bodies import Body, Problems, Text, TextOr, Unusable
-from kestrel_grpc.frontends.http.json_body import LongText
+from kestrel_grpc.frontends.http.json_body import LongText, WrittenFloat
 from kestrel_grpc.images.data_urls import (
     DataTooLarge,
     DataUnreadable,
@@ -18,7 +20,7 @@ from kestrel_grpc.images.data_urls import (
     is_data_url,
 )
 from kestrel_grpc.images.stored_images import ImageHandle, ImageReference, ImageUri
-from kestrel_runtime.api.constraints import MAX_CHOICES, Constraint
+from kestrel_runtime.api.constraints import MAX_CHOICES, MAX_SCHEMA_NODES, Constraint
 from kestrel_runtime.api.errors import ImageError
 from kestrel_runtime.api.sampling_params import MAX_STOPS, RANGES, SamplingParams
 
@@ -191,8 +193,39 @@ def new_constraint(
 
 
 def _written(schema: Mapping[str, Any]) -> str:
+    numbers = _Numbers()
     try:
         # A text that is too long for a field stands here as an object of its own; the schema is too long as well.
-        return json.dumps(schema, ensure_ascii=False, default=str)
+        text = json.dumps(numbers.marked(schema), ensure_ascii=False, default=str)
     except RecursionError:
         return "[" * 999  # it is refused for its depth
+    return numbers.put_back(text)
+
+
+class _Numbers:
+    """Keeps numbers as the caller wrote them, of which `json` writes doubles only."""
+
+    def __init__(self) -> None:
+        self._mark = secrets.token_hex(8)  # no text of the body can equal a name that its author cannot guess
+        self._texts: list[str] = []
+        self._num_left = MAX_SCHEMA_NODES
+
+    def marked(self, value: Any) -> Any:
+        """Returns the value with a text in place of each such number, unless it is too large for a schema."""
+        self._num_left -= 1
+        if self._num_left < 0:
+            return value
+        if isinstance(value, Mapping):
+            return {name: self.marked(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self.marked(item) for item in value]
+        if not isinstance(value, WrittenFloat):
+            return value
+        self._texts.append(value.text)
+        return f"{self._mark}-{len(self._texts) - 1}"
+
+    def put_back(self, text: str) -> str:
+        """Returns the JSON of a marked value with its numbers."""
+        if not self._texts:
+            return text
+        return re.sub(f'"{self._mark}-([0-9]+)"', lambda found: self._texts[int(found[1])], text)

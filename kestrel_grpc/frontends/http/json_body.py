@@ -8,9 +8,11 @@ its length in memory.
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import Any
 
 from kestrel_runtime.api.errors import InvalidRequest, Violation
@@ -22,6 +24,8 @@ MAX_TEXTS = 20_000
 _UNCHECKED_BYTES = 128 * 1024
 """A body of at most this size is parsed quickly, whatever it holds."""
 _LONG_BYTES = 64 * 1024
+_EXACT_CHARS = 16
+"""A point and 15 digits, which a double keeps."""
 HALF = "holds half of a surrogate pair"
 """What is wrong with a text or a name that is not Unicode. Only an escape can write one."""
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -58,11 +62,30 @@ class LongText:
             start = end
 
 
+class WrittenFloat(float):
+    """A number that no double is exactly, with the text that the caller wrote."""
+
+    __slots__ = ("text",)
+    text: str
+
+    def __new__(cls, text: str) -> WrittenFloat:
+        """Make the nearest double."""
+        made = super().__new__(cls, text)
+        made.text = text
+        return made
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    is_exact = len(text) <= _EXACT_CHARS or math.isinf(value) or Decimal(repr(value)) == Decimal(text)
+    return value if is_exact else WrittenFloat(text)
+
+
 def parse_json(body: bytes, report: Callable[[str, str], object]) -> dict[str, Any]:
     """The object in a body; long texts that are values of an object become `LongText`. Raises `InvalidRequest`.
 
-    Halves of surrogate pairs stay as their escapes. `report` is called with the place of each text or name that has
-    one, such as `messages[0].content`, and with what is wrong.
+    Numbers that no double is exactly become `WrittenFloat`. Halves of surrogate pairs stay as their escapes. `report`
+    is called with the place of each text or name that has one, such as `messages[0].content`, and with what is wrong.
     """
     long_texts: dict[str, LongText] = {}
     if len(body) > _UNCHECKED_BYTES:
@@ -74,7 +97,9 @@ def parse_json(body: bytes, report: Callable[[str, str], object]) -> dict[str, A
         }
 
     try:
-        decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_hook=replace) if long_texts else _DECODER
+        decoder = _DECODER
+        if long_texts:
+            decoder = json.JSONDecoder(parse_float=_float, parse_constant=_refuse_constant, object_hook=replace)
         document = decoder.decode(body.decode("utf-8"))
         if _ESCAPED_HALF.search(body):
             document = _without_halves(document, "", report)
@@ -151,7 +176,7 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(parse_float=_float, parse_constant=_refuse_constant)
 
 
 def _invalid(description: str) -> InvalidRequest:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from typing import Any
 
 import pytest
 
+from kestrel_grpc.frontends.http.fields import Sampling, new_constraint
 from kestrel_grpc.frontends.http.json_body import HALF, parse_json
 from kestrel_runtime.api.errors import InvalidRequest
 from tests.server.http_calls import serving_http
@@ -35,6 +37,24 @@ def test_each_half_of_a_surrogate_pair_has_a_place(document: dict[str, Any], pla
 def test_json_that_is_nested_too_deeply_is_refused_with_halves_too() -> None:
     with pytest.raises(InvalidRequest, match="nested"):
         parse_json(b'{"\\ud800":' + b"[" * 900 + b"]" * 900 + b"}", lambda path, description: None)
+
+
+def test_numbers_of_a_schema_are_those_that_the_caller_wrote() -> None:
+    numbers = [
+        "0.1234567890123456789",
+        "9007199254740993.0",
+        "9007199254740993",
+        "0.30000000000000004",
+        "1.5",
+        "-2e-7",
+    ]
+    body = f'{{"schema": {{"enum": [{", ".join(numbers)}], "maximum": {numbers[0]}}}, "temperature": {numbers[0]}}}'
+    document = parse_json(body.encode(), lambda path, description: None)
+    written = new_constraint(json_schema=document["schema"]).json_schema
+    assert written is not None
+    found = json.loads(written, parse_float=Decimal)
+    assert found == {"enum": [Decimal(number) for number in numbers], "maximum": Decimal(numbers[0])}
+    assert Sampling.model_validate({"temperature": document["temperature"]}).temperature == float(numbers[0])
 
 
 FIELDS: tuple[tuple[str, dict[str, Any], str], ...] = (
