@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -9,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # gRPC's core writes lines in a format of its own to standard error, and reads this variable only while it is being
 # imported. Errors of calls are in their statuses; lines about clients are shown where an operator asks for them.
@@ -23,33 +24,64 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
     is_server = words[:1] == ["serve"]
-    # Before the imports, which take seconds. Without a handler SIGTERM ends the process with a status that says
-    # failure, and does nothing to the first process of a container.
-    before = signal.signal(signal.SIGTERM, _end) if is_server else None
+    before = _handle_signals() if is_server else {}
     if is_server:
         gc.disable()  # imports and captures leave no garbage; the server begins with it when it is ready
     try:
         try:
             # Here, because an import takes a moment, in which Ctrl-C may be pressed too.
+            from kestrel_grpc.process import open_standard_streams
+
+            open_standard_streams()
             from kestrel_grpc.cli.commands import run
 
             status = run(words)
             if argv is None and is_server:
-                sys.stdout.flush()
+                with contextlib.suppress(OSError):
+                    sys.stdout.flush()
                 _leave(status)
             return status
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of stdout has closed it; without this, Python reports another error when it flushes at exit.
+    except OSError as error:
+        from kestrel_grpc.process import complain, want_of
+
+        want = want_of(error)
+        if not isinstance(error, BrokenPipeError) and (want is None or error.filename is not None):
+            raise
+        # Without this, Python reports another error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if want is not None:  # else its reader has closed it, and knows
+            complain(f"the output cannot be written: {want}")
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
         if argv is not None and is_server:  # called by a program, which goes on
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
             gc.enable()
+
+
+def _handle_signals() -> dict[signal.Signals, Any]:
+    """Handle signals until the server does, before the imports, which take seconds. Returns the handlers of before.
+
+    Without a handler SIGTERM ends the process with a status that says failure, and does nothing to the first
+    process of a container. SIGHUP ends it only where its terminal is gone, and not where it was started to ignore
+    it.
+    """
+    had_terminal = os.isatty(0)
+
+    def hang_up(number: int, frame: FrameType | None) -> None:
+        if had_terminal and not os.isatty(0):
+            _leave(128 + number)
+
+    handlers: dict[signal.Signals, Any] = {signal.SIGTERM: _end}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        handlers[signal.SIGHUP] = hang_up
+    # A terminal may stop jobs in its background that write to it, as a server does that is started with `&`.
+    handlers[signal.SIGTTOU] = signal.SIG_IGN
+    return {number: signal.signal(number, handler) for number, handler in handlers.items()}
 
 
 def _end(number: int, frame: FrameType | None) -> None:

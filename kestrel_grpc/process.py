@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import gc
 import logging
@@ -24,7 +25,8 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
@@ -45,8 +47,14 @@ MAX_DESCRIPTORS = 16_384
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _GRPC_THREADS = ("event_engine", "lifeguard")
 _GRPC_NICENESS = 10  # more than the event loop's
-_STANDARD_ERROR = 2
+_WANTS = frozenset(
+    (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+)
+_STANDARD_INPUT, _STANDARD_ERROR = 0, 2
+_TERMINAL_GOES_S = 2.0
+
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_log = logging.getLogger(__name__)
 
 
 def printable(text: str) -> str:
@@ -64,8 +72,39 @@ def printable_json(document: str) -> str:
 
 
 def complain(text: str) -> None:
-    """Print one line on standard error."""
-    print(f"kestrel-grpc: {printable(text)}", file=sys.stderr)
+    """Print one line on standard error. Without effect where that cannot be written."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(f"kestrel-grpc: {printable(text)}", file=sys.stderr)
+
+
+def want_of(error: BaseException) -> str | None:
+    """What the system has too little of, or does not let be written, by an error that is no fault of the program.
+
+    None for other errors.
+    """
+    if isinstance(error, MemoryError):
+        return os.strerror(errno.ENOMEM)
+    return error.strerror if isinstance(error, OSError) and error.errno in _WANTS else None
+
+
+def open_standard_streams() -> None:
+    """Open standard input, output and error where they are closed, so that nothing is read from or written to them.
+
+    The next file or socket would get the number of a closed one, and what libraries print with it.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            mode = "r" if descriptor == _STANDARD_INPUT else "w"
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
 
 
 def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
@@ -78,36 +117,65 @@ def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 
 
 class StopSignals:
-    """Futures for the first and the second request to stop."""
+    """Futures for the first and the second request to stop.
 
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.first: asyncio.Future[signal.Signals] = loop.create_future()
-        self.second: asyncio.Future[signal.Signals] = loop.create_future()
+    SIGHUP is the first where standard input was a terminal that is gone. Elsewhere it calls `reload`.
+    """
+
+    def __init__(self, reload: Callable[[], object]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._reload = reload
+        self._had_terminal = os.isatty(_STANDARD_INPUT)
+        self.first: asyncio.Future[signal.Signals] = self._loop.create_future()
+        self.second: asyncio.Future[signal.Signals] = self._loop.create_future()
 
     def note(self, number: signal.Signals) -> None:
-        """A signal has come."""
+        """SIGTERM or SIGINT has come."""
         for future in (self.first, self.second):
             if not future.done():
                 future.set_result(number)
                 return
 
+    def hang_up(self) -> None:
+        """SIGHUP has come."""
+        if self._note_lost_terminal():
+            return
+        if self._had_terminal:  # a shell that ends sends the signal before its terminal goes
+            self._loop.call_later(_TERMINAL_GOES_S, self._note_lost_terminal)
+        self._reload()
+
+    def _note_lost_terminal(self) -> bool:
+        is_lost = self._had_terminal and not os.isatty(_STANDARD_INPUT)
+        if is_lost and not self.first.done():  # the kernel and a shell may send one each: it is never the second
+            _log.info("the terminal is gone")
+            self.first.set_result(signal.SIGHUP)
+        return is_lost
+
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[StopSignals]:
-    """Handles SIGTERM and SIGINT on the running event loop, for the length of the `with`."""
+def stop_signals(reload: Callable[[], object] | None = None) -> Iterator[StopSignals]:
+    """Handles SIGTERM and SIGINT on the running event loop, for the length of the `with`.
+
+    With `reload`, which reads files again, also SIGHUP, unless the process was started to ignore it (`nohup`).
+    """
     loop = asyncio.get_running_loop()
-    signals = StopSignals()
-    before = signal.getsignal(signal.SIGTERM)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.note, number)
+    signals = StopSignals(reload or (lambda: None))
+    handlers: dict[signal.Signals, Callable[[], object]] = {
+        number: partial(signals.note, number) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    if reload is not None and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        handlers[signal.SIGHUP] = signals.hang_up
+    before = {number: signal.getsignal(number) for number in handlers if number is not signal.SIGINT}
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     try:
         yield signals
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in handlers:
             loop.remove_signal_handler(number)
-        # Removing leaves the default, with which SIGTERM would be a failure while the process ends.
-        signal.signal(signal.SIGTERM, before)
+        # Removing leaves the default, with which a signal would be a failure while the process ends.
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 class Interruption:

@@ -220,13 +220,13 @@ class Server:
         Returns True after a signal, and False if the engine died, even while the server drained.
         """
         began, end = time.monotonic(), "the engine has failed"
-        with stop_signals() as signals:
+        with stop_signals(self.read_again) as signals:
             died = death_of(self._engine)
             await self.start()
             await asyncio.wait((signals.first, died), return_when=asyncio.FIRST_COMPLETED)
             if signals.first.done():
                 end = f"{signals.first.result().name}, and all calls have ended"
-                # Ctrl-C comes from a terminal, where no load balancer has to notice.
+                # The others come from a terminal, where no load balancer has to notice.
                 delay_s = self._config.withdrawal_delay if signals.first.result() is signal.SIGTERM else 0.0
                 leaving = asyncio.ensure_future(self._leave(died, delay_s))
                 await asyncio.wait((leaving, signals.second), return_when=asyncio.FIRST_COMPLETED)
@@ -241,6 +241,13 @@ class Server:
         if self._host is None:
             log_end(end if is_alive else "the engine has failed", began=began)
         return is_alive
+
+    def read_again(self) -> None:
+        """Read tokens and certificates again, within a second; mistakes in them leave those in force."""
+        _log.info("tokens and certificates are read again")
+        self._access.read_again()
+        if self._certificate is not None:
+            self._certificate.read_again()
 
     def withdraw(self) -> None:
         """Begin the lame-duck period: health reports NOT_SERVING, but calls are still accepted."""

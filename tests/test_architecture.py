@@ -96,7 +96,7 @@ SERVER_ARROWS = {
         *("access", "config", "evaluation", "frontends", "host", "images", "listeners", "process", "server"),
         *("telemetry", "wire"),
     },
-    "__main__": {"cli"},
+    "__main__": {"cli", "process"},
 }
 TRANSPORTS = {"grpc", "grpc_health", "grpc_reflection", "google", "kestrel_client"}
 WITHOUT_TRANSPORT = SERVER_ARROWS.keys() - {"frontends", "cli", "__main__"}

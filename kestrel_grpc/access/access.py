@@ -122,6 +122,10 @@ class Access(Protocol):
         """Call `callback` with each namespace whose last caller may not call any more."""
         ...
 
+    def read_again(self) -> None:
+        """Have `watch` read the rules again, whether they look changed or not."""
+        ...
+
     async def watch(self) -> None:
         """Follow changes of the rules until cancelled."""
         ...
@@ -149,6 +153,9 @@ class OpenAccess:
 
     def on_namespace_gone(self, callback: Callable[[str], None]) -> None:
         """The one namespace stays."""
+
+    def read_again(self) -> None:
+        """There are no rules to read."""
 
     async def watch(self) -> None:
         """Nothing changes."""
@@ -208,6 +215,10 @@ class TokenAccess:
         scopes = required_scopes(method)
         if token.scopes.isdisjoint(scopes):
             raise ScopeRequired(scopes, token.name)
+
+    def read_again(self) -> None:
+        """Have `watch` read the file again, whether it looks changed or not."""
+        self._file.read_again()
 
     async def watch(self) -> None:
         """Follow the file until cancelled."""

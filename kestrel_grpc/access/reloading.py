@@ -48,12 +48,17 @@ class ReloadedFiles(Generic[Value]):
         # Before reading, so that a change during the reading is noticed.
         self._known = self._look()
         self._value = read()
+        self._must_read = False
         self._refreshing: asyncio.Future[bool] | None = None
 
     @property
     def value(self) -> Value:
         """The last value that could be read."""
         return self._value
+
+    def read_again(self) -> None:
+        """Have the next refreshing read the files whether they look changed or not."""
+        self._must_read = True
 
     async def watch(self) -> None:
         """Follow the files until cancelled."""
@@ -82,10 +87,11 @@ class ReloadedFiles(Generic[Value]):
         return refreshing.result()
 
     def refresh(self) -> bool:
-        """Read again if a file has changed. Returns whether there is a new value."""
+        """Read again if a file has changed, or `read_again` was called. Returns whether there is a new value."""
         with self._lock:
+            must_read, self._must_read = self._must_read, False
             seen = self._look()
-            if seen == self._known:
+            if seen == self._known and not must_read:
                 return False
             names = self._names
             try:
@@ -95,6 +101,7 @@ class ReloadedFiles(Generic[Value]):
                 _log.error("cannot reload %s, so what was read before stays in force: %s", names, error)
                 return False
             if self._look() != seen:
+                self._must_read = must_read
                 return False  # Changed while it was read, so the value may mix both; the next call reads again.
             self._known = seen
             self._value = value

@@ -24,6 +24,7 @@ from kestrel_grpc.process import (
     return_free_memory,
     return_large_blocks,
     set_apart_what_stays,
+    want_of,
 )
 from kestrel_grpc.telemetry.logs import report, set_up_logging
 
@@ -100,6 +101,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     except (CheckpointError, PortUnavailable, RemoteImagesUnavailable, TracingUnavailable) as error:
         report(str(error))
         return 1
+    except (OSError, MemoryError) as error:
+        if (want := want_of(error)) is None:
+            raise
+        report(f"the system does not give what a server needs: {want}")
+        return 1
     except KeyboardInterrupt:  # while the model was being loaded or warmed up
         return 130
 
@@ -116,6 +122,7 @@ def _run(config: ServerConfig) -> int:
     if config.devices is None and config.frontends == 0:
         return _run_server(config)
     # These libraries are for several processes only.
+    from kestrel_grpc.host.folder import NoPrivateFolder
     from kestrel_grpc.host.layout import layout_of, placed
     from kestrel_grpc.host.supervisor import supervise
 
@@ -125,7 +132,11 @@ def _run(config: ServerConfig) -> int:
         os.environ.update(place.environment)
         return _run_server(placed(config, place))
     set_up_logging(config.log_level, line_format=config.log_format, process="supervisor")
-    return supervise(config, layout)
+    try:
+        return supervise(config, layout)
+    except NoPrivateFolder as error:
+        report(str(error))
+        return 1
 
 
 def _run_server(config: ServerConfig) -> int:

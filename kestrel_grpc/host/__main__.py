@@ -17,10 +17,18 @@ def run() -> NoReturn:
         from kestrel_grpc.host.core import main
     else:
         from kestrel_grpc.host.frontend import main
-    from kestrel_grpc.process import end_now
+    from kestrel_grpc.process import end_now, want_of
+    from kestrel_grpc.telemetry.logs import report
 
+    try:
+        status = main()
+    except (OSError, MemoryError) as error:
+        if (want := want_of(error)) is None:
+            raise
+        report(f"the system does not give what a process of the server needs: {want}")
+        status = 1
     # To destroy all objects of large libraries would take as long as a quarter of the start.
-    end_now(main())
+    end_now(status)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from kestrel_runtime.processes.messages import build_id
 
 OTHER_BUILD = 75
 """The exit status of a process that runs other code than its supervisor, since the packages have changed."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SWITCH_INTERVAL_S = 0.0005
 """For `sys.setswitchinterval`: ten times that of a server of one process, since these event loops take turns that
 are short. Each switch costs more than it saves."""

@@ -29,6 +29,7 @@ from kestrel_grpc.wire.readiness import death_of
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.engine.flight_record import RecordUnavailable
 from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
 from kestrel_runtime.memory.processor_affinity import bind_near
 from kestrel_runtime.models.loaded_model import pci_address
@@ -48,7 +49,7 @@ def main() -> int:
             config = said.config.engine_config()
             bind_near(pci_address(config))
             engine = LocalEngine.start(config, flight_record=endpoint.flight_record)
-    except CheckpointError as error:
+    except (CheckpointError, RecordUnavailable) as error:
         report(str(error))
         return 1
     engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)

@@ -20,6 +20,7 @@ from kestrel_grpc.host.messages import (
     CoreGone,
     CoreReady,
     Drain,
+    ReadAgain,
     ReadMetrics,
     Ready,
     Serving,
@@ -124,6 +125,7 @@ class _Frontend:
             client, said.config, at_rest=at_rest, host=self, num_processors=processor_quota()
         )
         link.on(Withdraw, lambda _: server.withdraw())
+        link.on(ReadAgain, lambda _: server.read_again())
         link.on(Announce, lambda _: server.announce())
         client.on_status_change(lambda now: link.tell(Serving(now is EngineStatus.SERVING)))
         set_apart_what_stays()

@@ -76,6 +76,10 @@ class FrontendStuck(msgspec.Struct):
     identity: str
 
 
+class ReadAgain(msgspec.Struct):
+    """To front ends: read tokens and certificates again."""
+
+
 class Withdraw(msgspec.Struct):
     """To front ends: begin the lame-duck period."""
 

@@ -17,6 +17,7 @@ import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from kestrel_runtime.api.images import HashedImage
 _IN_PLACE_BYTES = 2**18
 """A larger file is read in a thread, so that other calls do not wait for it."""
 _STORED, _INCOMING = "images", "incoming"
+_MAX_SPARE_BYTES = 16 * 2**20
 MAX_RECENT_BYTES = 64 * 2**20
 """Of the files that a front end has read last, which it keeps while they are stored."""
 
@@ -166,7 +168,10 @@ class SharedImages:
         await self.require_room(namespace, len(data))
         name = f"{self._identity}-{next(self._numbers)}"
         async with self._written(name, data):
-            image = await self._ask(PutImage(namespace, handle, len(data), info, keeping, name), handle)
+            try:
+                image = await self._ask(PutImage(namespace, handle, len(data), info, keeping, name), handle)
+            except ImageNotFound:
+                raise SupervisorUnavailable("the file was removed before it was stored") from None
         assert image is not None
         return image
 
@@ -202,10 +207,11 @@ class SharedImages:
     async def _written(self, name: str, data: bytes) -> AsyncIterator[None]:
         """Has a new file while the block runs, or until the supervisor takes it. Raises `SupervisorUnavailable`."""
         path = self._folder / _INCOMING / name
-        writing = asyncio.ensure_future(asyncio.to_thread(path.write_bytes, data))
+        writing = asyncio.ensure_future(asyncio.to_thread(_write, path, data))
 
         def remove(_: object = None) -> None:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the supervisor has taken it, or the folder cannot be written
+                path.unlink()
             if not writing.cancelled() and (error := writing.exception()) is not None:
                 _log.error("cannot write a stored image: %s", error)
 
@@ -283,6 +289,16 @@ class ImageOwner:
         self._folder = folder
         for name in (_STORED, _INCOMING):
             (folder / name).mkdir(mode=0o700)
+        free = _free_bytes(folder)
+        self._spare_bytes = min(_MAX_SPARE_BYTES, free // 8)
+        """Of the file system, which are left free."""
+        room = free - self._spare_bytes
+        if room < limits.max_bytes:
+            _log.warning(
+                "stored images take at most %d MiB instead of %d: there is no more space in %s",
+                *(room // 2**20, limits.max_bytes // 2**20, folder.parent),
+            )
+            limits = replace(limits, max_bytes=room, quota_bytes=min(limits.quota_bytes, room))
         self._index = ImageIndex(limits, forget, self._discard)
         self._links: dict[str, Link] = {}
         """To front ends."""
@@ -299,10 +315,10 @@ class ImageOwner:
         """Answer a new front end."""
         index = self._index
         self._links[identity] = link
-        link.on(RequireRoom, _answering(lambda asked: index.require_room(asked.namespace, asked.num_bytes)))
-        link.on(RenewImage, _answering(lambda asked: index.renew(asked.namespace, asked.handle, asked.keeping)))
+        link.on(RequireRoom, _answering(lambda asked: self._require_room(asked.namespace, asked.num_bytes)))
+        link.on(RenewImage, _answering(self._renew))
         link.on(PutImage, _answering(self._put))
-        link.on(FindImage, _answering(lambda asked: index.get(asked.namespace, asked.handle)))
+        link.on(FindImage, _answering(self._find))
         link.on(DeleteImage, _answering(lambda asked: index.delete(asked.namespace, asked.handle)))
         link.on(DropNamespace, lambda note: index.drop_namespace(note.namespace))
 
@@ -310,17 +326,40 @@ class ImageOwner:
         """A front end has ended: what it was writing is of no use."""
         self._links.pop(identity, None)
         for path in (self._folder / _INCOMING).glob(f"{identity}-*"):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _require_room(self, namespace: str, num_bytes: int) -> None:
+        """Raise as the index does, also where the file system has no space without the images that may leave."""
+        self._index.require_room(namespace, num_bytes)
+        while _free_bytes(self._folder) < num_bytes + self._spare_bytes // 2:
+            if not self._index.evict():
+                raise ImageStoreFull(self._index.limits.max_bytes)
+
+    def _renew(self, asked: RenewImage | PutImage) -> StoredImage | None:
+        self._drop_removed(asked.namespace, asked.handle)
+        return self._index.renew(asked.namespace, asked.handle, asked.keeping)
+
+    def _find(self, asked: FindImage) -> StoredImage:
+        self._drop_removed(asked.namespace, asked.handle)
+        return self._index.get(asked.namespace, asked.handle)
+
+    def _drop_removed(self, namespace: str, handle: ImageHandle) -> None:
+        """Drop an image whose file something else has removed, so that callers store it again."""
+        if self._index.holds(namespace, handle) and not self._path(namespace, handle).exists():
+            _log.warning("the file of a stored image was removed from %s", self._folder)
+            self._index.delete(namespace, handle)
 
     def _put(self, asked: PutImage) -> StoredImage:
-        known = self._index.renew(asked.namespace, asked.handle, asked.keeping)
+        known = self._renew(asked)
         if known is not None:  # another call has stored it meanwhile
             return known
         self._index.require_room(asked.namespace, asked.size_bytes)
-        stored = self._path(asked.namespace, asked.handle)
+        written, stored = self._folder / _INCOMING / asked.name, self._path(asked.namespace, asked.handle)
         try:
-            os.replace(self._folder / _INCOMING / asked.name, stored)
-        except FileNotFoundError:  # the front end has given up, and reads no answer
+            stored.parent.mkdir(mode=0o700, exist_ok=True)  # a cleaner may have removed it
+            os.replace(written, stored)
+        except FileNotFoundError:  # the front end has given up, and reads no answer; or something has removed it
             raise ImageNotFound(asked.handle) from None
         return self._index.add(asked.namespace, asked.handle, asked.size_bytes, asked.info, asked.keeping)
 
@@ -332,6 +371,19 @@ class ImageOwner:
 
     def _path(self, namespace: str, handle: ImageHandle) -> Path:
         return self._folder / _STORED / _file_name(namespace, handle)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a new file. Raises `OSError`."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)  # a cleaner may have removed it
+    path.write_bytes(data)
+
+
+def _free_bytes(folder: Path) -> int:
+    """The space for new files; none where there can be no more files."""
+    space = os.statvfs(folder)
+    has_names = space.f_files == 0 or space.f_favail > 0
+    return space.f_bavail * space.f_frsize if has_names else 0
 
 
 def _answering(handle: Callable[[Any], StoredImage | None]) -> Callable[[Any], ImageAnswer]:

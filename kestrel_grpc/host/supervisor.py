@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -33,7 +34,7 @@ from setproctitle import setproctitle
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.http.probes import ProbePort, Probes
 from kestrel_grpc.host.child import OTHER_BUILD, STOP_SIGNALS
-from kestrel_grpc.host.folder import private_folder
+from kestrel_grpc.host.folder import private_folder, touch
 from kestrel_grpc.host.layout import CorePlace, Layout, placed
 from kestrel_grpc.host.link import Link, SupervisorUnavailable, send_first
 from kestrel_grpc.host.messages import (
@@ -45,6 +46,7 @@ from kestrel_grpc.host.messages import (
     FrontendGone,
     FrontendStuck,
     Ping,
+    ReadAgain,
     ReadMetrics,
     Ready,
     Serving,
@@ -70,16 +72,24 @@ _METRICS_TIMEOUT_S = 5.0
 _LAST_S = 10.0
 """For a front end to end after its drain timeout, or after it was told to stop."""
 _REAP_INTERVAL_S = 5.0
+LOOK_INTERVAL_S = 5.0
+"""Between two looks whether the private folder is still there."""
+_LOOKS_TO_TOUCH = 720
+"""The files of the folder look new again after so many."""
 
 _log = logging.getLogger(__name__)
 
 
 class StartFailed(Exception):
-    """A process ended before it was ready. It has said why itself; `status` is the exit status for the server."""
+    """The server cannot start; `status` is its exit status."""
 
-    def __init__(self, name: str, status: int) -> None:
-        super().__init__(f"{name} has ended with {_described(status)} before it was ready")
+    def __init__(self, reason: str, status: int = 1) -> None:
+        super().__init__(reason)
         self.status = status if status > 0 else 1
+
+
+class _CannotStart(Exception):
+    """The system does not start a process; the message says why."""
 
 
 def supervise(config: ServerConfig, layout: Layout) -> int:
@@ -132,30 +142,42 @@ class Supervisor:
         if not self.must_end.done():
             self.must_end.set_result(reason)
 
+    def require_start(self, status: int) -> None:
+        """Have the server end where no process can follow one that has ended with this status."""
+        if status == OTHER_BUILD:
+            self.end_because("the installed package has changed")
+        self.require_folder()
+
+    def require_folder(self) -> None:
+        """Have the server end where its folder was removed."""
+        if not os.path.isdir(self.folder):
+            self.end_because(f"the folder {self.folder} was removed")
+
     @property
     def _children(self) -> Sequence[_Child]:
         return (*self._cores, *self._frontends)
 
     async def serve(self) -> int:
         """Run until a signal; returns the exit status. Raises `PortUnavailable`."""
-        began, end = time.monotonic(), "SIGTERM or SIGINT during the start"
-        with stop_signals() as signals:
+        began, end = time.monotonic(), "a signal during the start"
+        with stop_signals(lambda: self._tell_frontends(ReadAgain())) as signals:
             try:
                 self._reserve_ports()
                 starting = asyncio.ensure_future(self._start())
                 await asyncio.wait((starting, signals.first), return_when=asyncio.FIRST_COMPLETED)
                 if not starting.done():  # nobody is served yet
                     starting.cancel()
-                    return 0 if signals.first.result() is signal.SIGTERM else 128 + signal.SIGINT
+                    number = signals.first.result()
+                    return 0 if number is signal.SIGTERM else 128 + number
                 starting.result()
                 await asyncio.wait((signals.first, self.must_end), return_when=asyncio.FIRST_COMPLETED)
                 has_signal = signals.first.done()
                 end = signals.first.result().name if has_signal else self.must_end.result()
                 if not has_signal:
                     _log.error("%s: the server ends, to be started again", self.must_end.result())
-                # Ctrl-C comes from a terminal, where no load balancer has to notice.
+                # The others come from a terminal, where no load balancer has to notice.
                 delay_s = self.config.withdrawal_delay
-                if has_signal and signals.first.result() is signal.SIGINT:
+                if has_signal and signals.first.result() is not signal.SIGTERM:
                     delay_s = 0.0
                 leaving = asyncio.ensure_future(self._leave(delay_s))
                 await asyncio.wait((leaving, signals.second), return_when=asyncio.FIRST_COMPLETED)
@@ -225,8 +247,9 @@ class Supervisor:
         if os.getpid() == 1:
             self._keeping.append(asyncio.create_task(self._reap_orphans()))
         self._keeping.append(asyncio.create_task(self.owner.images.watch()))
+        self._keeping.append(asyncio.create_task(self._watch_folder()))
         for children in (self._cores, self._frontends):
-            self._keeping += [asyncio.create_task(child.keep()) for child in children]
+            self._keeping += [asyncio.create_task(self._keep(child)) for child in children]
             await asyncio.gather(*(child.first_ready for child in children))
         config = self.config
         if config.metrics_port is not None:
@@ -237,6 +260,23 @@ class Supervisor:
             _log.info("metrics and probes of all processes on http://%s", address)
         set_apart_what_stays()
         self._frontends[0].tell(Announce())
+
+    async def _keep(self, child: _Child) -> None:
+        """Keep a child, and end the server rather than leave one without a process."""
+        try:
+            await child.keep()
+        except Exception:
+            _log.exception("%s is not kept any more", child.name)
+            child.fail_start("cannot be kept")
+            self.end_because(f"{child.name} cannot be kept")
+
+    async def _watch_folder(self) -> None:
+        """End the server if its folder is removed; until then keep it from looking old."""
+        for number in itertools.count():
+            self.require_folder()
+            if number % _LOOKS_TO_TOUCH == 0:
+                await asyncio.to_thread(touch, self.folder)
+            await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def _leave(self, delay_s: float) -> None:
         """The lame-duck period, which ends early if no core serves, and then the draining of the front ends."""
@@ -368,30 +408,49 @@ class _Child:
         while not supervisor.is_ending:
             self._generation += 1
             started = loop.time()
-            self.ended = ended = self._spawn()
-            self.link = link = Link(self.name)
-            watching = asyncio.create_task(self._watch(link))
-            status = await asyncio.shield(ended)
-            watching.cancel()
-            was_ready, self.is_ready, self.link = self.is_ready, False, None
-            self.note_end(status)
-            if status == OTHER_BUILD:
-                supervisor.end_because("the installed package has changed")
-            elif not supervisor.folder.is_dir():
-                supervisor.end_because(f"the folder {supervisor.folder} was removed")
-            if supervisor.is_ending:
-                if was_ready and status != 0:
-                    _log.warning("%s has ended with %s", self.name, _described(status))
-                return
-            if not self.first_ready.done():
-                self.first_ready.set_exception(StartFailed(self.name, status))
-                return
-            if was_ready and loop.time() - started >= WELL_S:
-                pause_s = self.min_pause_s
-            _log.error("%s has ended with %s; it is started again in %g s", self.name, _described(status), pause_s)
+            try:
+                ended = self._spawn()
+            except _CannotStart as error:
+                said = f"cannot be started: {error}"
+                if self.fail_start(said):
+                    return
+                supervisor.require_start(0)
+                pause_s = max(1.0, pause_s)
+            else:
+                self.ended = ended
+                status, was_ready = await self._run(ended)
+                said = f"has ended with {_described(status)}"
+                supervisor.require_start(status)
+                if supervisor.is_ending:
+                    if was_ready and status != 0:
+                        _log.warning("%s %s", self.name, said)
+                    return
+                if self.fail_start(f"{said} before it was ready", status):
+                    return
+                if was_ready and loop.time() - started >= WELL_S:
+                    pause_s = self.min_pause_s
+            _log.error("%s %s; it is started again in %g s", self.name, said, pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(max(1.0, 2 * pause_s), MAX_PAUSE_S)
             supervisor.count_restart(self.name)
+
+    async def _run(self, ended: asyncio.Future[int]) -> tuple[int, bool]:
+        """Talk to the process until it ends. Returns its exit status, and whether it was ready."""
+        self.link = link = Link(self.name)
+        watching = asyncio.create_task(self._watch(link))
+        watching.add_done_callback(self._end_unwatched)
+        status = await asyncio.shield(ended)
+        watching.cancel()
+        was_ready, self.is_ready, self.link = self.is_ready, False, None
+        self.note_end(status)
+        return status, was_ready
+
+    def fail_start(self, said: str, status: int = 1) -> bool:
+        """Have the start of the server fail, unless this child has been ready. Returns whether it does."""
+        if self.first_ready.done():
+            return False
+        self.first_ready.set_exception(StartFailed(f"{self.name} {said}", status))
+        return True
 
     def tell(self, note: Any) -> None:
         """Tell its process, if there is one."""
@@ -421,23 +480,39 @@ class _Child:
             return b""
 
     def _spawn(self) -> asyncio.Future[int]:
-        """Start a process; returns its end."""
-        supervisor = self.supervisor
-        self._link_end, theirs = socket.socketpair()
-        descriptors = (theirs.fileno(), supervisor.lock)
-        command = (sys.executable, "-m", self.module, self.title, str(theirs.fileno()))
+        """Start a process; returns its end. Raises `_CannotStart`."""
+        try:
+            self._link_end, theirs = socket.socketpair()
+            with theirs:
+                process = self._started(theirs.fileno())
+            try:
+                ended = _end_of(process)
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
+        except (OSError, subprocess.SubprocessError, RuntimeError, MemoryError) as error:
+            raise _CannotStart(getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
+        self._process, self.is_killed = process, False
+        with contextlib.suppress(OSError):  # it has ended already
+            send_first(self._link_end, self._begin())
+        return ended
+
+    def _started(self, descriptor: int) -> subprocess.Popen[bytes]:
+        """A new process, which inherits the descriptor."""
+        command = (sys.executable, "-m", self.module, self.title, str(descriptor))
         environment = {**os.environ, **self.environment}
         # Blocked signals stay blocked in the new process until it has handlers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors, env=environment)
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(descriptor, self.supervisor.lock),
+                env=environment,
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._process, self.is_killed = process, False
-        theirs.close()
-        with contextlib.suppress(OSError):  # it has ended already
-            send_first(self._link_end, self._begin())
-        return _end_of(process)
 
     def _begin(self) -> Begin:
         supervisor = self.supervisor
@@ -476,6 +551,12 @@ class _Child:
                     _log.error("%s: it is killed", error)
                     self.kill()
                 return
+
+    def _end_unwatched(self, watching: asyncio.Task[None]) -> None:
+        """Kill the process where `_watch` has failed: nothing would notice that it is ready, or hangs."""
+        if not watching.cancelled() and (error := watching.exception()) is not None:
+            _log.error("%s cannot be watched and is killed: %s", self.name, error)
+            self.kill()
 
 
 class _Core(_Child):

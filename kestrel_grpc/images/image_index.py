@@ -172,6 +172,14 @@ class ImageIndex:
         for image in () if space is None else space.images():
             self._drop(namespace, image)
 
+    def evict(self) -> bool:
+        """Drop the unpinned image that is to leave next. Returns False where there is none."""
+        name = max(self._spaces, key=lambda name: self._spaces[name].unpinned_bytes, default=None)
+        if name is None or not self._spaces[name].unpinned_bytes:
+            return False
+        self._evict(name)
+        return True
+
     def expire(self) -> None:
         """Drop the images whose time is over."""
         now = self.clock()

@@ -157,7 +157,6 @@ def set_up_logging(
 
     `process` is in every line where several processes write to one stream.
     """
-    _claim_standard_error()
     # These are not part of a line, and collecting them costs as much as writing the line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = LogWriter(sys.stderr if stream is None else stream)
@@ -217,14 +216,6 @@ def _log_uncaught() -> None:
 def dropped_lines() -> int:
     """Lines of the log that were dropped since the start of the process."""
     return sum(item.num_dropped for item in logging.getLogger().handlers if isinstance(item, LogWriter))
-
-
-def _claim_standard_error() -> None:
-    """Open standard error if it is closed: the next file or socket would get its number, and log lines with it."""
-    try:
-        os.fstat(2)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 class LogWriter(logging.Handler):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -18,6 +19,7 @@ from kestrel_client import Client, EngineStatus
 from kestrel_client.v1 import engine_service_pb2, vision_service_pb2
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
+from kestrel_grpc.access.token_file import Scope, line_for
 from kestrel_grpc.listeners import PortUnavailable, reserved_port
 from tests import warm
 from tests.host.host_process import MAX_WAIT_S, HostProcess, host_process, samples_by_process
@@ -287,8 +289,7 @@ def test_a_supervisor_that_is_killed_leaves_no_process_and_the_next_one_removes_
 def test_a_core_that_cannot_load_ends_the_start_with_its_reason() -> None:
     with host_process("--frontends", "1", "--model", "/nowhere") as host:
         assert host.wait() == 1
-        assert len(host.complaints) == 1
-        assert "/nowhere" in host.complaints[0]
+        assert [line["level"] for line in host.lines if "/nowhere" in line["message"]] == ["error"]
         assert host.wait_for("core-0 has ended with status 1 before it was ready")
 
 
@@ -322,6 +323,72 @@ def test_a_process_that_hangs_is_killed_and_started_again(tmp_path: Path) -> Non
             host.wait_for(f"{title}-0.2 is ready")
         with Client(host.address, timeout_s=MAX_WAIT_S, wait_for_ready=True) as client:
             assert client.complete_query(None, "What is this?").answer
+        assert host.end() == 0
+
+
+REFUSED_STARTS = """
+import errno, os, subprocess
+from pathlib import Path
+from kestrel_grpc.host import supervisor
+
+start = supervisor.subprocess.Popen
+
+def refuse(command, **options):
+    left = Path({folder!r}, command[3])
+    if left.exists() and (number := int(left.read_text())):
+        left.write_text(str(number - 1))
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return start(command, **options)
+
+supervisor.subprocess.Popen = refuse
+"""
+"""Starts of front ends and of cores are refused as often as a file of that name in a folder says."""
+
+
+def test_a_process_that_cannot_be_started_again_is_tried_until_it_can(tmp_path: Path) -> None:
+    with host_process("--frontends", "1", program=REFUSED_STARTS.format(folder=str(tmp_path))) as host:
+        assert host.address
+        assert host.get("/readyz") == "ok\n"
+        for title in ("core", "frontend"):
+            (tmp_path / title).write_text("1")
+            host.kill(f"kestrel-grpc {title} 0")
+            line = host.wait_for(
+                f"{title}-0 cannot be started: {os.strerror(errno.EAGAIN)}; it is started again in"
+            )
+            assert line["level"] == "error"
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                host.get("/readyz")
+            host.wait_for(f"{title}-0.3 is ready")
+        with Client(host.address, timeout_s=MAX_WAIT_S, wait_for_ready=True) as client:
+            assert client.complete_query(None, "What is this?").answer
+        assert host.get("/readyz") == "ok\n"
+        assert host.end() == 0
+
+
+def test_sighup_to_every_process_ends_none_and_reads_tokens_again(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.toml"
+    path.write_text(line_for("alice", "one", frozenset(Scope)) + "\n")
+    options = ("--frontends", "1", "--tokens", str(path))
+    with warm.as_usual(), host_process(*options, in_own_group=True) as host, channel(host.address) as one:
+
+        def outcome(secret: str) -> grpc.StatusCode:
+            metadata = (("authorization", f"Bearer {secret}"),)
+            return VisionServiceStub(one).CompleteQuery.future(QUESTION, MAX_WAIT_S, metadata).code()
+
+        pids = host.processes()
+        assert outcome("one") is grpc.StatusCode.OK
+        # What looks like no change is read only because of the signal.
+        before = path.stat()
+        path.write_text(line_for("alice", "two", frozenset(Scope)) + "\n")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        os.killpg(host.process.pid, signal.SIGHUP)
+        host.wait_for("reloaded ")
+        assert (outcome("one"), outcome("two")) == (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.OK)
+        path.write_text("a mistake")
+        os.killpg(host.process.pid, signal.SIGHUP)
+        host.wait_for("what was read before stays in force")
+        assert outcome("two") is grpc.StatusCode.OK
+        assert host.processes() == pids
         assert host.end() == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import random
 import struct
 import time
@@ -24,7 +25,7 @@ from kestrel_grpc.host import front_ends, stored_images
 from kestrel_grpc.host.link import SupervisorUnavailable
 from kestrel_grpc.host.stored_images import FindImage, SharedImages
 from kestrel_grpc.host.token_limits import EnterCall, LeaveCall, SharedLimits, Verdict
-from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, Keeping, StoredImage
+from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, ImageStoreFull, Keeping, StoredImage
 from kestrel_runtime.api.engine import ImageInfo
 from kestrel_runtime.api.images import HashedImage
 from tests.fakes import HOLD, answers
@@ -455,11 +456,85 @@ async def test_a_front_end_that_dies_while_it_writes_leaves_no_file(folder: Path
 async def test_a_folder_that_cannot_be_written_fails_the_call_and_nothing_is_stored(folder: Path) -> None:
     async with sharing(folder) as rig:
         (folder / "incoming").rmdir()
+        (folder / "incoming").touch()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rig.servers[0].images.PutImage(image_service_pb2.PutImageRequest(data=DATA))
         assert caught.value.code() is Code.UNAVAILABLE
         assert await ask_about_image(rig.servers[1]) == "IMAGE_NOT_FOUND"
         assert rig.owner.images.load().used_bytes == 0
+
+
+async def test_images_are_stored_after_a_cleaner_has_removed_empty_folders(folder: Path) -> None:
+    async with sharing(folder) as rig:
+        for name in ("images", "incoming"):
+            (folder / name).rmdir()
+        assert await store(rig.servers[0]) == "OK"
+        assert await ask_about_image(rig.servers[1]) == "OK"
+        assert [path.stat().st_mode & 0o777 for path in (folder / "images", folder / "incoming")] == [0o700] * 2
+
+
+async def test_an_image_whose_file_a_cleaner_has_removed_is_not_found_and_can_be_stored_again(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with sharing(folder) as rig:
+        assert await store(rig.servers[0]) == "OK"
+        (file,) = (folder / "images").iterdir()
+        file.unlink()
+        assert await ask_about_image(rig.servers[1]) == "IMAGE_NOT_FOUND"
+        assert await store(rig.servers[1]) == "OK"
+        file.unlink()
+        assert await store(rig.servers[0]) == "OK"  # without a question between
+        assert await ask_about_image(rig.servers[1]) == "OK"
+        assert sum("the file of a stored image was removed" in line for line in caplog.messages) == 2
+
+
+async def test_a_file_that_is_removed_before_it_is_stored_fails_the_call_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_and_lose(path: Path, data: bytes) -> None:
+        path.write_bytes(data)
+        path.unlink()
+
+    async with sharing(folder) as rig:
+        with monkeypatch.context() as cleaner:
+            cleaner.setattr(stored_images, "_write", write_and_lose)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await rig.servers[0].images.PutImage(image_service_pb2.PutImageRequest(data=DATA))
+            assert caught.value.code() is Code.UNAVAILABLE
+        assert await store(rig.servers[0]) == "OK"
+
+
+@pytest.mark.parametrize("lacks", ["blocks", "names"])
+async def test_stored_images_take_no_more_than_the_space_that_there_is(
+    folder: Path, lacks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free_bytes = 64 * 2**20
+
+    def measure(_: Path) -> os.statvfs_result:
+        files = (0, 0, 0) if lacks == "blocks" else (1000, min(free_bytes, 1), min(free_bytes, 1))
+        blocks = free_bytes if lacks == "blocks" else 2**40
+        return os.statvfs_result((1, 1, blocks, blocks, blocks, *files, 0, 255))
+
+    monkeypatch.setattr(os, "statvfs", measure)
+    async with sharing(folder) as rig:
+        images, owner = rig.hosts[0].images, rig.owner.images
+        (line,) = [line for line in caplog.messages if "stored images take" in line] or [""]
+        if lacks == "blocks":
+            assert line.startswith("stored images take at most 56 MiB instead of 256")
+            assert owner.load().total_bytes == 56 * 2**20
+        else:
+            assert line == ""
+        other = ImageHandle(hashlib.sha256(DATA + b"2").hexdigest())
+        assert await store(rig.servers[0]) == "OK"
+        free_bytes = 0  # others have filled the file system
+        with pytest.raises(ImageStoreFull):
+            await images.put("", other, DATA + b"2", INFO, Keeping())
+        assert owner.load().used_bytes == 0, "images that may leave do so before one is refused"
+        free_bytes = 64 * 2**20
+        await images.put("", other, DATA + b"2", INFO, Keeping(is_pinned=True))
+        free_bytes = 0
+        assert await store(rig.servers[0]) == "IMAGE_STORE_FULL"
+        assert (await images.find("", other)).is_pinned
 
 
 async def test_a_supervisor_that_does_not_answer_fails_the_use_of_a_handle_in_time(folder: Path) -> None:

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
+import socket
 import subprocess
 import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.host import supervisor as supervisor_module
+from kestrel_grpc.host.layout import CorePlace, Layout
+from kestrel_grpc.host.supervisor import Supervisor
 
 _ORPHAN = """
 import ctypes, os, subprocess
@@ -46,3 +60,56 @@ def test_a_front_end_imports_neither_torch_nor_frontends_that_it_was_not_asked_f
     )
     done = subprocess.run((sys.executable, "-c", program), capture_output=True, text=True, check=False)
     assert (done.stdout.split(), done.stderr) == ([], "")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "error"),
+    [
+        *((subprocess, "Popen", OSError(number, os.strerror(number))) for number in (errno.EAGAIN, errno.ENOMEM)),
+        *((subprocess, "Popen", OSError(number, os.strerror(number))) for number in (errno.ENOENT, errno.EACCES)),
+        (socket, "socketpair", OSError(errno.EMFILE, os.strerror(errno.EMFILE))),
+        (subprocess, "Popen", subprocess.SubprocessError("Exception occurred in preexec_fn.")),
+        (threading.Thread, "start", RuntimeError("can't start new thread")),
+        (supervisor_module, "Link", ValueError("a mistake of ours")),
+    ],
+    ids=["EAGAIN", "ENOMEM", "ENOENT", "EACCES", "EMFILE", "SubprocessError", "no thread", "a bug"],
+)
+async def test_a_process_that_cannot_be_started_ends_the_start_of_the_server_with_its_reason(
+    module: Any,
+    name: str,
+    error: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    # Processes that are started all the same end at once.
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    folder = tmp_path / "private"
+    folder.mkdir()
+    server = Supervisor(ServerConfig(port=0), Layout(1, (CorePlace("cpu"),)), folder, os.open(folder, os.O_RDONLY))
+    with monkeypatch.context() as failing:
+        failing.setattr(module, name, refuse)
+        assert await server.serve() == 1
+    os.close(server.lock)
+    if module is supervisor_module:
+        assert caplog.messages == ["core-0 is not kept any more", "core-0 cannot be kept"]
+    else:
+        assert caplog.messages == [f"core-0 cannot be started: {getattr(error, 'strerror', None) or error}"]
+
+
+async def test_the_server_ends_where_its_folder_is_removed_before_a_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "LOOK_INTERVAL_S", 0.01)
+    folder = tmp_path / "private"
+    folder.mkdir()
+    server = Supervisor(ServerConfig(port=0), Layout(1, (CorePlace("cpu"),)), folder, 0)
+    watching = asyncio.ensure_future(server._watch_folder())
+    (folder / "images").rmdir()
+    (folder / "incoming").rmdir()
+    folder.rmdir()
+    assert await server.must_end == f"the folder {folder} was removed"
+    watching.cancel()

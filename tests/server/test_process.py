@@ -1,14 +1,26 @@
 """The process of a server gives memory back, may have enough descriptors, and ends whatever its threads do."""
 
+import errno
+import fcntl
+import os
 import resource
 import signal
 import subprocess
 import sys
+import termios
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from kestrel_grpc.process import MAX_DESCRIPTORS, Interruption, return_free_memory, return_large_blocks
+from kestrel_grpc.process import (
+    MAX_DESCRIPTORS,
+    Interruption,
+    return_free_memory,
+    return_large_blocks,
+    want_of,
+)
 
 MAX_WAIT_S = 60
 RESIDENT = """
@@ -155,3 +167,113 @@ def test_ending_now_needs_no_standard_output() -> None:
     assert (
         run("import sys; from kestrel_grpc.process import end_now; sys.stdout = None; end_now(5)").returncode == 5
     )
+
+
+_HANGS_UP = """
+import asyncio, os, signal, sys
+from kestrel_grpc.process import stop_signals
+
+async def main():
+    read = asyncio.Event()
+    with stop_signals(lambda: (print("reads again", flush=True), read.set())) as signals:
+        print("ready", flush=True)
+        await asyncio.wait((signals.first, asyncio.ensure_future(read.wait())), return_when=asyncio.FIRST_COMPLETED)
+        if signals.first.done():
+            signals.hang_up()  # a shell sends another
+            print(signals.first.result().name, signals.second.done(), flush=True)
+
+asyncio.run(main())
+"""
+
+
+def _has_terminal(descriptor: int) -> Callable[[], None]:
+    def take() -> None:
+        os.setsid()
+        fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
+
+    return take
+
+
+def test_a_terminal_that_is_gone_asks_the_process_to_stop_once() -> None:
+    terminal, inner = os.openpty()
+    process = subprocess.Popen(
+        (sys.executable, "-c", _HANGS_UP),
+        stdin=inner,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=_has_terminal(inner),
+    )
+    os.close(inner)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        os.close(terminal)
+        assert process.stdout.read() == "SIGHUP False\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("has_terminal", [False, True])
+def test_sighup_without_a_lost_terminal_reads_files_again(has_terminal: bool) -> None:
+    terminal, inner = os.openpty()
+    with subprocess.Popen(
+        (sys.executable, "-c", _HANGS_UP),
+        stdin=inner if has_terminal else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.read() == "reads again\n"
+    assert process.returncode == 0
+    os.close(inner)
+    os.close(terminal)
+
+
+def test_a_process_that_was_started_to_ignore_sighup_goes_on_to_do_so() -> None:
+    ended = run(
+        "import asyncio, os, signal\n"
+        "from kestrel_grpc.process import stop_signals\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "async def main():\n"
+        "    with stop_signals(lambda: print('reads again')):\n"
+        "        os.kill(os.getpid(), signal.SIGHUP)\n"
+        "        await asyncio.sleep(0)\n"
+        "asyncio.run(main())\n"
+        "print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
+    )
+    assert (ended.returncode, ended.stdout) == (0, "True\n")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_give_their_numbers_to_no_file(closed: str, tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from kestrel_grpc.process import complain, open_standard_streams\n"
+        "open_standard_streams()\n"
+        "file = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY); print('a line', flush=True); complain('another')\n"
+        "os.write(1, b'one'); os.write(2, b'two'); os.read(0, 1)\n"
+        "child = os.spawnv(os.P_WAIT, '/bin/sh', ['sh', '-c', 'echo x && echo y >&2'])\n"
+        "sys.exit(file <= 2 or child)\n"
+    )
+    target = tmp_path / "other"
+    command = ("sh", "-c", f'exec "$0" "$@" {closed}', sys.executable, "-c", script, str(target))
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
+    assert target.read_bytes() == b""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(("streams", "status"), [(">/dev/full", 1), (">&-", 0), (">/dev/full 2>/dev/full", 1)])
+def test_a_command_whose_output_is_not_taken_says_so_in_one_line(streams: str, status: int) -> None:
+    command = ("sh", "-c", f'"$0" "$@" {streams}', sys.executable, "-m", "kestrel_grpc", "completion", "bash")
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == status
+    said = "kestrel-grpc: the output cannot be written: No space left on device\n"
+    assert ended.stderr == (said if streams == ">/dev/full" else "")
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EROFS])
+def test_what_the_system_lacks_is_told_apart_from_faults_of_the_program(number: int) -> None:
+    assert want_of(OSError(number, os.strerror(number))) == os.strerror(number)
+    assert want_of(MemoryError()) == os.strerror(errno.ENOMEM)
+    assert want_of(FileNotFoundError(errno.ENOENT, "a bug")) is None
+    assert want_of(ValueError()) is None

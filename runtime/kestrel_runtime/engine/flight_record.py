@@ -16,17 +16,29 @@ _SIZE_BYTES = 2**18
 _LENGTH = struct.Struct("<I")
 
 
+class RecordUnavailable(Exception):
+    """The file cannot be made; the message says which and why."""
+
+
 class FlightRecord:
-    """Fingerprints in a new file at `path`. One thread writes it."""
+    """Fingerprints in the file at `path`, which takes the place of an earlier one. One thread writes it.
+
+    Raises `RecordUnavailable`.
+    """
 
     def __init__(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.ftruncate(descriptor, _SIZE_BYTES)
-            self._content = mmap.mmap(descriptor, _SIZE_BYTES)
-        finally:
-            os.close(descriptor)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                # A write to a page for which the file system has no space would end the process with SIGBUS. What
+                # an earlier process has allocated is kept, which works on a full file system, too.
+                os.posix_fallocate(descriptor, 0, _SIZE_BYTES)
+                self._content = mmap.mmap(descriptor, _SIZE_BYTES)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise RecordUnavailable(f"cannot write {path}: {error.strerror}") from error
+        _LENGTH.pack_into(self._content, 0, 0)
 
     def write(self, fingerprints: Iterable[str]) -> None:
         """Replace what was written before."""

@@ -95,6 +95,12 @@ _RUNS_ALONE, _IS_REFUSED = 2, 4
 _MAX_REMEMBERED = 256
 """Fingerprints of suspects, and of refused requests."""
 
+_LOOK_INTERVAL_S = 0.5
+"""Between two looks at which cores have said something; they do three times a second."""
+_IS_SILENT, _IS_BACK = 3, 4
+"""After so many looks in a row without a word a core has stopped or is too slow; and it answers again after so many
+with one."""
+
 _ForClient = Events | NeedPixels | Acquitted
 
 _log = logging.getLogger(__name__)
@@ -131,6 +137,7 @@ class EngineClient:
         for core in cores:
             core.serve(self._take, self._update_status, self._undelivered)
         self._update_status()
+        self._watching = None if len(cores) == 1 else self._loop.create_task(self._watch_cores())
 
     @classmethod
     async def connect(
@@ -250,13 +257,26 @@ class EngineClient:
         """A place in the queue of the core with the least load; see `api.engine.Engine.expecting`."""
         self._check(request)
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
-        core = self._choose(None)
-        number = core.next_number()
+        data = messages.encode_request(request, None)
+        core, number = await self._place(data, deadline, tenant)
         try:
-            await core.ask(Expect(number, messages.encode_request(request, None), deadline, tenant))
             yield
         finally:
             core.send(Release(number))
+
+    async def _place(self, data: bytes, deadline: float | None, tenant: str) -> tuple[_Core, int]:
+        """A core that has a place, and the number of the place."""
+        while True:
+            core = self._choose(None)
+            number = core.next_number()
+            try:
+                await core.ask(Expect(number, data, deadline, tenant))
+            except BaseException as error:
+                core.send(Release(number))
+                if not isinstance(error, _Silent):
+                    raise
+            else:
+                return core, number
 
     async def clear_cache(self, namespace: str | None = None) -> ClearedCache:
         """Of all cores."""
@@ -333,7 +353,29 @@ class EngineClient:
             call.fail(EngineUnavailable("the engine has stopped"))
         for core in self._cores:
             core.end()
+        if self._watching is not None:
+            self._watching.cancel()
         self._update_status()
+
+    async def _watch_cores(self) -> None:
+        """Find cores that have stopped or are too slow, and have others do what these have not begun."""
+        while True:
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+            for core in self._cores:
+                core.look()
+            for core in self._cores:
+                if core.is_silent and core.is_connected:
+                    self._move_from(core)
+
+    def _move_from(self, core: _Core) -> None:
+        """Have other cores answer the requests that a silent one has not begun to answer."""
+        if all(other.is_silent for other in self._cores if other.status is EngineStatus.SERVING):
+            return
+        for call in {call.ids: call for call in self._calls.values() if call.core is core}.values():
+            if not call.has_events:
+                core.send(Cancel(call.ids))
+                self._send(call)
+        core.give_up_places()
 
     def _update_status(self) -> None:
         statuses = {core.status for core in self._cores}
@@ -375,7 +417,7 @@ class EngineClient:
         serving = [core for core in self._cores if core.status is EngineStatus.SERVING]
         if not serving:
             raise _ended()
-        return choose(serving, digest)
+        return choose([core for core in serving if not core.is_silent] or serving, digest)
 
     def _send(self, call: _Call) -> None:
         """To the core that the request belongs to now."""
@@ -493,6 +535,10 @@ class EngineClient:
         return await asyncio.gather(*(core.ask(operation(core.next_number())) for core in cores))
 
 
+class _Silent(EngineUnavailable):
+    """A core that was asked for a place does not answer."""
+
+
 class _RemoteStream(Stream):
     """The events of one request, which come from a core."""
 
@@ -562,6 +608,11 @@ class _Core:
     def __init__(self, endpoint: CoreEndpoint, identity: str, build: str) -> None:
         self.num_sent = 0
         """Requests that were sent since the core has reported its load."""
+        self.is_silent = False
+        """Whether it has stopped or is too slow, so that it says nothing for seconds."""
+        self._num_looks = 0
+        """How many in a row speak against what `is_silent` is."""
+        self._has_spoken = True
         self._endpoint = endpoint
         self._identity = identity
         self._build = build
@@ -572,6 +623,8 @@ class _Core:
         self._connection: Connection | None = None
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._places: set[int] = set()
+        """Numbers of what is asked for a place in the queue."""
         self._welcome: asyncio.Future[Welcome | None] | None = None
         self._unsent: list[ToCore] = []
         """Messages of this turn of the event loop, which travel together: each that is sent costs the core a turn
@@ -674,10 +727,27 @@ class _Core:
         self._connection = self._state = self._process_id = None
         self._unsent.clear()
         self.num_sent = 0
+        self.is_silent, self._num_looks, self._has_spoken = False, 0, True
         for asked in self._asked.values():
             if not asked.done():
                 asked.set_exception(_ended())
         self._asked.clear()
+        self._places.clear()
+
+    def look(self) -> None:
+        """Note whether it has said something since the last look. Looks are counted and not the time, in which this
+        process may have been the one that was stopped."""
+        has_spoken, self._has_spoken = self._has_spoken, False
+        self._num_looks = self._num_looks + 1 if has_spoken is self.is_silent else 0
+        if self.is_connected and self._num_looks == (_IS_BACK if self.is_silent else _IS_SILENT):
+            self.is_silent, self._num_looks = not self.is_silent, 0
+            _log.warning("core %d %s", self.index, "does not answer" if self.is_silent else "answers again")
+
+    def give_up_places(self) -> None:
+        """Have `ask` raise `_Silent` for places in the queue, which another core may give."""
+        for number in self._places:
+            if not self._asked[number].done():
+                self._asked[number].set_exception(_Silent("the engine process does not answer"))
 
     def next_number(self) -> int:
         """The number of the next operation."""
@@ -711,6 +781,8 @@ class _Core:
         if self._connection is None:
             raise _ended()
         answer = self._asked[operation.number] = self._loop.create_future()
+        if isinstance(operation, Expect):
+            self._places.add(operation.number)
         try:
             self.send(operation)
             async with asyncio.timeout(_OPERATION_TIMEOUT_S):
@@ -719,11 +791,13 @@ class _Core:
             raise EngineUnavailable("the engine process does not answer") from error
         finally:
             self._asked.pop(operation.number, None)
+            self._places.discard(operation.number)
         if found.error is not None:
             raise messages.decode_error(found.error)
         return found
 
     def _receive(self, data: bytes) -> None:
+        self._has_spoken = True
         try:
             self._take(messages.decode_from_core(data))
         except msgspec.MsgspecError:

@@ -60,6 +60,11 @@ from kestrel_runtime.processes.messages import (
 )
 
 _STATE_INTERVAL_S = 0.1
+_SAID_AGAIN = 3
+"""After so many looks at the state it is sent without a change too: a front end that hears nothing takes the core
+for one that has stopped."""
+_LISTENS = 50
+"""Looks at the state between two looks whether the socket is still in its folder."""
 _WANTED_INTERVAL_S = 0.1
 _LINGER_S = 1.0
 _ACCEPT_AGAIN_S = 0.1
@@ -81,7 +86,7 @@ class CoreServer:
         self._endpoint = endpoint
         self._on_lost = on_lost
         self._build = messages.build_id()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener: socket.socket
         self._frontends: dict[str, _Frontend] = {}
         """Those that have greeted, by identity."""
         self._strangers: set[_Frontend] = set()
@@ -94,13 +99,22 @@ class CoreServer:
         """Listen."""
         self._loop = asyncio.get_running_loop()
         self._endpoint.path.unlink(missing_ok=True)
-        self._listener.bind(str(self._endpoint.path))
-        self._listener.listen(_MAX_UNACCEPTED)
-        self._listener.setblocking(False)
+        self._listener = self._new_listener()
         self._listen()
         self._engine.on_status_change(lambda _: self.call(self._publish_state))
         self._engine.on_acquitted(lambda fingerprint: self.call(lambda: self._send_all(Acquitted(fingerprint))))
         self.run(self._publish_states())
+
+    def _new_listener(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(self._endpoint.path))
+            listener.listen(_MAX_UNACCEPTED)
+        except OSError:
+            listener.close()
+            raise
+        listener.setblocking(False)
+        return listener
 
     def drop_frontend(self, identity: str) -> None:
         """A front end has died: cancel its requests."""
@@ -276,9 +290,9 @@ class CoreServer:
         engine = self._engine
         return CoreState(engine.status, engine.load(), tuple(engine.adapters()))
 
-    def _publish_state(self) -> None:
+    def _publish_state(self, *, is_due: bool = False) -> None:
         state = self._current_state()
-        if self._state is None or _without_ages(state) != _without_ages(self._state):
+        if is_due or self._state is None or _without_ages(state) != _without_ages(self._state):
             self._state = state
             self._send_all(state)
 
@@ -287,9 +301,26 @@ class CoreServer:
             self.send(frontend, message)
 
     async def _publish_states(self) -> None:
-        while True:
-            self._publish_state()
+        for number in itertools.count():
+            self._publish_state(is_due=number % _SAID_AGAIN == 0)
+            if number % _LISTENS == 0:
+                self._listen_again()
             await asyncio.sleep(_STATE_INTERVAL_S)
+
+    def _listen_again(self) -> None:
+        """Listen on a new socket where a cleaner of folders has removed the file of this one."""
+        if self._endpoint.path.exists() or not self._endpoint.folder.is_dir():
+            return
+        _log.warning("the socket %s was removed; there is a new one", self._endpoint.path)
+        before = self._listener
+        try:
+            self._listener = self._new_listener()
+        except OSError as error:
+            _log.error("cannot listen on %s: %s", self._endpoint.path, error)
+            return
+        self._loop.remove_reader(before.fileno())
+        before.close()
+        self._listen()
 
 
 class _Frontend:

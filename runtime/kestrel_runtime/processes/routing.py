@@ -6,7 +6,7 @@ Rules
   C2  It goes to the next core in that order only where its home has waiting requests and is more loaded than
       others: by more than a quarter, and by more than one batch.
   C3  A request without an image goes to the core with the least load.
-  C4  A core that does not serve gets nothing.
+  C4  A core that does not serve gets nothing, and neither does one that has stopped to answer, while others do.
 
 Rendezvous hashing: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
 """

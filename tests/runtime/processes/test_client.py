@@ -341,6 +341,53 @@ async def test_requests_that_were_not_answered_go_to_another_core(two: Cores) ->
     assert two.client.status is EngineStatus.SERVING
 
 
+async def test_a_core_that_has_stopped_gets_no_share_while_another_answers(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_module, "_STATE_INTERVAL_S", 0.004)
+    monkeypatch.setattr(client_module, "_LOOK_INTERVAL_S", 0.04)
+    images = [picture(number) for number in range(24)]
+    at_first = [image for image in images if home_order(hashlib.sha256(image).digest(), (0, 1))[0] == 0]
+    request = Query("what?", at_first[0], sampling=GREEDY)
+    async with cores(loaded, tmp_path, CONFIG, CONFIG) as served, asyncio.timeout(MAX_WAIT_S):
+        expected = await served.engines[1].submit(request).result()
+        stopped, unread = served.servers[0], list[bytes]()
+        with monkeypatch.context() as stop:
+            stop.setattr(stopped, "receive", lambda frontend, data, attachment: unread.append(data))
+            stop.setattr(stopped, "send", lambda *_: True)
+            # What it was sent before anything noticed is answered by the other, like all that follows.
+            async with served.client.expecting(request):
+                pass
+            assert (await submit(served.client, request).result()).output == expected.output
+            num_unread = len(unread)
+            for image in at_first:
+                await submit(served.client, Query("what?", image, sampling=GREEDY)).result()
+                await submit(served.client, Query("hello", sampling=GREEDY)).result()
+                async with served.client.expecting(request):
+                    pass
+            assert len(unread) == num_unread
+            assert served.client.status is EngineStatus.SERVING
+        with monkeypatch.context() as watch:
+            has_share = asyncio.Event()
+            receive = stopped.receive
+            watch.setattr(stopped, "receive", lambda *message: (has_share.set(), receive(*message)))
+            while not has_share.is_set():
+                await submit(served.client, Query("what?", at_first[1], sampling=GREEDY)).result()
+
+
+async def test_a_core_whose_socket_was_removed_listens_again(
+    one: Cores, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(core_module, "_LISTENS", 1)
+    one.endpoints[0].path.unlink()
+    async with asyncio.timeout(MAX_WAIT_S):
+        other = await EngineClient.connect(one.endpoints, "frontend-1.1")
+        assert (await submit(other, Query("hello", sampling=GREEDY)).result()).output
+    other.close()
+    await submit(one.client, Query("hello", sampling=GREEDY)).result()
+    assert sum("was removed; there is a new one" in line for line in caplog.messages) == 1
+
+
 async def test_streams_that_had_begun_end_when_their_core_goes(two: Cores) -> None:
     streams = [submit(two.client, ENDLESS) for _ in range(2)]
     for stream in streams:
