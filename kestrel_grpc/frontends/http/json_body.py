@@ -85,8 +85,8 @@ def parse_json(body: bytes, report: Callable[[str, str], object]) -> dict[str, A
     """The object in a body; long texts that are values of an object become `LongText`. Raises `InvalidRequest`.
 
     Numbers that no double is exactly become `WrittenFloat`. Halves of surrogate pairs stay as their escapes.
-    `report` is called with the place of each text or name that has one, such as `messages[0].content`, and with what
-    is wrong.
+    `report` is called with the place of each text or name that has one, such as `messages[0].content`, and with the
+    problem.
     """
     long_texts: dict[str, LongText] = {}
     if len(body) > _UNCHECKED_BYTES:
