@@ -284,3 +284,11 @@ def test_the_lock_holds_a_fitting_version_of_every_dependency():
         )
     ]
     assert unfit == [], "lock anew: make supply"
+
+
+def test_what_callers_cause_is_no_fault_of_the_server():
+    groups = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    (rule,) = [rule for group in groups for rule in group["rules"] if rule.get("alert") == "KestrelServerFaults"]
+    codes = re.search(r'rpc_response_status_code=~"([A-Z_|]+)"', rule["expr"])
+    assert codes is not None
+    assert set(codes[1].split("|")) == {"UNKNOWN", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}

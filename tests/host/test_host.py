@@ -289,7 +289,10 @@ def test_a_supervisor_that_is_killed_leaves_no_process_and_the_next_one_removes_
 def test_a_core_that_cannot_load_ends_the_start_with_its_reason() -> None:
     with host_process("--frontends", "1", "--model", "/nowhere") as host:
         assert host.wait() == 1
-        assert [line["level"] for line in host.lines if "/nowhere" in line["message"]] == ["error"]
+        assert host.complaints == []  # in JSON this is a line of the log
+        reasons = [line for line in host.lines if "/nowhere" in line["message"]]
+        assert [(line["level"], line["process"]) for line in reasons] == [("error", "core-0")]
+        assert "the server has ended" in host.lines[-1]["message"]
         assert host.wait_for("core-0 has ended with status 1 before it was ready")
 
 

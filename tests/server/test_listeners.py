@@ -24,7 +24,7 @@ from kestrel_grpc.__main__ import main
 from kestrel_grpc.access.tls import CertificateError
 from kestrel_grpc.access.token_file import Scope, TokenFileError, hash_of, line_for, read_tokens
 from kestrel_grpc.config.options import ServerConfig
-from kestrel_grpc.listeners import PortUnavailable
+from kestrel_grpc.listeners import PortUnavailable, require_free_socket
 from kestrel_grpc.server import Server, require_usable
 from tests.fakes import FakeEngine
 from tests.server.certificates import Pair, trusting
@@ -310,3 +310,9 @@ def test_a_token_is_made_on_the_command_line(tmp_path, capsys):
     assert (token.name, token.scopes) == ("alice", frozenset(Scope))
     assert hash_of(made.out.strip()) == token.sha256
     assert main([*command, "a b"]) == 2
+
+
+def test_a_link_to_nothing_is_no_place_for_a_socket(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(PortUnavailable, match="it is a link to nothing"):
+        require_free_socket(tmp_path / "link")

@@ -363,3 +363,12 @@ def test_the_log_says_what_was_chosen_and_why() -> None:
     assert line.startswith("precision auto: bfloat16 on a GPU, else float32; float8 has to be asked for, since ")
     line = ServerConfig(precision="bfloat16", engine=EngineConfig(kv_dtype="float8")).precision_line()
     assert line == "precision bfloat16: bfloat16, as asked for; except --kv-dtype float8"
+
+
+@pytest.mark.parametrize("path", ["", "/run/" + "x" * 103, "/run/" + "é" * 52, "/run/kestrel/", "a\0b"])
+def test_the_path_of_a_socket_is_checked_with_the_other_options(path):
+    with pytest.raises(ConfigurationError) as refused:
+        ServerConfig.parse({"unix_socket": path, "port": "none"}, {})
+    assert [problem.partition(":")[0] for problem in refused.value.problems] == ["--port", "--unix-socket"]
+    longest = "/run/" + "x" * 98
+    assert ServerConfig.parse({"unix_socket": longest}, {}).unix_socket == longest
