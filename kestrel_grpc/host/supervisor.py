@@ -159,7 +159,7 @@ class Supervisor:
 
     async def serve(self) -> int:
         """Run until a signal; returns the exit status. Raises `PortUnavailable`."""
-        began, end = time.monotonic(), "a signal during the start"
+        began, end = time.monotonic(), "the start has failed"
         with stop_signals(lambda: self._tell_frontends(ReadAgain())) as signals:
             try:
                 self._reserve_ports()
@@ -168,6 +168,7 @@ class Supervisor:
                 if not starting.done():  # nobody is served yet
                     starting.cancel()
                     number = signals.first.result()
+                    end = f"{number.name} during the start"
                     return 0 if number is signal.SIGTERM else 128 + number
                 starting.result()
                 await asyncio.wait((signals.first, self.must_end), return_when=asyncio.FIRST_COMPLETED)
