@@ -22,7 +22,7 @@ _CHARACTER = r'(\\["\\bfnrt]|[^"\\\x00-\x1F\x7F])'
 
 
 class NotExpressibleError(Exception):
-    """Keywords beside such a number, or around it, that only the library knows."""
+    """Keywords next to such a number, or around it, that only the library knows."""
 
 
 def exact_rules(schema: dict[str, Any], form: dict[str, Any]) -> str:
@@ -98,7 +98,7 @@ class _Writer:
 
     def _body(self, own: dict[str, Any]) -> str:
         keywords = own.keys() - {*_DEFINITIONS, "$anchor"}
-        if EXACT in own and keywords <= _BESIDE_EXACT and not {"const", "enum"} <= keywords:
+        if EXACT in own and keywords <= _NEXT_TO_EXACT and not {"const", "enum"} <= keywords:
             return " | ".join(own[EXACT])
         if keywords == {"$ref"}:
             return self.rule(pointed_at(self._root, own["$ref"]))
@@ -191,7 +191,7 @@ class _Writer:
         return f'"[" {end} "]"'
 
 
-_BESIDE_EXACT = frozenset((EXACT, "const", "enum", "type", "minimum", "maximum", "format"))
+_NEXT_TO_EXACT = frozenset((EXACT, "const", "enum", "type", "minimum", "maximum", "format"))
 _OF_OBJECTS = frozenset(("type", "properties", "required", "additionalProperties", *_DEFINITIONS, "$anchor"))
 _OF_ARRAYS = frozenset(("type", "items", "prefixItems", "additionalItems", "minItems", "maxItems", *_DEFINITIONS))
 

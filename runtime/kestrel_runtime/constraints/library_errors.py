@@ -44,7 +44,7 @@ _OWN_WORDS = MappingProxyType(
         "No options in anyOf": "no value is allowed",
         "schema is false": "no value is allowed",
         "Regex is empty": "pattern, format, minLength and maxLength contradict each other",
-        "can't determine if patternProperty": "patternProperties are too complex to be told apart",
+        "can't determine if patternProperty": "patternProperties are too complex to be compared",
         "Unable to determine if regex is empty": "pattern and minLength or maxLength together are too complex",
         "NoExtensionBias": "the schema requires itself without end",
         "Schema intersection stack level": "the schema requires itself without end",

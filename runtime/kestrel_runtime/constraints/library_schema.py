@@ -150,24 +150,24 @@ class _Rewriter:
     # Numbers
 
     def _rewrite_constants(self, own: dict[str, Any], made: dict[str, Any], path: str) -> None:
-        """Write numbers exactly. The type beside them is left out, since the library rounds large ones by it."""
+        """Write numbers exactly. Their type is left out, since the library rounds large ones by it."""
         for name in ("const", "enum"):
             values = [own[name]] if name == "const" and name in own else own.get(name)
             if not isinstance(values, list):
                 continue
             places = [f"{path}/{name}" + ("" if name == "const" else f"/{index}") for index in range(len(values))]
-            beside = {key: own[key] for key in ("type", "nullable", *NUMBER_BOUNDS) if key in own}
+            siblings = {key: own[key] for key in ("type", "nullable", *NUMBER_BOUNDS) if key in own}
             num_inexact = len(self.inexact)
             kept = [
                 self._exact(value, place)
                 for value, place in zip(cast("list[Any]", values), places, strict=True)
-                if Validator(beside).is_valid(beside, value)
+                if Validator(siblings).is_valid(siblings, value)
             ]
             if kept:
                 made.pop("type", None)
                 made[name] = kept[0] if name == "const" else kept
             if len(self.inexact) > num_inexact:
-                made[EXACT] = [literal(value) for value in values if Validator(beside).is_valid(beside, value)]
+                made[EXACT] = [literal(value) for value in values if Validator(siblings).is_valid(siblings, value)]
 
     def _exact(self, value: Any, path: str) -> Any:
         """Returns a constant with numbers that the library spells as they are."""
@@ -284,9 +284,9 @@ class _Rewriter:
         parts, discriminator = cast("list[Any]", listed), own.get("discriminator")
         is_apart = self._apart.all_apart(parts)
         if not is_apart and isinstance(discriminator, dict):
-            # By OpenAPI the property that tells them apart is there, also where it has a default.
+            # By OpenAPI the property that distinguishes them is there, also where it has a default.
             name = cast("dict[str, Any]", discriminator).get("propertyName")
-            is_apart = isinstance(name, str) and self._apart.are_told_apart_by(name, parts)
+            is_apart = isinstance(name, str) and self._apart.are_distinguished_by(name, parts)
             if is_apart:
                 made["required"] = [*made.get("required", ()), name]
         if not is_apart:
@@ -418,7 +418,7 @@ class _Apartness:
         try:
             required = [self._required(self._dicts_of(schema)) for schema in schemas]
             return any(
-                self.are_told_apart_by(name, schemas) for name in set[str].intersection(*required or [set()])
+                self.are_distinguished_by(name, schemas) for name in set[str].intersection(*required or [set()])
             ) or all(
                 self._are_apart(one, other, 0)
                 for index, one in enumerate(schemas)
@@ -444,7 +444,7 @@ class _Apartness:
                 if isinstance(own.get("allOf"), list):
                     waiting += own["allOf"]
 
-    def are_told_apart_by(self, name: str, schemas: list[Any]) -> bool:
+    def are_distinguished_by(self, name: str, schemas: list[Any]) -> bool:
         """Returns whether all are schemas of objects that name the values of this property, none of them twice."""
         found: list[Any] = []
         for schema in schemas:
