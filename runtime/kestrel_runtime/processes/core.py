@@ -347,16 +347,21 @@ class _Frontend:
     def post(self, deliveries: Iterable[Delivery]) -> None:
         """From any thread: send events of streams. Those that are over end here, too."""
         items: list[messages.EventsOf] = []
+        # Each has a message of its own: the front end serves other callers between two messages.
+        large: list[messages.EventsOf] = []
         ended: list[_ForwardedStream] = []
         for stream, events, error in deliveries:
             assert isinstance(stream, _ForwardedStream)
             if isinstance(error, InternalError):
                 _log.error("a request failed", exc_info=error.__cause__)
-            items.append(events_of(stream.id, events, error))
-            if error is not None or (events and isinstance(events[-1], Finished)):
+            finished = events[-1] if events and isinstance(events[-1], Finished) else None
+            is_large = finished is not None and finished.is_large
+            (large if is_large else items).append(events_of(stream.id, events, error))
+            if error is not None or finished is not None:
                 ended.append(stream)
-        if not self.is_gone:
-            self._server.send(self, Events(tuple(items)))
+        for together in (items, *([item] for item in large)):
+            if together and not self.is_gone:
+                self._server.send(self, Events(tuple(together)))
         if ended:
             self._server.call(lambda: _end_all(ended))
 

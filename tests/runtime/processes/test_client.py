@@ -44,7 +44,7 @@ from kestrel_runtime.processes import core as core_module
 from kestrel_runtime.processes.client import BuildMismatch, EngineClient
 from kestrel_runtime.processes.core import CoreServer
 from kestrel_runtime.processes.endpoint import CoreEndpoint
-from kestrel_runtime.processes.messages import ToCore
+from kestrel_runtime.processes.messages import Events, ToCore, events_in
 from kestrel_runtime.processes.routing import home_order
 from kestrel_runtime.scheduling.batch import Batch
 from tests.reference_fixtures import MD3_SMALL
@@ -161,6 +161,24 @@ async def test_samples_have_their_seeds_and_share_the_image(one: Cores) -> None:
     here = [(await stream.result()).output for stream in one.engines[0].submit_samples(request)]
     there = [(await stream.result()).output for stream in one.client.submit_samples(request)]
     assert there == here
+
+
+async def test_a_large_answer_comes_in_a_message_of_its_own(one: Cores, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_ends: list[int] = []
+    send = CoreServer.send
+
+    def note(server: CoreServer, frontend: Any, message: Any) -> bool:
+        if isinstance(message, Events):
+            events = [event for item in message.of_requests for event in events_in(item)[0]]
+            num_ends.append(sum(isinstance(event, Finished) for event in events))
+        return send(server, frontend, message)
+
+    monkeypatch.setattr(CoreServer, "send", note)
+    sampling = replace(ENDLESS.sampling, max_tokens=20, n=3)
+    monkeypatch.setattr(Finished, "is_large", True)
+    for stream in one.client.submit_samples(replace(ENDLESS, sampling=sampling)):
+        await stream.result()
+    assert [count for count in num_ends if count] == [1, 1, 1]
 
 
 async def test_a_known_image_is_not_decoded_again(one: Cores, monkeypatch: pytest.MonkeyPatch) -> None:
