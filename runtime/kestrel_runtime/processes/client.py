@@ -83,6 +83,7 @@ from kestrel_runtime.processes.messages import (
 from kestrel_runtime.processes.routing import choose
 
 _CONNECT_INTERVAL_S = 0.05
+_LATE_S = 2.0
 _CLOSE_TIMEOUT_S = 2.0
 _OPERATION_TIMEOUT_S = 60.0
 _PIXEL_BYTES = 3
@@ -134,6 +135,8 @@ class EngineClient:
         self._callbacks: list[Callable[[EngineStatus], None]] = []
         self._evidence: dict[str, tuple[int, float]] = {}  # by fingerprint: how much, and since when
         self._refused: dict[str, None] = {}
+        self._late: dict[int, asyncio.Task[None]] = {}
+        """Connections to cores that have not answered at first, by index."""
         for core in cores:
             core.serve(self._take, self._update_status, self._undelivered)
         self._update_status()
@@ -144,19 +147,55 @@ class EngineClient:
         cls, endpoints: Sequence[CoreEndpoint], identity: str, *, absent: Collection[int] = ()
     ) -> Self:
         """Returns once every core has answered but those that are `absent`, for which `core_ready` is called later.
+        One that has not answered a moment after the first is connected once it does, or when `core_ready` is
+        called.
         No other process of this server, now or before, has `identity`.
 
         Raises `BuildMismatch`.
         """
         build = messages.build_id()
         cores = [_Core(endpoint, identity, build) for endpoint in endpoints]
+        connecting = {
+            core.index: asyncio.ensure_future(core.connect()) for core in cores if core.index not in absent
+        }
         try:
-            await asyncio.gather(*(core.connect() for core in cores if core.index not in absent))
+            await asyncio.wait(connecting.values(), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(connecting.values(), timeout=_LATE_S)
+            for task in done:
+                task.result()
         except BaseException:
+            for task in connecting.values():
+                task.cancel()
             for core in cores:
                 core.end()
             raise
-        return cls(cores)
+        client = cls(cores)
+        for core in cores:
+            if core.index in connecting and not connecting[core.index].done():
+                client._await_late(core, connecting[core.index])
+        return client
+
+    def _await_late(self, core: _Core, connecting: asyncio.Task[None]) -> None:
+        """Use a core that is slow to answer once it has."""
+        _log.warning("core %d does not answer", core.index)
+        self._late[core.index] = connecting
+
+        def use(done: asyncio.Task[None]) -> None:
+            self._late.pop(core.index, None)
+            if done.cancelled():
+                return
+            if (error := done.exception()) is not None:
+                _log.error("core %d cannot be used: %s", core.index, error)
+                return
+            _log.warning("core %d answers", core.index)
+            self._warn(core)
+            self._update_status()
+
+        connecting.add_done_callback(use)
+
+    def _forget_late(self, index: int) -> None:
+        if (connecting := self._late.pop(index, None)) is not None:
+            connecting.cancel()
 
     def core_gone(self, index: int, *, is_fault: bool = True) -> None:
         """The process of a core has ended. Requests that it has not begun to answer go to another core.
@@ -164,6 +203,7 @@ class EngineClient:
         Without `is_fault` it was ended from outside.
         """
         core = self._cores[index]
+        self._forget_late(index)
         core.end()
         self._judge(FlightRecord.read(core.flight_record), _FAULT if is_fault else _KILL)
         self._update_status()
@@ -178,6 +218,7 @@ class EngineClient:
 
     async def core_ready(self, index: int) -> None:
         """A new process of a core listens. Raises `BuildMismatch`."""
+        self._forget_late(index)
         await self._cores[index].connect()
         self._warn(self._cores[index])
         self._update_status()
@@ -351,6 +392,8 @@ class EngineClient:
         self._is_closed = True
         for call in list(self._calls.values()):
             call.fail(EngineUnavailable("the engine has stopped"))
+        for index in tuple(self._late):
+            self._forget_late(index)
         for core in self._cores:
             core.end()
         if self._watching is not None:

@@ -393,6 +393,31 @@ async def test_a_core_that_has_stopped_gets_no_share_while_another_answers(
                 await submit(served.client, Query("what?", at_first[1], sampling=GREEDY)).result()
 
 
+async def test_a_front_end_starts_while_a_core_has_stopped_and_uses_it_later(
+    two: Cores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_LATE_S", 0.0)
+    stopped = two.servers[0]
+    async with asyncio.timeout(MAX_WAIT_S):
+        with monkeypatch.context() as stop:
+            greetings: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+            stop.setattr(stopped, "receive", lambda *message: greetings.put_nowait(message))
+            first, second = [await EngineClient.connect(two.endpoints, f"frontend-{number}.1") for number in (1, 2)]
+            for client in (first, second):
+                assert (await submit(client, Query("hello", sampling=GREEDY)).result()).output
+                assert [core.info is not None for core in client.cores()] == [False, True]
+        used = asyncio.Event()
+        monkeypatch.setattr(client_module.EngineClient, "_warn", lambda client, core: used.set())
+        stopped.receive(*await greetings.get())  # it goes on
+        await used.wait()
+        assert [core.info is not None for core in first.cores()] == [True, True]
+        second.core_gone(0)  # it was killed, and there is a new one
+        await second.core_ready(0)
+        assert [core.info is not None for core in second.cores()] == [True, True]
+    first.close()
+    second.close()
+
+
 async def test_a_core_whose_socket_was_removed_listens_again(
     one: Cores, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
