@@ -87,9 +87,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     from kestrel_grpc.server import require_usable
     from kestrel_grpc.telemetry.tracing import TracingUnavailable, require_tracing
     from kestrel_runtime.api.errors import CheckpointError
+    from kestrel_runtime.models.registry import check_local_checkpoint
 
     try:
         require_usable(config)
+        check_local_checkpoint(config.engine.model, config.engine.revision)
         if config.tracing:
             require_tracing(os.environ)
         return _run(config)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from kestrel_grpc import __version__
 from kestrel_grpc.__main__ import main
 from tests import warm
-from tests.reference_fixtures import CHECKOUT, MD3_SMALL
+from tests.reference_fixtures import CHECKOUT, MD2_SMALL, MD3_SMALL
 from tests.server.serving import serving
 
 
@@ -59,6 +62,26 @@ def test_a_cache_too_small_to_serve_with_is_one_clear_line(capsys: pytest.Captur
     refusals = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kestrel-grpc: ")]
     assert len(refusals) == 1
     assert "47 pages are the least" in refusals[0]
+
+
+@pytest.mark.parametrize("options", [[], ["--frontends", "1"]])
+def test_a_checkpoint_that_cannot_be_served_ends_a_start_before_torch_is_imported(
+    options: list[str], tmp_path: Path
+) -> None:
+    shutil.copytree(MD2_SMALL, tmp_path / "model")
+    config = json.loads((MD2_SMALL / "config.json").read_text())
+    config["text"]["n_layers"] = 10**30
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from kestrel_grpc.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "serve", "--port", "0", "--model", str(tmp_path / "model"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    number = 10**30
+    line = f"kestrel-grpc: model: config.json: text.n_layers is {number}, and must be at most 1024\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
 
 
 def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,6 +98,11 @@ def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
     return _hub_checkpoint(model, repository, revision or pinned)
 
 
+def is_local(model: str) -> bool:
+    """Returns True if `find_checkpoint` takes a name for a path of this machine."""
+    return _existing(model) is not None
+
+
 def _existing(model: str) -> Path | None:
     try:
         path = Path(model).expanduser()

@@ -123,6 +123,13 @@ class PreparedModel(Protocol):
 class ModelFamily(Protocol):
     """One architecture: how its checkpoints are read, and which skills its models have."""
 
+    def check_config(self, checkpoint: Checkpoint) -> None:
+        """Raises `CheckpointError` if the checkpoint's configuration cannot be served.
+
+        Needs neither the weights nor torch, so that a start can fail before they are loaded.
+        """
+        ...
+
     def load(
         self, checkpoint: Checkpoint, config: EngineConfig, device: torch.device, dtype: torch.dtype
     ) -> LoadedWeights:

@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 
 from kestrel_runtime.api.errors import CheckpointError
-from kestrel_runtime.loading.checkpoint import Checkpoint
+from kestrel_runtime.loading.checkpoint import Checkpoint, find_checkpoint, is_local
 from kestrel_runtime.models.family import ModelFamily
 
 FAMILIES: Mapping[str, str] = MappingProxyType({"moondream": "kestrel_runtime.models.moondream.family:FAMILY"})
@@ -37,6 +37,16 @@ def family_of(checkpoint: Checkpoint) -> ModelFamily:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise CheckpointError(f"the model family {name} cannot be imported from {address}: {error}") from error
+
+
+def check_local_checkpoint(model: str, revision: str | None) -> None:
+    """Raises `CheckpointError` if a local path is no checkpoint, or has a configuration that cannot be served.
+
+    Takes no time of note, since it imports no torch and reads no weights. Other names are not looked at.
+    """
+    if is_local(model):
+        checkpoint = find_checkpoint(model, revision)
+        family_of(checkpoint).check_config(checkpoint)
 
 
 def _address(name: str) -> str | None:

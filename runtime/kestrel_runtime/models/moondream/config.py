@@ -36,6 +36,7 @@ _MAX_BY_NAME: Mapping[str, int] = {
 }
 _NUM_CHANNELS = 3  # of decoded images
 _MAX_TEMPLATE_IDS = 10_000
+_SECTIONS = ("text", "vision", "region", "tokenizer")
 
 
 class ConfigError(ValueError):
@@ -299,3 +300,16 @@ def _templates(data: Mapping[str, Any]) -> dict[str, dict[str, tuple[int, ...]]]
             raise ConfigError(f"config.json: tokenizer.templates.{skill} lacks its prefix or its suffix")
         templates[skill] = {part: tuple(ids) for part, ids in parts.items()}
     return templates
+
+
+def sections_of(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the sections of a `config.json` that `MoondreamConfig.from_dict` reads, without empty ones.
+
+    They stand at the top level or below `config`. Raises `ConfigError` if neither holds sections.
+    """
+    given = config or {}
+    if not any(section in given for section in _SECTIONS) and given.get("config") is not None:
+        given = given["config"]
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"config.json: config is {reprlib.repr(given)}, not a section")
+    return {section: given[section] for section in _SECTIONS if given.get(section) is not None}

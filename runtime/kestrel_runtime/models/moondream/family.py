@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.loading.checkpoint import Checkpoint
 from kestrel_runtime.models.family import LoadedWeights, ModelFamily
-from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.models.moondream.config import ConfigError, IncompleteConfig, MoondreamConfig, sections_of
 from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.models.moondream.skills.base import Skill
 from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
@@ -28,6 +29,15 @@ _log = logging.getLogger(__name__)
 
 class MoondreamFamily:
     """Moondream 2 and 3."""
+
+    def check_config(self, checkpoint: Checkpoint) -> None:
+        """Raises `CheckpointError` if `config.json` has values that no Moondream can have."""
+        try:
+            MoondreamConfig.from_dict(sections_of(checkpoint.config))
+        except IncompleteConfig:
+            pass  # the rest follows from the tensors
+        except ConfigError as error:
+            raise CheckpointError(f"{checkpoint.name}: {error}") from error
 
     def load(
         self, checkpoint: Checkpoint, config: EngineConfig, device: torch.device, dtype: torch.dtype

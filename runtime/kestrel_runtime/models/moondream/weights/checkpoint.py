@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-import reprlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.loading.checkpoint import Checkpoint
-from kestrel_runtime.models.moondream.config import ConfigError, IncompleteConfig, MoondreamConfig
+from kestrel_runtime.models.moondream.config import ConfigError, IncompleteConfig, MoondreamConfig, sections_of
 from kestrel_runtime.models.moondream.weights.published import infer_config
 
 _log = logging.getLogger(__name__)
@@ -34,7 +33,6 @@ _log = logging.getLogger(__name__)
 MAX_LISTED_PROBLEMS = 20
 FP8 = torch.float8_e4m3fn
 _PLAIN_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SECTIONS = ("text", "vision", "region", "tokenizer")
 
 _LAYER = r"text_model\.transformer\.h\.(\d+)\."
 _VISUAL = r"vision_encoder\.encoder\.model\.visual\."
@@ -259,12 +257,7 @@ def canonical_name(name: str) -> str:
 
 
 def _config_data(config: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    given = config or {}
-    if not any(section in given for section in _SECTIONS) and given.get("config") is not None:
-        given = given["config"]
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"config.json: config is {reprlib.repr(given)}, not a section")
-    given = {section: given[section] for section in _SECTIONS if given.get(section) is not None}
+    given = sections_of(config)
     try:
         MoondreamConfig.from_dict(given)
     except IncompleteConfig:
