@@ -154,16 +154,16 @@ class ConstraintCompiler:
 
     def _compile_schema(self, constraint: Constraint, vocabulary: Vocabulary) -> CompiledConstraint:
         given: dict[str, Any] = parse_schema(cast(str, constraint.json_schema))
-        schema, problems, inexact = library_schema(given)
+        schema, problems, inexact, is_narrowed = library_schema(given)
         if problems:
             raise _refused(constraint, *problems, *inexact)
-        try:
-            rules = exact_rules(schema, _JSON_FORM) if inexact else _rules(schema)
-        except NotExpressibleError:
-            raise _refused(constraint, *inexact) from None
-        library = self._new_library(rules, vocabulary)
-        if library.is_error() and inexact:
+        library = self._exact_library(schema, vocabulary) if inexact or is_narrowed else None
+        if library is None and inexact:
             raise _refused(constraint, *inexact)
+        if library is None:
+            if is_narrowed:
+                schema = library_schema(given, may_narrow=True).schema
+            library = self._new_library(_rules(schema), vocabulary)
         if library.is_error():
             error = located(schema, library.get_error(), lambda each: self._error_of(each, vocabulary))
             raise _refused(constraint, error)
@@ -171,6 +171,14 @@ class ConstraintCompiler:
         check = AnswerCheck.of(given)
         longest = _longest_text(schema)
         return CompiledConstraint(library, vocabulary.end_id, vocabulary.json, rest_tokens, longest, check)
+
+    def _exact_library(self, schema: dict[str, Any], vocabulary: Vocabulary) -> llguidance.LLMatcher | None:
+        """Returns the grammar by our own rules around the library's; None where they cannot express the schema."""
+        try:
+            library = self._new_library(exact_rules(schema, _JSON_FORM), vocabulary)
+        except NotExpressibleError:
+            return None
+        return None if library.is_error() else library
 
     def _new_library(self, rules: str, vocabulary: Vocabulary) -> llguidance.LLMatcher:
         grammar = llguidance.LLMatcher.grammar_from_lark(_NOTHING_IS_FORCED + rules)

@@ -82,27 +82,34 @@ _PATTERNS: Mapping[str, str] = MappingProxyType(
 class LibrarySchema(NamedTuple):
     """A schema for the library, and what cannot be expressed: a JSON pointer and a description each.
 
-    `inexact`: numbers that the library does not take, but `exact_rules` may.
+    `inexact`: numbers that the library does not take, but `exact_rules` may. `is_narrowed`: the library takes
+    bounds, and excludes some numbers next to them that `exact_rules` may allow.
     """
 
     schema: dict[str, Any]
     problems: list[str]
     inexact: list[str]
+    is_narrowed: bool
 
 
-def library_schema(schema: dict[str, Any]) -> LibrarySchema:
-    """Rewrites a schema whose floats are decimals, and which `schema_problems` finds nothing wrong with."""
-    rewriter = _Rewriter(schema)
+def library_schema(schema: dict[str, Any], *, may_narrow: bool = False) -> LibrarySchema:
+    """Rewrites a schema whose floats are decimals, and which `schema_problems` finds nothing wrong with.
+
+    With `may_narrow`, bounds are left to the library wherever it takes them.
+    """
+    rewriter = _Rewriter(schema, may_narrow=may_narrow)
     rewritten = rewriter.rewritten(schema, "")
     if rewriter.definitions:
         rewritten["$defs"] = {**rewritten.get("$defs", {}), **rewriter.definitions}
-    return LibrarySchema(rewritten, rewriter.problems, rewriter.inexact)
+    return LibrarySchema(rewritten, rewriter.problems, rewriter.inexact, rewriter.is_narrowed)
 
 
 class _Rewriter:
-    def __init__(self, root: dict[str, Any]) -> None:
+    def __init__(self, root: dict[str, Any], *, may_narrow: bool) -> None:
         self.problems: list[str] = []
         self.inexact: list[str] = []
+        self.is_narrowed = False
+        self._may_narrow = may_narrow
         self.definitions: dict[str, Any] = {}
         self._root = root
         self._apart = _Apartness(root)
@@ -213,19 +220,16 @@ class _Rewriter:
         for name, value in (("minimum", least), ("maximum", most)):
             if value is not None:
                 made[name] = value
+        if not self._may_narrow and is_integer and step is None and _is_narrower(lower, upper, least, most):
+            self.is_narrowed = True
+            self._write_range(own, made, *_whole(lower, upper))
 
     def _bound_exactly(
         self, own: dict[str, Any], made: dict[str, Any], lower: _Bound | None, upper: _Bound | None, problem: str
     ) -> None:
         """Write int64 bounds that no doubles are for rules of our own; others are a problem."""
         types = {own.get("type")} if isinstance(own.get("type"), str) else set(_texts(own.get("type")))
-        least, most = -_MAX_INT64, _MAX_INT64
-        if lower is not None and abs(lower.value) <= _MAX_INT64:
-            whole = int(lower.value.to_integral_value(ROUND_CEILING))
-            least = whole + (lower.is_exclusive and whole == lower.value)
-        if upper is not None and abs(upper.value) <= _MAX_INT64:
-            whole = int(upper.value.to_integral_value(ROUND_FLOOR))
-            most = whole - (upper.is_exclusive and whole == upper.value)
+        least, most = _whole(lower, upper)
         is_outside = any(
             bound is not None and sign * bound.value < -_MAX_INT64 for bound, sign in ((lower, -1), (upper, 1))
         )
@@ -233,7 +237,12 @@ class _Rewriter:
             self.problems.append(problem)
             return
         self.inexact.append(problem)
-        has_null = "null" in types or own.get("nullable") is True
+        self._write_range(own, made, least, most)
+
+    @staticmethod
+    def _write_range(own: dict[str, Any], made: dict[str, Any], least: int, most: int) -> None:
+        given = own.get("type")
+        has_null = "null" in (given if isinstance(given, list) else [given]) or own.get("nullable") is True
         made[EXACT] = [whole_numbers(least, most), *(['"null"'] if has_null else [])]
 
     # Objects and alternatives
@@ -332,6 +341,29 @@ class _Bound(NamedTuple):
         if ending == "inimum":
             return max(found, key=lambda bound: (bound.value, bound.is_exclusive), default=None)
         return min(found, key=lambda bound: (bound.value, not bound.is_exclusive), default=None)
+
+
+def _whole(lower: _Bound | None, upper: _Bound | None) -> tuple[int, int]:
+    """Returns the least and the most whole number within bounds, which are those of int64 unless narrower."""
+    least, most = -_MAX_INT64, _MAX_INT64
+    if lower is not None and abs(lower.value) <= _MAX_INT64:
+        whole = int(lower.value.to_integral_value(ROUND_CEILING))
+        least = whole + (lower.is_exclusive and whole == lower.value)
+    if upper is not None and abs(upper.value) <= _MAX_INT64:
+        whole = int(upper.value.to_integral_value(ROUND_FLOOR))
+        most = whole - (upper.is_exclusive and whole == upper.value)
+    return least, most
+
+
+def _is_narrower(lower: _Bound | None, upper: _Bound | None, least: float | None, most: float | None) -> bool:
+    """Returns whether doubles exclude whole numbers that the bounds allow.
+
+    The last numbers of int64 do not count: its whole range is far more common than an answer that needs them.
+    """
+    first, last = _whole(lower, upper)
+    return (lower is not None and abs(lower.value) <= _MAX_INT and least is not None and least != first) or (
+        upper is not None and abs(upper.value) <= _MAX_INT and most is not None and most != last
+    )
 
 
 def _rounded(lower: _Bound | None, upper: _Bound | None, *, is_integer: bool) -> tuple[float | None, float | None]:

@@ -310,6 +310,20 @@ TUPLE = {"type": "array", "prefixItems": [{"const": ID}, {"type": "string"}], "i
         ({"const": 0.30000000000000004}, [0.30000000000000004], [0.3]),
         ({"enum": [ID, ID + 2, "a"], "type": ["integer", "string"]}, [ID, ID + 2, "a"], [ID + 1, 2**62]),
         ({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1}, [2**53 + 1], [2**53, 2**53 + 2]),
+        (
+            {"type": "integer", "minimum": 2**53 + 1, "exclusiveMaximum": 2**60 + 1},
+            [2**53 + 1, 2**53 + 3, 2**60 - 1, 2**60],
+            [2**53, 2**60 + 1, 0],
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"type": "integer", "maximum": -(2**53) - 1}},
+                "required": ["a"],
+            },
+            [{"a": -(2**53) - 1}, {"a": -(2**53) - 3}, {"a": -(2**62) - 1}],
+            [{"a": -(2**53)}, {"a": 0}],
+        ),
         ({"type": "integer", "exclusiveMinimum": ID, "exclusiveMaximum": ID + 2}, [ID + 1], [ID, ID + 2]),
         (
             {"type": "integer", "minimum": -(2**63) + 1, "maximum": -(2**63) + 3},
@@ -336,6 +350,16 @@ def test_numbers_that_no_double_is_come_as_they_are(
     library = compiled(compiler, schema)
     assert [value for value in right if not takes(library, json.dumps(value))] == []
     assert [value for value in wrong if takes(library, json.dumps(value))] == []
+
+
+def test_bounds_where_only_the_library_reads_the_schema_exclude_numbers_next_to_them_and_allow_no_others(
+    compiler: ConstraintCompiler,
+) -> None:
+    own = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 2**53 + 1}}, "required": ["a"]}
+    library = compiled(compiler, {"allOf": [own, {"type": "object", "properties": {"b": {"type": "string"}}}]})
+    assert takes(library, json.dumps({"a": 2**53 + 2, "b": "x"}))
+    assert not takes(library, json.dumps({"a": 2**53 + 1}))
+    assert not takes(library, json.dumps({"a": 2**53}))
 
 
 @pytest.mark.parametrize("least", [-123, -100, -7, 0, 1, 9, 10, 99, 100, 101])
