@@ -280,9 +280,13 @@ async def test_an_image_whose_time_is_over_leaves_the_store_and_the_caches_of_th
         request = engine_service_pb2.ClearCacheRequest()
         assert await outcome(every[0].engine.ClearCache(request, metadata=bearing("plain"))) == "OK"
         assert (await used())["engine", "embeddings"] == 0
-        assert await put(every[0], "asked", ttl=Duration(seconds=1)) == "OK"
-        assert await about_image("asked")(every[1]) == "OK"
-        assert (await used())["engine", "embeddings"] > 0
+        for seconds in (1, 8, 64):  # longer where the machine is too busy to ask in time
+            assert await put(every[0], "asked", ttl=Duration(seconds=seconds)) == "OK"
+            is_found = await about_image("asked")(every[1]) == "OK"
+            if is_found and (await used())["engine", "embeddings"] > 0:
+                break
+        else:
+            raise AssertionError("no question about the image was answered within its time")
         async with asyncio.timeout(MAX_WAIT_S):
             while (await used())["engine", "embeddings"] > 0:
                 pass
