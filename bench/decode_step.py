@@ -323,7 +323,7 @@ def time_kernels(
             for cache_dtype in (torch.bfloat16, FLOAT8):
                 contexts = Contexts(batch, shortest, longest)
                 cache = contexts.filled_cache(config, device, cache_dtype)
-                num_parts = min(max(1024 // (batch * config.n_heads), 1), 32)
+                num_parts = FusedDecoder(model.text, model.blocks, kernels).num_parts_of(batch)
                 call = attention_call(model, contexts, cache, num_parts)
                 width = 2 * config.n_kv_heads * config.head_dim * cache_dtype.itemsize
                 size = contexts.num_positions() * width

@@ -1,10 +1,15 @@
 """How long does a start take, stage by stage, and does traffic right after it wait for what the start left out?
 
-Starts the server with an empty folder of compiled kernels, and again with that folder. Stages are told from the
-lines of its log. After each start each workload is asked for two windows, from the first request on: the 99th
-percentile of the first should not be far above that of the second, and nothing should be compiled or captured.
+Starts the server with an empty folder of compiled kernels, and again with that folder. Stages follow from the lines
+of its log. The start ends when 64 requests at once, sent the moment the port opens, are answered at the rate that
+the server has later: `until full rate` is the moment from which answers at the later rate would have been as many
+as came. The later rate is measured after a quiet time, in which the server may capture what it has left out.
 
-    python -m bench.start_up --model /tmp/md3 -- --precision float8
+The load goes on for two windows, and so do other workloads after it: the rate of the first should be that of the
+second, and nothing should be compiled or captured while requests wait. With `--before` another checkout is started
+in turns with this one, each with a folder of kernels of its own.
+
+    python -m bench.start_up --model /tmp/md3 --before /tmp/older -- --precision float8
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import socket
 import sys
 import tempfile
 import time
@@ -36,9 +42,11 @@ STAGES = (
     ("first requests", "warmed up "),
 )
 """What lies before a line of the log, and how the message begins. A line that does not come has no stage."""
-ROWS = "cached:64,direct:64,text:16"
+ROWS = "cached:64,text:16"
+FIRST_LOAD = "direct:64"
+_PROCESSES, _PICTURES = 4, 64
 _OBJECTIVE = Objective(first_token_ms=1000.0, per_token_ms=50.0)
-_LINE = re.compile(r"^(\S+)Z INFO \S+ (.*)$", re.MULTILINE)
+_LINE = re.compile(r"^(\S+)Z INFO (?:\S+ )?kestrel\S+ (.*)$", re.MULTILINE)
 
 
 def stage_seconds(log: str, began: float, opened: float) -> dict[str, float]:
@@ -53,10 +61,40 @@ def stage_seconds(log: str, began: float, opened: float) -> dict[str, float]:
     return {**found, "port": opened - before, "all": opened - began}
 
 
+def full_rate_s(num_answers: int, duration_s: float, later_rate: float) -> float:
+    """Seconds from the begin of a time with so many answers until answers at the later rate would have begun."""
+    return duration_s - num_answers / later_rate
+
+
+def first_traffic(processes: LoadProcesses, load: Load, window_s: float, quiet_s: float) -> dict[str, Any]:
+    """The load from the moment that the port opens, for two windows, and its rate after a quiet time."""
+    opened = time.perf_counter()
+    window = processes.closed(load.workload, load.concurrency, 2 * window_s, 0.0)
+    time.sleep(quiet_s)
+    later = processes.closed(load.workload, load.concurrency, 2 * window_s, window_s)
+    ended = sorted(sample.ended for sample in window.samples if sample.ended <= window.window.end)
+    later_ended = [sample.ended for sample in later.samples]
+    begin, end = later.window.start, later.window.end
+    rate = sum(begin <= moment <= end for moment in later_ended) / (end - begin)
+    middle = opened + (window.window.end - opened) / 2
+    halves = [
+        sum(begin < moment <= end for moment in ended) / (end - begin)
+        for begin, end in ((opened, middle), (middle, window.window.end))
+    ]
+    return {
+        "load": str(load),
+        "until full rate, s": full_rate_s(len(ended), window.window.end - opened, rate),
+        "first answer, s": ended[0] - opened if ended else None,
+        "requests/s, first and next": halves,
+        "requests/s, later": rate,
+        "errors": sum(bool(sample.error) for sample in (*window.samples, *later.samples)),
+    }
+
+
 def traffic(server: WatchedServer, loads: Sequence[Load], window_s: float) -> Iterator[dict[str, Any]]:
     """A row for each load: rates and 99th percentiles of the first window and of the one after it."""
     for load in loads:
-        with LoadProcesses(server.address, 4, 64) as processes:
+        with LoadProcesses(server.address, _PROCESSES, _PICTURES) as processes:
             rows = [
                 summarise(
                     load.workload.name,
@@ -76,43 +114,76 @@ def traffic(server: WatchedServer, loads: Sequence[Load], window_s: float) -> It
         }
 
 
-def one_start(arguments: argparse.Namespace, log: Path) -> dict[str, Any]:
+def _free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+def one_start(arguments: argparse.Namespace, log: Path, tree: Path | None, rows: Sequence[Load]) -> dict[str, Any]:
     """Start, ask, and stop."""
-    began = time.time()
-    options = ("--model", arguments.model, "--log-level", "info", *arguments.server_options)
-    with watched_server(log, options) as server:
-        stages = stage_seconds(log.read_text(), began, time.time())
-        print("  ".join(f"{stage} {seconds:.1f}" for stage, seconds in stages.items()), flush=True)
-        rows: list[dict[str, Any]] = []
-        for row in traffic(server, [Load.of(text) for text in arguments.rows.split(",")], arguments.seconds):
-            first, second = row["p99 ms"]
-            rates = " and ".join(f"{rate:.1f}" for rate in row["requests/s"])
-            print(f"{row['load']}: {rates} requests/s, p99 {first:.0f} and {second:.0f} ms", flush=True)
-            rows.append(row)
-        stalls = {name: value for name, value in server.metrics().items() if "engine_stalls_total" in name}
-        print(f"stalls {stalls}", flush=True)
-        server.stop()
-    return {"stages, s": stages, "rows": rows, "stalls": stalls}
+    # Known before the start, so that those who ask are ready when it ends.
+    port = _free_port()
+    options = ("--model", arguments.model, "--log-level", "info", "--port", str(port), *arguments.server_options)
+    with LoadProcesses(f"127.0.0.1:{port}", _PROCESSES, _PICTURES) as processes:
+        began = time.time()
+        with watched_server(log, options, tree) as server:
+            opened = time.time()
+            first = first_traffic(processes, Load.of(FIRST_LOAD), arguments.seconds, arguments.quiet)
+            first["until full rate, s"] += opened - began
+            stages = stage_seconds(log.read_text(), began, opened)
+            print("  ".join(f"{stage} {seconds:.1f}" for stage, seconds in stages.items()), flush=True)
+            print("  ".join(f"{name} {_text(value)}" for name, value in first.items()), flush=True)
+            found: list[dict[str, Any]] = []
+            for row in traffic(server, rows, arguments.seconds):
+                this, that = row["p99 ms"]
+                rates = " and ".join(f"{rate:.1f}" for rate in row["requests/s"])
+                print(f"{row['load']}: {rates} requests/s, p99 {this:.0f} and {that:.0f} ms", flush=True)
+                found.append(row)
+            stalls = {name: value for name, value in server.metrics().items() if "engine_stalls_total" in name}
+            print(f"stalls {stalls}", flush=True)
+            server.stop()
+    return {"stages, s": stages, "first traffic": first, "rows": found, "stalls": stalls}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return " and ".join(map(_text, value))
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def main() -> int:
     """Measure, print and write; 1 where a request waited for a compilation or a capture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of the model; its answers must never end early")
+    parser.add_argument("--before", type=Path, help="an older checkout, which is started in turns with this one")
+    parser.add_argument("--again", type=int, default=1, help="starts after the first one (default: %(default)s)")
     parser.add_argument("--rows", default=ROWS, help="workload:requests at once, … (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each of two windows (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each of two windows (default: %(default)s)")
+    parser.add_argument(
+        "--quiet",
+        type=float,
+        default=4.0,
+        help="seconds without requests before the later rate (default: %(default)s)",
+    )
     parser.add_argument("--json", type=Path, default=Path("bench/out/start_up.json"), help="default: %(default)s")
     parser.add_argument("server_options", nargs="*", metavar="-- OPTION", help="options of `kestrel-grpc serve`")
     arguments = parser.parse_args()
-    starts: dict[str, Any] = {}
+    trees = {"after": None} if arguments.before is None else {"before": arguments.before, "after": None}
+    loads = [Load.of(text) for text in arguments.rows.split(",") if text]
+    starts: dict[str, list[dict[str, Any]]] = {tree: [] for tree in trees}
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TRITON_CACHE_DIR"] = str(Path(folder) / "kernels")
-        for name in ("first", "again"):
-            print(f"== {name} start", flush=True)
-            starts[name] = one_start(arguments, Path(folder) / f"{name}.log")
-    options = {"model": arguments.model, "options": arguments.server_options}
-    write_json(arguments.json, {"machine": machine_facts(), **options, "starts": starts})
-    return int(any(value for start in starts.values() for value in start["stalls"].values()))
+        for number in range(1 + arguments.again):
+            for name, tree in trees.items():
+                os.environ["TRITON_CACHE_DIR"] = str(Path(folder, name, "kernels"))
+                print(f"== {name}: {'again' if number else 'first'}", flush=True)
+                log = Path(folder, f"{name}-{number}.log")
+                rows = loads if number == arguments.again else []
+                starts[name].append(one_start(arguments, log, tree, rows))
+                options = {"model": arguments.model, "options": arguments.server_options}
+                write_json(arguments.json, {"machine": machine_facts(), **options, "starts": starts})
+    every = [start for own in starts.values() for start in own]
+    return int(any(value for start in every for value in start["stalls"].values()))
 
 
 if __name__ == "__main__":

@@ -66,11 +66,7 @@ def started_server(
     """
     command = (sys.executable, "-m", program, "serve", "--port", "0", "--log-level", "warning", *options)
     started = time.perf_counter()
-    environment = dict(os.environ)
-    if tree is not None:
-        sources = (str(tree.resolve() / folder) for folder in _SOURCE_ROOTS)
-        environment["PYTHONPATH"] = os.pathsep.join((*sources, environment.get("PYTHONPATH", "")))
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tree, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tree, env=_environment(tree))
     assert process.stdout is not None, "asked for a pipe"
     try:
         line = process.stdout.readline()
@@ -87,6 +83,15 @@ def started_server(
             process.kill()
             process.wait()
         process.stdout.close()
+
+
+def _environment(tree: Path | None) -> dict[str, str]:
+    """The variables of a process that runs the code of a checkout; None: the code that runs here."""
+    environment = dict(os.environ)
+    if tree is not None:
+        sources = (str(tree.resolve() / folder) for folder in _SOURCE_ROOTS)
+        environment["PYTHONPATH"] = os.pathsep.join((*sources, environment.get("PYTHONPATH", "")))
+    return environment
 
 
 def machine_facts() -> dict[str, Any]:
@@ -280,8 +285,11 @@ class WatchedServer:
 
 
 @contextlib.contextmanager
-def watched_server(log: Path, options: Sequence[str]) -> Iterator[WatchedServer]:
-    """Serve the built-in model, unless the options say otherwise, with metrics, and each call in the file `log`."""
+def watched_server(log: Path, options: Sequence[str], tree: Path | None = None) -> Iterator[WatchedServer]:
+    """Serve the built-in model, unless the options say otherwise, with metrics, and each call in the file `log`.
+
+    With a `tree`, the code of that checkout is served instead of the code that runs.
+    """
     module = "bench.harness.serving"
     ports = ("--port", "0", "--metrics-port", "0", "--withdrawal-delay", "0")
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -292,6 +300,8 @@ def watched_server(log: Path, options: Sequence[str]) -> Iterator[WatchedServer]
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
+            cwd=tree,
+            env=_environment(tree),
         )
     with process:
         try:

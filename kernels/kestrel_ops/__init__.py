@@ -10,11 +10,14 @@ from kestrel_ops.dispatch import (
     COMPILED_AHEAD,
     Kernels,
     compiled_together,
+    load_listed,
     measured_products,
     num_compilations,
     prepare_compilations,
+    use_libraries,
 )
 from kestrel_ops.invariant_mode import InvariantMode, depends_on_chunks, depends_on_place
+from kestrel_ops.kept_facts import KeptFacts
 from kestrel_ops.low_rank import BlockLowRank, ExpertAdapters, LowRank, RowsBySlot
 from kestrel_ops.reference import (
     INT4_GROUP,
@@ -44,6 +47,7 @@ __all__ = [
     "DeviceLimits",
     "ExpertAdapters",
     "InvariantMode",
+    "KeptFacts",
     "Kernels",
     "LowRank",
     "ModelShape",
@@ -60,6 +64,7 @@ __all__ = [
     "invariant_attention",
     "invariant_attention_bytes",
     "invariant_linear",
+    "load_listed",
     "measured_products",
     "meta_stands_for",
     "mixture_of_experts",
@@ -71,5 +76,6 @@ __all__ = [
     "rotary",
     "sample",
     "tau_scales",
+    "use_libraries",
     "write_kv",
 ]

@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -205,13 +205,22 @@ def compiled_together(
     """Within it Triton kernels are compiled for a device with these limits, by so many processes, and not launched.
 
     Operations are given tensors of the device `meta`. At the end the kernels are loaded onto the current device, or
-    with `kept_in`, where that device need not be here, they are in this folder. They are then in the list, which is
-    empty before.
+    with `kept_in`, where that device need not be here, they are in this folder. The list, which is empty before,
+    then has an entry for each, for `load_listed`.
     """
     module = _compilations()
     if module is None:
         return nullcontext([])
     return module.compiled_together(num_processors, limits, compiled_ahead=COMPILED_AHEAD, kept_in=kept_in)
+
+
+def load_listed(listed: Iterable[Sequence[str]]) -> int | None:
+    """Load kernels that `compiled_together` has listed in another process; returns their number.
+
+    Returns None where that cannot be done for all of them, as where one is no longer kept.
+    """
+    module = _compilations()
+    return None if module is None else module.load_listed(listed)
 
 
 def prepare_compilations() -> None:
@@ -221,12 +230,19 @@ def prepare_compilations() -> None:
         module.prepare()
 
 
-def measured_products() -> AbstractContextManager[None]:
+def use_libraries(device: torch.device) -> None:
+    """Have torch's libraries load what their first calls on a CUDA device wait for. Takes half a second, in any
+    thread. Raises RuntimeError where the device cannot compute that."""
+    importlib.import_module("kestrel_ops.first_use").use_libraries(device)
+
+
+def measured_products(choices: dict[str, int]) -> AbstractContextManager[None]:
     """Within it the algorithm of each product of cuBLASLt of a new shape is chosen by measurement.
 
-    That waits for the device. Without it a product takes up to a few per cent longer, with the same result.
+    That waits for the device. Without it a product takes up to a few per cent longer, with the same result. What
+    `choices` has is not measured; what is measured is added to them.
     """
-    return _module("library", "cublas_lt").measured_products()
+    return _module("library", "cublas_lt").measured_products(choices)
 
 
 def _compilations() -> ModuleType | None:

@@ -255,7 +255,7 @@ def _with_server(job: _Job) -> int:
 def _with_engine(job: _Job) -> int:
     """Run with an engine of this process; returns the exit status."""
     config = ServerConfig.parse(vars(job.arguments), os.environ)
-    if config.devices is not None or config.frontends != 0:
+    if config.devices is not None or config.frontends not in (0, "auto"):
         raise ConfigurationError(
             ("--devices and --frontends: start a server with them, and give its HTTP port as --address",)
         )

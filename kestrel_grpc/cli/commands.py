@@ -5,23 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 from kestrel_grpc import __version__
-from kestrel_grpc.cli.accept import add_accept_command
-from kestrel_grpc.cli.ask import add_client_commands
-from kestrel_grpc.cli.batch import add_batch_command
-from kestrel_grpc.cli.bench import add_bench_command
-from kestrel_grpc.cli.compile import add_compile_command
-from kestrel_grpc.cli.completion import add_completion_command, complete
-from kestrel_grpc.cli.demo import add_demo_command
-from kestrel_grpc.cli.evaluate import add_evaluate_command
-from kestrel_grpc.cli.health import add_health_command
 from kestrel_grpc.cli.serve import add_serve_command
-from kestrel_grpc.cli.status import add_status_commands
-from kestrel_grpc.cli.token import add_token_command
-from kestrel_grpc.cli.verify import add_verify_command
 from kestrel_grpc.process import complain, printable
 from kestrel_runtime.api.errors import did_you_mean
 
@@ -38,13 +26,13 @@ def run(words: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    for add in (
-        *(add_serve_command, add_verify_command, add_accept_command, add_demo_command, add_token_command),
-        *(add_client_commands, add_batch_command, add_evaluate_command, add_bench_command),
-        *(add_status_commands, add_health_command, add_compile_command, add_completion_command),
-    ):
-        add(commands)
+    add_serve_command(commands)
+    if "_ARGCOMPLETE" in os.environ or not words or words[0] not in commands.choices:
+        for add in _other_commands():
+            add(commands)
     if "_ARGCOMPLETE" in os.environ:
+        from kestrel_grpc.cli.completion import complete
+
         complete(parser)
     if not words:
         parser.print_help()
@@ -78,6 +66,28 @@ class _Parser(argparse.ArgumentParser):
         print(f"{self.prog}: error: {printable(message)}", file=sys.stderr)
         self.print_usage(sys.stderr)
         self.exit(_MISUSED)
+
+
+def _other_commands() -> tuple[Callable[[Any], None], ...]:
+    """What adds the commands other than those of a server, whose start does not wait for their libraries."""
+    from kestrel_grpc.cli.accept import add_accept_command
+    from kestrel_grpc.cli.ask import add_client_commands
+    from kestrel_grpc.cli.batch import add_batch_command
+    from kestrel_grpc.cli.bench import add_bench_command
+    from kestrel_grpc.cli.compile import add_compile_command
+    from kestrel_grpc.cli.completion import add_completion_command
+    from kestrel_grpc.cli.demo import add_demo_command
+    from kestrel_grpc.cli.evaluate import add_evaluate_command
+    from kestrel_grpc.cli.health import add_health_command
+    from kestrel_grpc.cli.status import add_status_commands
+    from kestrel_grpc.cli.token import add_token_command
+    from kestrel_grpc.cli.verify import add_verify_command
+
+    return (
+        *(add_verify_command, add_accept_command, add_demo_command, add_token_command),
+        *(add_client_commands, add_batch_command, add_evaluate_command, add_bench_command),
+        *(add_status_commands, add_health_command, add_compile_command, add_completion_command),
+    )
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -126,23 +127,36 @@ def _run(config: ServerConfig) -> int:
     # These libraries are for several processes only.
     from kestrel_grpc.host.folder import NoPrivateFolder
     from kestrel_grpc.host.layout import layout_of, placed
-    from kestrel_grpc.host.supervisor import supervise
 
     layout = layout_of(config, os.environ)
     if layout.num_frontends == 0:
         (place,) = layout.cores
         os.environ.update(place.environment)
         return _run_server(placed(config, place))
+    from kestrel_grpc.host.supervisor import supervise
+
     set_up_logging(config.log_level, line_format=config.log_format, process="supervisor")
     try:
         return supervise(config, layout)
     except NoPrivateFolder as error:
-        report(str(error))
-        return 1
+        if config.frontends != "auto" or len(layout.cores) > 1:
+            report(str(error))
+            return 1
+        _log.warning("one process serves calls and runs the engine: %s", error)
+    set_up_logging(config.log_level, line_format=config.log_format)
+    return _run_server(placed(config, layout.cores[0]))
 
 
 def _run_server(config: ServerConfig) -> int:
     """Serve until a signal, in this process; returns the exit status."""
+    from kestrel_runtime.models.background_load import BackgroundLoad
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # also for threads that load beside imports
+    raise_descriptor_limit()
+    at_rest = return_free_memory if return_large_blocks() else None
+    engine_config = config.engine_config()
+    loading = BackgroundLoad(engine_config)
+    # The libraries of the engine are imported while the model is being loaded.
     from kestrel_grpc.server import Server
     from kestrel_runtime.api.engine import EngineStatus
     from kestrel_runtime.engine.engine import LocalEngine
@@ -158,10 +172,8 @@ def _run_server(config: ServerConfig) -> int:
 
     # Until there is a server there are no connections.
     ended_well, has_closed = False, True
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    raise_descriptor_limit()
-    at_rest = return_free_memory if return_large_blocks() else None
-    engine = LocalEngine.start(config.engine_config())
+    gc.freeze()  # collections before and after the model is placed need not look at what has been imported
+    engine = LocalEngine(loading.result(), engine_config, owns_model=True)
     # After the model: a start that fails says why in one line.
     _log.info("%s", config.precision_line())
     engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)

@@ -141,7 +141,7 @@ class ServerConfig:
         default_text="one engine, on --device",
     )
     frontends: int | str = option(
-        0,
+        "auto",
         _frontends,
         "processes that serve calls, apart from those of the engines: a number, 0 for one process that does both,"
         " or auto: a quarter of the processors, at most 4, on a GPU host with 8 or more, else 0",

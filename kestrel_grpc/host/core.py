@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client import generate_latest
 
@@ -28,13 +30,12 @@ from kestrel_grpc.telemetry.metrics import EngineReader, Reading, new_registry
 from kestrel_grpc.wire.readiness import death_of
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import CheckpointError
-from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.flight_record import RecordUnavailable
-from kestrel_runtime.engine.warm_up import WarmUpFailed, warm_up
-from kestrel_runtime.memory.processor_affinity import bind_near
-from kestrel_runtime.models.loaded_model import pci_address
-from kestrel_runtime.processes.core import CoreServer
+from kestrel_runtime.models.background_load import BackgroundLoad
 from kestrel_runtime.processes.endpoint import CoreEndpoint
+
+if TYPE_CHECKING:
+    from kestrel_runtime.engine.engine import LocalEngine
 
 _log = logging.getLogger(__name__)
 
@@ -44,16 +45,24 @@ def main() -> int:
     said, connection = begin("core")
     memory_returner()
     endpoint = CoreEndpoint(Path(said.folder), said.index)
+    engine_config = said.config.engine_config()
     try:
         with ended_with_supervisor(connection):
-            config = said.config.engine_config()
-            bind_near(pci_address(config))
-            engine = LocalEngine.start(config, flight_record=endpoint.flight_record)
+            loading = BackgroundLoad(engine_config, binds_near_device=True)
+            # Imported while the model is being loaded.
+            from kestrel_runtime.engine.engine import LocalEngine
+
+            gc.freeze()
+            engine = LocalEngine(
+                loading.result(), engine_config, owns_model=True, flight_record=endpoint.flight_record
+            )
     except (CheckpointError, RecordUnavailable) as error:
         report(str(error))
         return 1
     engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
     ended_well = False
+    from kestrel_runtime.engine.warm_up import WarmUpFailed
+
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             ended_well = runner.run(_serve(engine, endpoint, said, connection))
@@ -69,6 +78,9 @@ def main() -> int:
 
 async def _serve(engine: LocalEngine, endpoint: CoreEndpoint, said: Begin, connection: socket.socket) -> bool:
     """Serve until the supervisor ends it or is gone, or the engine dies: then returns False."""
+    from kestrel_runtime.engine.warm_up import warm_up
+    from kestrel_runtime.processes.core import CoreServer
+
     loop = asyncio.get_running_loop()
     with ended_with_supervisor(connection):
         await warm_up(engine)

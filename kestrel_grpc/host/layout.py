@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import importlib.util
 import logging
-import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
 from kestrel_runtime.memory.host_limits import available_processors
@@ -41,10 +43,7 @@ class Layout:
 
 
 def layout_of(config: ServerConfig, environment: Mapping[str, str]) -> Layout:
-    """The processes that the options ask for. Raises `ConfigurationError`.
-
-    `all` and `auto` look for GPUs, which takes seconds.
-    """
+    """The processes that the options ask for. Raises `ConfigurationError`."""
     cores = _cores(config, environment)
     num_frontends = config.frontends
     if isinstance(num_frontends, str):
@@ -97,9 +96,18 @@ def _auto_frontends(core: CorePlace) -> int:
 
 
 def _num_gpus() -> int:
-    """Asked in another process: torch takes seconds and hundreds of megabytes, and would keep a context."""
-    program = "import torch; print(torch.cuda.device_count())"
-    done = subprocess.run(
-        (sys.executable, "-c", program), stdout=subprocess.PIPE, text=True, check=False, env=dict(os.environ)
-    )
-    return int(done.stdout.strip() or 0) if done.returncode == 0 else 0
+    """The GPUs that torch can use. Does not import torch, which takes seconds, and creates no context."""
+    if not _torch_has_cuda():
+        return 0
+    count = ctypes.c_int(0)
+    with contextlib.suppress(OSError, AttributeError):  # there is no driver
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+            return 0
+    return count.value
+
+
+def _torch_has_cuda() -> bool:
+    found = importlib.util.find_spec("torch")
+    folders = () if found is None else found.submodule_search_locations or ()
+    return any(next(Path(folder, "lib").glob("*torch_cuda*"), None) for folder in folders)

@@ -1,6 +1,6 @@
 """The supervisor: starts front ends and engine cores, restarts those that end, and ends all of them in order.
 
-    start     reserve the ports ── start the cores ── all have loaded ── start the front ends ── announce
+    start     reserve the ports ── start all processes ── all cores have loaded ── front ends listen ── announce
     life      a process ends → the others are told → it is started again, at once or after a pause
     SIGTERM   withdraw ── wait ── front ends drain and exit ── cores exit          a second signal: all exit now
 
@@ -249,9 +249,9 @@ class Supervisor:
             self._keeping.append(asyncio.create_task(self._reap_orphans()))
         self._keeping.append(asyncio.create_task(self.owner.images.watch()))
         self._keeping.append(asyncio.create_task(self._watch_folder()))
-        for children in (self._cores, self._frontends):
-            self._keeping += [asyncio.create_task(self._keep(child)) for child in children]
-            await asyncio.gather(*(child.first_ready for child in children))
+        # Front ends import their libraries while cores load.
+        self._keeping += [asyncio.create_task(self._keep(child)) for child in self._children]
+        await asyncio.gather(self._have_connected(), *(child.first_ready for child in self._frontends))
         config = self.config
         if config.metrics_port is not None:
             probes = Probes(lambda: True, self._is_ready, self.metrics)
@@ -278,6 +278,12 @@ class Supervisor:
             if number % _LOOKS_TO_TOUCH == 0:
                 await asyncio.to_thread(touch, self.folder)
             await asyncio.sleep(LOOK_INTERVAL_S)
+
+    async def _have_connected(self) -> None:
+        """Have the front ends connect to the cores, and listen, once all cores have loaded."""
+        await asyncio.gather(*(core.first_ready for core in self._cores))
+        for index in self.ready_cores():
+            self.core_ready(index)
 
     async def _leave(self, delay_s: float) -> None:
         """The lame-duck period, which ends early if no core serves, and then the draining of the front ends."""

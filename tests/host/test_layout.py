@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+import torch
 
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
 from kestrel_grpc.host import layout as layout_module
@@ -22,9 +26,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
-def test_without_options_there_is_one_process() -> None:
-    assert layout() == Layout(0, (CorePlace("auto"),))
+def test_without_options_a_gpu_has_front_ends_and_a_host_without_one_has_one_process(
+    machine: dict[str, int],
+) -> None:
+    assert layout() == Layout(4, (CorePlace("auto"),))
     assert layout(device="cpu") == Layout(0, (CorePlace("cpu"),))
+    machine["gpus"] = 0
+    assert layout() == Layout(0, (CorePlace("auto"),))
 
 
 def test_each_gpu_has_a_core_that_sees_it_alone() -> None:
@@ -52,7 +60,7 @@ def test_several_devices_have_one_front_end_unless_more_are_asked_for(caplog: py
     caplog.set_level("INFO")
     assert layout(devices="cpu,cpu", frontends="2").num_frontends == 2
     assert caplog.messages == []
-    assert layout(devices="cpu,cpu").num_frontends == 1
+    assert layout(devices="cpu,cpu", frontends="0").num_frontends == 1
     assert caplog.messages == ["several devices need a front end of their own: there is one process for calls"]
 
 
@@ -88,3 +96,12 @@ def test_auto_gives_a_gpu_the_front_ends_that_its_processors_feed(
 def test_a_place_is_where_the_engine_runs() -> None:
     config = ServerConfig.parse({"devices": "0,1"}, {})
     assert placed(config, layout(devices="0,1").cores[1]).engine.device == "cuda"
+
+
+def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    counted = (
+        "from kestrel_grpc.host.layout import _num_gpus; import sys; print(_num_gpus(), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", counted], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(torch.cuda.device_count()), "False"]

@@ -17,7 +17,16 @@ import triton
 import triton.language as tl
 
 from kestrel_ops.device_limits import DeviceLimits
-from kestrel_ops.triton.compilations import compilations, compiled_together, in_other_processes, launcher, take_over
+from kestrel_ops.triton import compilations as compilations_module
+from kestrel_ops.triton.compilations import (
+    compilations,
+    compiled_together,
+    found_listed,
+    in_other_processes,
+    launcher,
+    load_listed,
+    take_over,
+)
 
 HOPPER = DeviceLimits.of_card((9, 0))
 
@@ -65,17 +74,27 @@ def compile_twice(folder):
             values = torch.empty(64, device="meta")
             launcher(_twice, (1,))(values, values[1:], block=16)
             assert kernels == []
-        (kernel,) = kernels
-        return kernel.metadata
+        return list(kernels)
 
     first = compile_it()
-    assert first.target.arch == 90
+    ((module, name, arguments),) = first
+    assert (module, name) == (__name__, "_twice")
+    assert json.loads(arguments)["target"]["arch"] == 90
     kept = {path: path.stat().st_mtime_ns for path in folder.rglob("*.*")}
     assert any(path.suffix == ".cubin" for path in kept)
     assert not any(path.suffix == ".ptx" for path in kept)
     _twice.device_caches.clear()
     assert compile_it() == first
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.cubin")}.items() <= kept.items()
+    with compilations_module._as_if_here(HOPPER, folder):
+        _twice.device_caches.clear()
+        (kernel,) = found_listed(json.loads(json.dumps(first)))
+        assert kernel.metadata.target.arch == 90
+        other = json.loads(arguments)
+        other["constant_vals"] = [32]
+        with pytest.raises(compilations_module._NotKept):
+            found_listed([(module, name, json.dumps(other))])
+    assert load_listed([("nowhere", name, arguments)]) is None
 
 
 @pytest.mark.skipif(not hasattr(triton, "AsyncCompileMode"), reason="this Triton compiles within a launch")

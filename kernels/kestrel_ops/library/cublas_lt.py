@@ -37,7 +37,8 @@ _MOST_CANDIDATES = 8
 _ALIGNMENT = 16  # bytes
 _NUM_TIMED_RUNS = 3
 _WORTH_A_CHANGE = 0.98  # relative to the time of the first candidate
-_measures: ContextVar[bool] = ContextVar("_measures", default=False)
+_choices: ContextVar[dict[str, int] | None] = ContextVar("_choices", default=None)
+"""Within `measured_products`: which candidate is the fastest for a shape."""
 
 _SIGNATURES = {
     "cublasLtCreate": [c_void_p],
@@ -119,9 +120,9 @@ class CublasLt:
     ) -> None:
         """out = out_factor * gelu((x * x_scale) @ (weight * weight_scale).T + bias), or out += with `accumulate`.
 
-        Within `measured_products`, at the first call for a shape, it measures which algorithm is the fastest, and
-        synchronises for that. Else the library's first choice is used. Raises RuntimeError if cuBLASLt has no such
-        product.
+        Within `measured_products`, at the first call for a shape that has no choice, it measures which algorithm is
+        the fastest, and synchronises for that. Else the library's first choice is used. Raises RuntimeError if
+        cuBLASLt has no such product.
         """
         assert x.is_contiguous()
         assert weight.is_contiguous()
@@ -134,14 +135,17 @@ class CublasLt:
             self._run(plan, x, weight, out, accumulate)
 
         key = (*x.shape, len(weight), x.dtype, out.dtype, bias.dtype, gelu, accumulate)
-        plan = self._plans.get(key)
-        measures = key not in self._measured and _measures.get() and not torch.cuda.is_current_stream_capturing()
-        if plan is None or measures:
+        plan, choices = self._plans.get(key), None if key in self._measured else _choices.get()
+        chosen = None if choices is None else choices.get(repr(key))
+        measures = choices is not None and chosen is None and not torch.cuda.is_current_stream_capturing()
+        if plan is None or chosen is not None or measures:
             # The selection depends on alignment, so the plan uses the actual operands.
             plans = self._candidates(x, x_scale, weight, weight_scale, bias, out, out_factor, gelu)
-            plan = self._plans[key] = _fastest(plans, run, out) if measures else plans[0]
-            if measures:
+            if choices is not None and measures:
+                chosen = choices[repr(key)] = _fastest(plans, run, out)
+            if chosen is not None:
                 self._measured.add(key)
+            plan = self._plans[key] = plans[min(chosen or 0, len(plans) - 1)]
         run(plan, out)
 
     def ordered_candidates(self, num_rows: int, weight: Tensor, bias: Tensor | None) -> list[OrderedPlan]:
@@ -296,16 +300,17 @@ class CublasLt:
             raise RuntimeError(f"{name} failed: {message}")
 
 
-def _fastest(plans: list[_Plan], run: Callable[[_Plan, Tensor], None], out: Tensor) -> _Plan:
-    """The fastest plan among those with the same bits as the first one, measured on copies of `out`."""
+def _fastest(plans: list[_Plan], run: Callable[[_Plan, Tensor], None], out: Tensor) -> int:
+    """The index of the fastest plan of those with the same bits as the first one, measured on copies of `out`."""
     first, *others = plans
     if not others:
-        return first
+        return 0
+    best = 0
     try:
         wanted = out.clone()
         run(first, wanted)
-        best, best_ms = first, _WORTH_A_CHANGE * time_ms(partial(run, first, out.clone()))
-        for plan in others:
+        best_ms = _WORTH_A_CHANGE * time_ms(partial(run, first, out.clone()))
+        for number, plan in enumerate(others, 1):
             own = out.clone()
             try:
                 run(plan, own)
@@ -314,9 +319,9 @@ def _fastest(plans: list[_Plan], run: Callable[[_Plan, Tensor], None], out: Tens
             if torch.equal(own.view(torch.uint8), wanted.view(torch.uint8)):
                 plan_ms = time_ms(partial(run, plan, own))
                 if plan_ms < best_ms:
-                    best, best_ms = plan, plan_ms
+                    best, best_ms = number, plan_ms
     except torch.OutOfMemoryError:
-        return first
+        return 0
     return best
 
 
@@ -332,13 +337,13 @@ def time_ms(run: Callable[[], None]) -> float:
 
 
 @contextmanager
-def measured_products() -> Iterator[None]:
+def measured_products(choices: dict[str, int]) -> Iterator[None]:
     """See `kestrel_ops.measured_products`."""
-    token = _measures.set(True)
+    token = _choices.set(choices)
     try:
         yield
     finally:
-        _measures.reset(token)
+        _choices.reset(token)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -84,11 +84,53 @@ def _compile(kernel: Any, grid: tuple[Any, ...], *arguments: Any, **named: Any) 
     return kernel.warmup(*operands, grid=grid, **named)
 
 
+ListedKernel = tuple[str, str, str]
+"""Module and name of a kernel, and what Triton writes down of the arguments that it is compiled for."""
+
+
+def load_listed(listed: Iterable[Sequence[str]]) -> int | None:
+    """Load kernels that `compiled_together` has listed from the folder of compiled kernels; returns their number.
+
+    Returns None where one of them is not there, or is no longer such a kernel: compile all of them then.
+    """
+    try:
+        kernels = found_listed(listed)
+        for kernel in kernels:
+            _ = kernel.run  # loads it onto the device
+    except Exception:
+        return None
+    return len(kernels)
+
+
+def found_listed(listed: Iterable[Sequence[str]]) -> list[Any]:
+    """Kernels that `compiled_together` has listed, not on the device yet. Raises where one of them is not kept."""
+    with _nothing_is_translated(), knobs.compilation.scope():
+        knobs.compilation.store_binary_only = True
+        return [getattr(importlib.import_module(module), name).preload(data) for module, name, data in listed]
+
+
+@contextmanager
+def _listing(kernels: list[ListedKernel]) -> Iterator[None]:
+    """Within it every kernel that is compiled, or found, is listed."""
+    before: Any = knobs.runtime.jit_post_compile_hook
+
+    def note(*arguments: Any, **facts: Any) -> Any:
+        function = facts["fn"].jit_function
+        kernels.append((function.fn.__module__, function.fn.__qualname__, facts["compile"]["specialization_data"]))
+        return None if before is None else before(*arguments, **facts)
+
+    knobs.runtime.jit_post_compile_hook = note
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
+
+
 @contextmanager
 def compiled_together(
     num_processors: int, limits: DeviceLimits, *, compiled_ahead: Path, kept_in: Path | None = None
-) -> Iterator[list[Any]]:
-    """Within it kernels are compiled for a device with these limits instead of launched.
+) -> Iterator[list[ListedKernel]]:
+    """Within it kernels are compiled for a device with these limits instead of launched, and listed.
 
     What stands in the folder `compiled_ahead` is not compiled again.
     At its end they are loaded, or with `kept_in`, where the device need not be here, they are in this folder. A
@@ -98,12 +140,13 @@ def compiled_together(
         take_over(compiled_ahead, Path(knobs.cache.dir))
     compiling = _Compiling(min(num_processors, _MOST_PROCESSES), _MOST_SECONDS if kept_in is None else None)
     together = getattr(triton, "AsyncCompileMode", lambda _: nullcontext())
+    listed: list[ListedKernel] = []
     with nullcontext() if kept_in is None else _as_if_here(limits, kept_in):
-        with together(compiling), meta_stands_for(limits), knobs.compilation.scope():
+        with _listing(listed), together(compiling), meta_stands_for(limits), knobs.compilation.scope():
             knobs.compilation.store_binary_only = True  # what only people read takes ten times as much
             token = _only_compiles.set(True)
             try:
-                yield compiling.kernels
+                yield listed
             finally:
                 _only_compiles.reset(token)
                 compiling.finish()
@@ -208,18 +251,27 @@ class _NotKept(Exception):
     """A kernel is not in the folder of compiled kernels."""
 
 
-def _is_kept(job: Callable[[], Any]) -> bool:
+@contextmanager
+def _nothing_is_translated() -> Iterator[None]:
+    """Within it what is not in the folder of compiled kernels raises `_NotKept`."""
+
     def refuse(*_: Any, **__: Any) -> Any:
         raise _NotKept
 
     translate = ASTSource.make_ir  # what a compilation begins with
     ASTSource.make_ir = refuse
     try:
-        job()
-    except _NotKept:
-        return False
+        yield
     finally:
         ASTSource.make_ir = translate
+
+
+def _is_kept(job: Callable[[], Any]) -> bool:
+    try:
+        with _nothing_is_translated():
+            job()
+    except _NotKept:
+        return False
     return True
 
 

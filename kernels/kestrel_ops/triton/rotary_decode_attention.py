@@ -22,6 +22,7 @@ from kestrel_ops.triton.small_batch import operand
 _LOWEST = tl.constexpr(-1e30)  # finite, so that the difference of two of these is 0
 _USUAL_PARTS = 32  # one compiled kernel serves any number of parts up to this
 _FEW_PROGRAMS_BELOW = 8  # tokens
+_BATCHES_OF_SHORT_TILES = range(9, 33)  # in bfloat16; with 48 and 64 sequences such tiles are slower
 _WARP_BYTES = 512  # bytes that a program reads at once, 16 per lane
 _LOG2_E = 1.4426950408889634
 
@@ -129,6 +130,8 @@ def plan_for(batch: int, dtype: torch.dtype) -> AttentionPlan:
     if batch >= _FEW_PROGRAMS_BELOW:
         # Starting before the previous product has ended makes steps of 24 to 48 tokens a quarter longer.
         tile, num_warps, num_stages = (16, 1, 4) if is_float8 else (32, 2, 3)
+        if not is_float8 and batch in _BATCHES_OF_SHORT_TILES:
+            tile, num_warps = 16, 4
         return AttentionPlan(tile, num_warps, num_stages, in_steps=True)
     plan = AttentionPlan(64, num_warps=4, num_stages=1) if is_float8 else AttentionPlan(32, 2, 1)
     if batch > 1:

@@ -81,7 +81,7 @@ _RATE_WINDOW_S = _RATE_INTERVALS * _RATE_INTERVAL_S
 _BLOCKED_S = 0.05
 """How long the thread waits for an image that is being decoded before it looks at deadlines."""
 _QUIET_S = 0.2
-"""How long there is no work before graphs are captured that have turned out to be needed."""
+"""How long there is no work before graphs are captured that the start has left, or that have been missed."""
 
 _log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class EngineLoop:
         self._tokens, self._answers = RecentRate(), RecentRate()
         self._launching: Batch | None = None
         self._num_captures_awaited = 0
-        self._may_want_captures = False  # since the last step, if the runner has not said otherwise
+        self._may_want_captures = True  # the start leaves some; later since the last step
         self._num_marks = 0  # rises with each launch and completion, for the watchdog
         self._is_waiting = True
         self._is_stopping = False

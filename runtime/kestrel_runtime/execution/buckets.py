@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 _SINGLE_STEP_TOKENS, _LARGE_FROM_TOKENS = 64, 1024
@@ -15,6 +16,11 @@ _SHORT_CHUNK_COUNTS, _LONG_CHUNK_COUNTS = (4, 16, 64), (8, 64)
 one of padding costs little."""
 _USUAL_TEXT_TOKENS = (8, 16, 24, 32, 40)
 """Of questions about an image, template included."""
+_TYPICAL_TEXT_TOKENS = 16
+_COARSE_RATIO = 4
+"""How much larger the next coarse size of the same kind is, at least."""
+_SMALLEST_COARSE_BATCH = 8
+"""But for one sequence alone. Smaller batches read the same weights."""
 
 
 class DecodeSize(NamedTuple):
@@ -88,6 +94,42 @@ class PrefillSize(NamedTuple):
                         sizes.add(cls.bucket(tokens, num_chunks, max_chunk, largest))
         # A chunk is no longer than a context.
         return sorted((size for size in sizes if size.num_tokens <= size.num_chunks * max_context), reverse=True)
+
+    @classmethod
+    def coarse(
+        cls, usual: Sequence[PrefillSize], positions_per_image: int, largest: PrefillSize, *, chunks_of_image: int
+    ) -> list[PrefillSize]:
+        """Those few of the usual sizes with which a server begins, the largest first. Each usual one fits into one.
+
+        Up to eight new images with a typical question have sizes of their own, since padding costs as much as
+        tokens.
+        """
+        kept: set[PrefillSize] = set()
+        length = positions_per_image + _TYPICAL_TEXT_TOKENS
+        for num_images in range(1, largest.num_tokens // length + 1):
+            own = cls.bucket(num_images * length, num_images * chunks_of_image, length, largest)
+            if own.num_chunks <= _LONG_CHUNK_COUNTS[0]:
+                kept.update({own}.intersection(usual))
+        least: dict[tuple[int, int], int] = {}  # tokens of the last one kept, by kind
+        for size in sorted(usual, reverse=True):
+            kind = size.num_chunks, 0 if size.num_chunks == 1 else size.max_chunk
+            if size.num_tokens * _COARSE_RATIO <= least.get(kind, size.num_tokens * _COARSE_RATIO):
+                least[kind] = size.num_tokens
+                kept.add(size)
+        return sorted(kept, reverse=True)
+
+    def holds(self, other: PrefillSize) -> bool:
+        """Whether a step of the other size fits into this one."""
+        return all(own >= its for own, its in zip(self, other, strict=True))
+
+
+def coarse_batch_sizes(max_batch_size: int) -> list[int]:
+    """Those of `batch_sizes` with which a server begins: 1, and from 8 on each half of the next."""
+    sizes = [max_batch_size]
+    for size in reversed(batch_sizes(max_batch_size)):
+        if size == 1 or (size >= _SMALLEST_COARSE_BATCH and 2 * size <= sizes[-1]):
+            sizes.append(size)
+    return sorted(set(sizes))
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:

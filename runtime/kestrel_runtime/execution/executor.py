@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize
 from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.execution.graph_policy import GraphBudget
 from kestrel_runtime.execution.kv_cache import KVCache
@@ -56,6 +57,17 @@ class Executor(Protocol):
         """
         ...
 
+    def padded_decode(self, size: DecodeSize, *, has_values: bool, uses_adapters: bool) -> DecodeSize:
+        """The size at which a decode step runs, whose captured graphs hold this one by padding.
+
+        Its own where no graph does. `has_values`: whether its tokens may have values.
+        """
+        ...
+
+    def padded_prefill(self, size: PrefillSize, value_kinds: int, *, uses_adapters: bool) -> PrefillSize:
+        """The same for a prefill step, whose tokens have values of these kinds."""
+        ...
+
     def forward(self, inputs: PrefillInputs | DecodeInputs) -> Tensor:
         """Embed the step's tokens and fill the cache: hidden states before the final normalisation, float [N, dim]
         of a prefill step that samples, [B, dim] of a decode step.
@@ -82,12 +94,12 @@ class Executor(Protocol):
         ...
 
     def capture(self) -> None:
-        """Capture the graphs that usual traffic needs. For the start alone: it waits for the device."""
+        """Capture graphs that hold all usual traffic, by padding. For the start alone: it waits for the device."""
         ...
 
     def capture_wanted(self) -> bool:
-        """Capture the graph of one other step that has come more than once; False where there is none. For times
-        without traffic: a request that comes meanwhile waits for it."""
+        """Capture one graph more, of a step that has come more than once, or of usual traffic; False where there is
+        none left. For times without traffic: a request that comes meanwhile waits for it."""
         ...
 
     def reset(self) -> None:

@@ -2,8 +2,9 @@
 
 Invariants
   G1  Work runs once and returns its result, whether or not a capture succeeds. A failed capture raises nothing.
-  G2  No work in traffic waits for a capture, runs twice or waits for the device: it runs without a graph. What has
-      come more than once is captured by `capture_wanted`, while there is no traffic.
+  G2  No work in traffic waits for a capture, runs twice or waits for the device: it runs without a graph, or by one
+      of a larger size. What has come more than once, and what the start has left, is captured by `capture_wanted`,
+      while there is no traffic.
   G3  All graphs of a runner together stay within their budget. The least recently used ones are dropped, and
       destroyed when their last replay is complete.
   G4  A failure to capture is logged once for its key, and not tried again.
@@ -11,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -25,7 +27,8 @@ _MOST_GRAPHS = 512
 _MOST_FAILURES = 8
 """After so many failed captures of one kind no more are tried: the others would most likely fail too."""
 
-Works = Iterator[tuple[Hashable, Callable[[], Tensor]]]
+Work = Callable[[], Tensor]
+Works = Iterator[tuple[Hashable, Work]]
 """Keys with the work to capture. The inputs of a work are valid until the iterator is advanced."""
 
 _log = logging.getLogger(__name__)
@@ -86,36 +89,61 @@ class CapturedGraphs:
         self._captured: dict[Hashable, CapturedGraph] = {}
         self._unproven: set[Hashable] = set()
         self._met: set[Hashable] = set()
-        self._wanted: dict[Hashable, Callable[[], Tensor]] = {}
+        self._wanted: dict[Hashable, Callable[[], Work]] = {}
+        self._left: Works = iter(())
         self._failed: set[Hashable] = set()
         self._dropped: list[tuple[CapturedGraph, torch.cuda.Event]] = []
 
     def __len__(self) -> int:
         return len(self._captured)
 
-    def run(self, key: Hashable, work: Callable[[], Tensor]) -> Tensor:
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._captured
+
+    def __iter__(self) -> Iterator[Hashable]:
+        """The keys of all graphs."""
+        return iter(self._captured)
+
+    def run(self, key: Hashable, work: Work) -> Tensor:
         """Run `work` once, by a replay if it has a graph. The result is valid until the next `run`."""
         self._destroy_dropped()
         captured = self._captured.get(key)
         if captured is not None and self._replay(key, captured):
             return captured.result
+        self.note_missing(key, lambda: work)
+        return work()
+
+    def note_missing(self, key: Hashable, new_work: Callable[[], Work]) -> None:
+        """Note that a work has come and has no graph. The second time its graph is wanted.
+
+        `new_work` lays out inputs and returns the work; called before the capture, while there is no traffic.
+        """
         if key not in self._met:
             self._met.add(key)
         elif key not in self._wanted and self._may_capture(key):
-            self._wanted[key] = work
-        return work()
+            self._wanted[key] = new_work
+
+    def leave(self, works: Works) -> None:
+        """Leave these works to `capture_wanted`, in their order. What they write must not matter."""
+        self._left = itertools.chain(self._left, works)
 
     def capture_wanted(self) -> bool:
-        """Capture one of the works that have run more than once without a graph; False where there is none.
+        """Capture one of the works that have come more than once without a graph, or else one that the start has
+        left; False where there is none.
 
-        Neither runs it nor waits for the device.
+        Does not wait for the device. Runs only what was left and cannot be captured before it has run.
         """
-        while self._wanted:
-            key = next(iter(self._wanted))
-            work = self._wanted.pop(key)
-            if self._may_capture(key):
-                self._capture(key, work)
-                return True
+        with self._stream_capture.entered():  # inputs are written
+            while self._wanted:
+                key = next(iter(self._wanted))
+                new_work = self._wanted.pop(key)
+                if self._may_capture(key):
+                    self._capture(key, new_work())
+                    return True
+            for key, work in self._left:
+                if self._may_capture(key):
+                    self._capture_first(key, work, runs_before=False)
+                    return True
         return False
 
     def capture_all(self, works: Works, *, each_runs_before: bool = False) -> None:
@@ -130,18 +158,27 @@ class CapturedGraphs:
             for key, work in works:
                 if not self._may_capture(key):
                     continue
-                try:
-                    if is_first or each_runs_before or not self._try_to_capture(key, work):
+                if is_first:
+                    try:
                         work()
-                        if is_first:
-                            self._stream_capture.release_warm_up_memory()
-                except Exception as error:  # out of memory, for a size that may never be needed
-                    self._give_up(key, error)
-                    continue
+                        self._stream_capture.release_warm_up_memory()
+                    except Exception as error:  # out of memory, for a size that may never be needed
+                        self._give_up(key, error)
+                        continue
+                self._capture_first(key, work, runs_before=each_runs_before and not is_first)
                 is_first = False
-                self._met.add(key)
-                if key not in self._captured and self._may_capture(key):
-                    self._capture(key, work)
+
+    def _capture_first(self, key: Hashable, work: Work, *, runs_before: bool) -> None:
+        """Capture a work that may not have run yet. Where that fails it runs before a second attempt."""
+        try:
+            if runs_before or not self._try_to_capture(key, work):
+                work()
+        except Exception as error:  # out of memory, for a size that may never be needed
+            self._give_up(key, error)
+            return
+        self._met.add(key)
+        if key not in self._captured and self._may_capture(key):
+            self._capture(key, work)
 
     def drop(self, key: Hashable) -> None:
         """Drop a graph. It is destroyed when all work launched on its stream so far is complete."""
@@ -157,18 +194,19 @@ class CapturedGraphs:
         for key in list(self._captured):
             self.drop(key)
         self._wanted.clear()
+        self._left = iter(())
 
     def _may_capture(self, key: Hashable) -> bool:
         may_try = len(self._failed) < _MOST_FAILURES
         return key not in self._captured and key not in self._failed and may_try and self._budget.has_room
 
-    def _capture(self, key: Hashable, work: Callable[[], Tensor]) -> None:
+    def _capture(self, key: Hashable, work: Work) -> None:
         try:
             self._add(key, work)
         except Exception as error:  # or an error of the work itself, which is raised again without a graph
             self._give_up(key, error)
 
-    def _try_to_capture(self, key: Hashable, work: Callable[[], Tensor]) -> bool:
+    def _try_to_capture(self, key: Hashable, work: Work) -> bool:
         try:
             self._add(key, work)
         except Exception as error:
@@ -176,7 +214,7 @@ class CapturedGraphs:
             return False
         return True
 
-    def _add(self, key: Hashable, work: Callable[[], Tensor]) -> None:
+    def _add(self, key: Hashable, work: Work) -> None:
         started = time.monotonic()
         captured = self._stream_capture.capture(work)
         self._captured[key] = captured

@@ -62,6 +62,17 @@ class SampleNeeds(NamedTuple):
     is_restricted: bool = False
     """Whether a row has `Sequence.matcher`, so that the step samples under masks."""
 
+    def include(self, other: SampleNeeds) -> bool:
+        """Whether a step with these needs gives a row of a batch with the other ones the same sample.
+
+        The mask of a row is only valid in a step that is restricted. Controls and logprobs have forms of their own.
+        """
+        return (
+            self.is_random >= other.is_random
+            and self.value_kinds & other.value_kinds == other.value_kinds
+            and self[2:] == other[2:]
+        )
+
 
 class RowNeeds(NamedTuple):
     """The features of a step that any of several rows needs."""

@@ -158,13 +158,13 @@ class StepRunner:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture the graphs that usual traffic needs, if any. For the start alone: it waits for the device."""
+        """Capture graphs that hold all usual traffic, if any. For the start alone: it waits for the device."""
         if self._graphs is not None:
             self._executor.capture()
 
     @torch.inference_mode()
     def capture_wanted(self) -> bool:
-        """While there is no traffic: capture one step that has come more than once; False where there is none."""
+        """While there is no traffic: capture one graph more; False where none is left or wanted."""
         return self._graphs is not None and self._executor.capture_wanted()
 
     def run(self, batch: Batch) -> list[Token]:
@@ -306,6 +306,9 @@ class StepRunner:
         kinds = 0
         for count in value_counts(chunks):
             kinds |= 1 << (count - 1)
+        uses_adapters = self._state.needs(chunk.sequence for chunk in chunks).uses_adapters
+        if in_place:
+            size = self._executor.padded_prefill(size, kinds, uses_adapters=uses_adapters)
         fields = self._inputs.prefill(
             size,
             lambda host: fill_prefill(
@@ -318,7 +321,6 @@ class StepRunner:
             ),
             in_place=in_place,
         )
-        uses_adapters = self._state.needs(chunk.sequence for chunk in chunks).uses_adapters
         needs = self._state.needs(sampled).sampling
         return PrefillInputs(fields, size, kinds, needs, len(sampled), in_place, uses_adapters)
 
@@ -337,12 +339,14 @@ class StepRunner:
         return size if fits else None
 
     def _decode_inputs(self, sequences: list[Sequence]) -> DecodeInputs:
+        needs = self._state.needs(sequences)
         if self._graphs is None:
             size = DecodeSize(len(sequences), max(len(sequence.pages) for sequence in sequences))
         else:
             num_rows = next(size for size in self._decode_sizes if size >= len(sequences))
             size = DecodeSize(num_rows, self._max_pages)
-        needs = self._state.needs(sequences)
+            has_values = needs.sampling.value_kinds != 0
+            size = self._executor.padded_decode(size, has_values=has_values, uses_adapters=needs.uses_adapters)
         fields = self._inputs.decode(
             size, lambda host: fill_decode(host, sequences, self._state), in_place=self._graphs is not None
         )

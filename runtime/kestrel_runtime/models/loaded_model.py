@@ -34,8 +34,11 @@ class LoadedModel:
     """Elements of all weights."""
 
     @classmethod
-    def load(cls, config: EngineConfig) -> LoadedModel:
-        """Find, read and place the checkpoint. Raises `CheckpointError`."""
+    def load(cls, config: EngineConfig, checkpoint: Checkpoint | None = None) -> LoadedModel:
+        """Read and place the checkpoint, by default the one of `config`, which is found first.
+
+        Raises `CheckpointError`.
+        """
         device = _device(config)
         dtype = getattr(torch, config.resolved(device.type).dtype)
         if device.type == "cuda":
@@ -45,7 +48,8 @@ class LoadedModel:
             torch.cuda.set_per_process_memory_fraction(min(config.memory_limit / total, 1.0))
         # If a container has more threads than its quota of processors, the kernel pauses all of them repeatedly.
         torch.set_num_threads(min(torch.get_num_threads(), available_processors()))
-        checkpoint = find_checkpoint(config.model, config.revision)
+        if checkpoint is None:
+            checkpoint = find_checkpoint(config.model, config.revision)
         family = family_of(checkpoint)
         model, num_parameters = family.load(checkpoint, config, device, dtype)
         tokenizer = Tokenizer.from_file(checkpoint.tokenizer_file)

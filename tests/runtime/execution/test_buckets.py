@@ -1,6 +1,6 @@
 import pytest
 
-from kestrel_runtime.execution.buckets import PrefillSize, batch_sizes, largest_prefill
+from kestrel_runtime.execution.buckets import PrefillSize, batch_sizes, coarse_batch_sizes, largest_prefill
 
 PAGES = 46
 
@@ -104,3 +104,30 @@ def test_a_question_about_an_image_has_two_chunks_and_one_sample_where_prompts_a
         for text in (8, 16, 24):
             assert PrefillSize.bucket(count * (730 + text), 2 * count, 730, largest) in sizes
             assert PrefillSize.bucket(count * text, count, text, largest) in sizes, "of known images"
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize(("max_tokens", "max_prompts"), [(8192, 64), (1023, 7), (512, 1), (8100, 60)])
+def test_few_coarse_sizes_hold_every_usual_one(cuts, max_tokens, max_prompts):
+    largest = largest_prefill(max_tokens, max_prompts, PAGES, cuts_at_share_points=cuts)
+    sizes = usual(max_tokens=max_tokens, max_prompts=max_prompts, shares=True, cuts=cuts)
+    coarse = PrefillSize.coarse(sizes, 730, largest, chunks_of_image=1 + cuts)
+    assert coarse == sorted(coarse, reverse=True)
+    assert set(coarse) <= set(sizes)
+    assert len(coarse) < 20
+    assert all(any(own.holds(size) for own in coarse) for size in sizes)
+
+
+def test_up_to_eight_new_images_at_once_are_not_padded_to_more_images():
+    coarse = PrefillSize.coarse(usual(shares=True), 730, LARGEST, chunks_of_image=1)
+    for count in range(1, 9):
+        size = PrefillSize.bucket(count * 746, count, 746, LARGEST)
+        assert size in coarse
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, [1]), (5, [1, 5]), (64, [1, 8, 16, 32, 64]), (100, [1, 8, 24, 48, 100])]
+)
+def test_coarse_batches_are_one_and_halves_down_to_eight(most, sizes):
+    assert coarse_batch_sizes(most) == sizes
+    assert set(sizes) <= set(batch_sizes(most))

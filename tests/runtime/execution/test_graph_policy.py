@@ -250,3 +250,45 @@ def test_after_clear_everything_is_captured_anew() -> None:
     run_and_capture(graphs, "a", work)
     assert graphs.run("a", work).item() == 7
     assert stream_capture.num_captures == 2
+
+
+def test_what_the_start_has_left_is_captured_in_quiet_times_after_what_has_come() -> None:
+    stream_capture, works = FakeStreamCapture(), {key: Counter() for key in "abcd"}
+    graphs = new_graphs(stream_capture)
+    graphs.capture_all(iter([("a", works["a"])]))
+    graphs.leave(iter([(key, works[key]) for key in "abc"]))
+    for _ in range(2):
+        graphs.run("d", works["d"])
+    captured: list[set[object]] = []
+    while graphs.capture_wanted():
+        captured.append(set(graphs))
+    assert captured == [{"a", "d"}, {"a", "d", "b"}, {"a", "d", "b", "c"}]
+    assert [work.count.item() for work in works.values()] == [1, 0, 0, 2]  # captures run nothing
+
+
+def test_g1_what_was_left_and_cannot_be_captured_runs_once_and_is_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stream_capture, works = FakeStreamCapture([OSError("not while capturing")]), {key: Counter() for key in "ab"}
+    graphs = new_graphs(stream_capture)
+    graphs.leave(iter(works.items()))
+    capture_wanted(graphs)
+    assert set(graphs) == {"a", "b"}
+    assert [work.count.item() for work in works.values()] == [1, 0]
+    assert caplog.records == []
+
+
+def test_g2_a_size_that_ran_as_a_larger_one_is_wanted_when_it_comes_again() -> None:
+    stream_capture, work, laid_out = FakeStreamCapture(), Counter(), list[str]()
+
+    def new_work() -> Callable[[], Tensor]:
+        laid_out.append("inputs")
+        return work
+
+    graphs = new_graphs(stream_capture)
+    graphs.note_missing("a", new_work)
+    assert not graphs.capture_wanted()
+    graphs.note_missing("a", new_work)
+    assert laid_out == []  # there may be traffic
+    assert graphs.capture_wanted()
+    assert (laid_out, "a" in graphs, work.count.item()) == (["inputs"], True, 0)

@@ -9,18 +9,26 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kestrel_ops import Kernels, measured_products
+from kestrel_ops import KeptFacts, Kernels, measured_products
 from kestrel_runtime.api.config import MIB
-from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes, largest_prefill
+from kestrel_runtime.execution.buckets import (
+    DecodeSize,
+    PrefillSize,
+    batch_sizes,
+    coarse_batch_sizes,
+    largest_prefill,
+)
 from kestrel_runtime.execution.executor import DeviceMemory
-from kestrel_runtime.execution.graph_policy import CapturedGraphs, Works
+from kestrel_runtime.execution.graph_policy import CapturedGraphs, Work, Works
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.request_state import SampleNeeds
 from kestrel_runtime.execution.step_inputs import (
+    DecodeFields,
     DecodeInputs,
     PackedChunks,
     PrefillInputs,
@@ -56,9 +64,43 @@ _USUAL_NEEDS = tuple(
     for is_random in (True, False)
 )
 """Text, constrained text, points, and points and boxes in the batch."""
+_COARSE_NEEDS = tuple(
+    SampleNeeds(is_random, kinds, is_restricted=is_restricted)
+    for is_random, kinds, is_restricted in (
+        (False, 0, False),
+        (True, 0, False),
+        (True, 0, True),
+        (True, _ALL_KINDS, False),
+    )
+)
+"""Those of `_USUAL_NEEDS` with which a server begins. What the others need, one of these computes, too."""
 _DEFAULT_GRAPH_BYTES = 4096 * MIB
+_FASTEST_PRODUCTS = "fastest products"
 
 _log = logging.getLogger(__name__)
+
+
+class _LayersKey(NamedTuple):
+    """What a graph of a decode step's layers depends on."""
+
+    size: DecodeSize
+    has_values: bool
+    uses_adapters: bool
+
+
+class _PromptKey(NamedTuple):
+    """What a graph of a prefill step depends on."""
+
+    size: PrefillSize
+    value_kinds: int
+    uses_adapters: bool
+
+
+class _SampleKey(NamedTuple):
+    """What a graph that samples depends on."""
+
+    num_rows: int
+    needs: SampleNeeds
 
 
 class MoondreamExecutor:
@@ -71,8 +113,11 @@ class MoondreamExecutor:
         kernels: Kernels,
         memory: DeviceMemory,
         adapters: AdapterSlabs | None = None,
+        facts: KeptFacts | None = None,
     ) -> None:
+        """With `facts`, which products are the fastest is only measured where no earlier start has kept it."""
         self._adapters = adapters
+        self._facts = facts
         self._add_low_rank = kernels.add_low_rank
         self._model = model
         self._paths = paths
@@ -137,6 +182,30 @@ class MoondreamExecutor:
             for entry, embeddings in zip(entries, projected, strict=True):
                 self._memory.embeddings[entry] = embeddings
 
+    def padded_decode(self, size: DecodeSize, *, has_values: bool, uses_adapters: bool) -> DecodeSize:
+        """The size itself where it has a graph of layers, or where no captured one holds it."""
+        graphs, key = self._decode_graphs, _LayersKey(size, has_values, uses_adapters)
+        if graphs is None or key in graphs:
+            return size
+        for num_rows in batch_sizes(self._memory.bounds.max_batch_size):
+            held_by = size._replace(num_rows=num_rows)
+            if num_rows > size.num_rows and key._replace(size=held_by) in graphs:
+                graphs.note_missing(key, partial(self._new_decode, key))
+                return held_by
+        return size
+
+    def padded_prefill(self, size: PrefillSize, value_kinds: int, *, uses_adapters: bool) -> PrefillSize:
+        """The same for a prefill step."""
+        graphs, key = self._prefill_graphs, _PromptKey(size, value_kinds, uses_adapters)
+        if graphs is None or key in graphs:
+            return size
+        others = [other for other in graphs if isinstance(other, _PromptKey) and other[1:] == key[1:]]
+        held_by = min((other.size for other in others if other.size.holds(size)), default=None)
+        if held_by is None:
+            return size
+        graphs.note_missing(key, partial(self._new_prefill, key))
+        return held_by
+
     def forward(self, inputs: PrefillInputs | DecodeInputs) -> Tensor:
         """[N or B, dim], before the final LayerNorm.
 
@@ -146,26 +215,28 @@ class MoondreamExecutor:
         if isinstance(inputs, DecodeInputs):
             if self._decode_graphs is None:
                 return self._decode_hidden(inputs)
-            has_values = inputs.needs.value_kinds != 0
-            key = ("layers", inputs.size, has_values, inputs.uses_adapters)
-            return self._decode_graphs.run(key, partial(self._decode, inputs))
+            layers = _LayersKey(inputs.size, inputs.needs.value_kinds != 0, inputs.uses_adapters)
+            return self._decode_graphs.run(layers, partial(self._decode, inputs))
         if self._prefill_graphs is None or not inputs.is_in_place:
             return self.prefill_hidden(inputs)
-        key = (inputs.size, inputs.value_kinds, inputs.uses_adapters)
+        key = _PromptKey(inputs.size, inputs.value_kinds, inputs.uses_adapters)
         return self._prefill_graphs.run(key, partial(self._prefill, inputs))
 
     def sample(self, hidden: Tensor, inputs: PrefillInputs | DecodeInputs) -> Tensor:
         """Float32 [N or B, 4]: id, number of values and values of each sampled token."""
         if isinstance(inputs, DecodeInputs) and self._decode_graphs is not None:
-            graphs, places = self._decode_graphs, self._decoded
-            key = ("sample", inputs.size.num_rows, inputs.needs)
+            graphs, places, num_rows = self._decode_graphs, self._decoded, inputs.size.num_rows
         elif isinstance(inputs, PrefillInputs) and self._first_token_graphs is not None and inputs.is_in_place:
-            graphs, places = self._first_token_graphs, self._prefilled
-            key = (inputs.size.num_samples, inputs.needs)
+            graphs, places, num_rows = self._first_token_graphs, self._prefilled, inputs.size.num_samples
         else:
             return self._sample(hidden, inputs.sample_rows, inputs.needs)
+        needs = inputs.needs
+        if _SampleKey(num_rows, needs) not in graphs:
+            enough = (own for own in _USUAL_NEEDS if own.include(needs) and _SampleKey(num_rows, own) in graphs)
+            needs = next(enough, needs)
         # `hidden` is at these places.
-        return graphs.run(key, partial(self._sample, places[: len(hidden)], inputs.sample_rows, inputs.needs))
+        work = partial(self._sample, places[: len(hidden)], inputs.sample_rows, needs)
+        return graphs.run(_SampleKey(num_rows, needs), work)
 
     def prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
         """[N, dim], before the final LayerNorm."""
@@ -196,22 +267,35 @@ class MoondreamExecutor:
         self._tiles.clear()
 
     def capture(self) -> None:
-        """Capture the steps of usual traffic. Others are captured by `capture_wanted`."""
+        """Capture steps that hold those of usual traffic by padding, and leave these to `capture_wanted`.
+
+        Where a row has the same bits in any batch, all are captured now: products are chosen when they first run,
+        which for those that are left may be later than a capture.
+        """
         graphs = self._memory.graphs
         assert graphs is not None, "captured where steps run by graphs"
         started = time.monotonic()
-        # Products of the invariant path are chosen when they first run, and not within a capture.
         runs_before = self._paths.is_invariant
+        kinds: list[tuple[CapturedGraphs | None, Callable[[bool], Works]]] = [
+            (self._prefill_graphs, self._usual_prefills),
+            (self._first_token_graphs, self._usual_first_tokens),
+            (self._decode_graphs, self._usual_decodes),
+        ]
         if self._encode_graphs is not None:
             encodings = self._encode_graphs
-            with measured_products():
-                encodings.captured.capture_all(encodings.usual(is_measured=True), each_runs_before=True)
-            encodings.captured.capture_all(encodings.usual(is_measured=False), each_runs_before=runs_before)
-        if self._prefill_graphs is not None and self._first_token_graphs is not None:
-            self._prefill_graphs.capture_all(self._usual_prefills(), each_runs_before=runs_before)
-            self._first_token_graphs.capture_all(self._usual_first_tokens(), each_runs_before=runs_before)
-        if self._decode_graphs is not None:
-            self._decode_graphs.capture_all(self._usual_decodes(), each_runs_before=runs_before)
+            self._capture_measured(encodings, runs_before=runs_before)
+            kinds.insert(
+                0,
+                (
+                    encodings.captured,
+                    lambda is_coarse: iter(()) if is_coarse else encodings.usual(is_measured=False),
+                ),
+            )
+        for captured, works in kinds:
+            if captured is not None:
+                captured.capture_all(works(not runs_before), each_runs_before=runs_before)
+                if not runs_before:
+                    captured.leave(works(False))
         graphs.prefill.release_warm_up_memory()
         _log.info(
             "captured %d CUDA graphs, %.0f MiB, in %.1f s",
@@ -220,8 +304,17 @@ class MoondreamExecutor:
             time.monotonic() - started,
         )
 
+    def _capture_measured(self, encodings: EncodeGraphs, *, runs_before: bool) -> None:
+        kept = None if self._facts is None else self._facts.get(_FASTEST_PRODUCTS)
+        choices: dict[str, int] = dict(kept or {})
+        with measured_products(choices):
+            works = encodings.usual(is_measured=True)
+            encodings.captured.capture_all(works, each_runs_before=runs_before or not kept)
+        if self._facts is not None and choices != kept:
+            self._facts.put(_FASTEST_PRODUCTS, choices)
+
     def capture_wanted(self) -> bool:
-        """Capture one step that has run more than once without a graph; False where there is none."""
+        """Capture one step that has come more than once without a graph, or was left by `capture`."""
         return any(graphs.capture_wanted() for graphs in self._all_graphs())
 
     def reset(self) -> None:
@@ -263,22 +356,33 @@ class MoondreamExecutor:
             adapters = self._adapters.for_rows(state.adapter_slots[rows], self._add_low_rank)
         return self._paths.text.decode(embeddings, positions, page_table, cache, adapters)
 
-    def _usual_decodes(self) -> Works:
-        memory, needs = self._memory, {bool(needs.value_kinds): needs for needs in _USUAL_NEEDS}
-        for num_rows in reversed(batch_sizes(memory.bounds.max_batch_size)):
-            size = DecodeSize(num_rows, memory.state.max_pages)
-            fields = memory.inputs.decode(
-                size, partial(fill_blank_decode, padding_row=memory.state.padding_row), in_place=True
-            )
-            for has_values, of_some in needs.items():
-                for uses_adapters in self._usual_adapters:
-                    inputs = DecodeInputs(fields, size, of_some, num_rows, uses_adapters)
-                    yield ("layers", size, has_values, uses_adapters), partial(self._decode, inputs)
-            for own in _USUAL_NEEDS:
-                yield ("sample", num_rows, own), partial(self._sample, self._decoded[:num_rows], fields.rows, own)
+    def _new_decode(self, key: _LayersKey) -> Work:
+        """Layers of a decode step of padding."""
+        needs = SampleNeeds(False, _ALL_KINDS if key.has_values else 0)
+        fields = self._blank_decode(key.size)
+        return partial(self._decode, DecodeInputs(fields, key.size, needs, key.size.num_rows, key.uses_adapters))
 
-    def _usual_prefills(self) -> Works:
-        # Few prompts have tokens with values, which are references to places in the image.
+    def _new_prefill(self, key: _PromptKey) -> Work:
+        """A prefill step of padding."""
+        inputs = self._blank_prefill(key.size, value_kinds=key.value_kinds, uses_adapters=key.uses_adapters)
+        return partial(self._prefill, inputs)
+
+    def _usual_decodes(self, is_coarse: bool) -> Works:
+        most, max_pages = self._memory.bounds.max_batch_size, self._memory.state.max_pages
+        coarse = coarse_batch_sizes(most)
+        for num_rows in reversed(coarse if is_coarse else batch_sizes(most)):
+            size = DecodeSize(num_rows, max_pages)
+            # Few batches have tokens with values, which are references to places in an image.
+            for has_values in (True, False) if not is_coarse or num_rows == most else (False,):
+                for uses_adapters in self._usual_adapters:
+                    key = _LayersKey(size, has_values, uses_adapters)
+                    yield key, self._new_decode(key)
+            rows = self._blank_decode(size).rows
+            for needs in _COARSE_NEEDS if is_coarse else _USUAL_NEEDS:
+                yield _SampleKey(num_rows, needs), partial(self._sample, self._decoded[:num_rows], rows, needs)
+
+    def _usual_prefills(self, is_coarse: bool) -> Works:
+        # Few prompts have tokens with values.
         text, bounds = self._model.config.text, self._memory.bounds
         sizes = PrefillSize.usual(
             text.prefix_attn,
@@ -289,18 +393,22 @@ class MoondreamExecutor:
             shares_prefixes=bounds.shares_prefixes,
             cuts_at_share_points=bounds.cuts_at_share_points,
         )
+        if is_coarse:
+            sizes = PrefillSize.coarse(
+                sizes, text.prefix_attn, self._largest_prefill, chunks_of_image=1 + bounds.cuts_at_share_points
+            )
         for size in sizes:
             for uses_adapters in self._usual_adapters:
-                inputs = self._blank_prefill(size, uses_adapters=uses_adapters)
-                yield (size, inputs.value_kinds, uses_adapters), partial(self._prefill, inputs)
+                key = _PromptKey(size, 0, uses_adapters)
+                yield key, self._new_prefill(key)
 
-    def _usual_first_tokens(self) -> Works:
+    def _usual_first_tokens(self, is_coarse: bool) -> Works:
         for num_samples in reversed(self._sample_counts()):
             size = PrefillSize(num_samples, num_samples, 1, num_samples, self._memory.state.max_pages)
             rows = self._blank_prefill(size).device.sample_rows
             hidden = self._prefilled[:num_samples]
-            for needs in _USUAL_NEEDS:
-                yield (num_samples, needs), partial(self._sample, hidden, rows, needs)
+            for needs in _COARSE_NEEDS if is_coarse else _USUAL_NEEDS:
+                yield _SampleKey(num_samples, needs), partial(self._sample, hidden, rows, needs)
 
     @property
     def _usual_adapters(self) -> tuple[bool, ...]:
@@ -327,13 +435,21 @@ class MoondreamExecutor:
             }
         )
 
-    def _blank_prefill(self, size: PrefillSize, *, uses_adapters: bool = False) -> PrefillInputs:
+    def _blank_prefill(
+        self, size: PrefillSize, *, value_kinds: int = 0, uses_adapters: bool = False
+    ) -> PrefillInputs:
         """Padding of a size, in the buffers that graphs read."""
         fill = partial(fill_blank_prefill, size=size, padding_row=self._memory.state.padding_row)
         fields = self._memory.inputs.prefill(size, fill, in_place=True)
+        needs = SampleNeeds(False, 0)
         return PrefillInputs(
-            fields, size, 0, SampleNeeds(False, 0), size.num_samples, is_in_place=True, uses_adapters=uses_adapters
+            fields, size, value_kinds, needs, size.num_samples, is_in_place=True, uses_adapters=uses_adapters
         )
+
+    def _blank_decode(self, size: DecodeSize) -> DecodeFields[Tensor]:
+        """The same for a decode step."""
+        fill = partial(fill_blank_decode, padding_row=self._memory.state.padding_row)
+        return self._memory.inputs.decode(size, fill, in_place=True)
 
 
 def _image_of(item: EncodeItem) -> Tiles | DecodedImage:
@@ -352,6 +468,7 @@ def new_step_runner(
     graph_bytes: int = _DEFAULT_GRAPH_BYTES,
     image_cache_bytes: int = 0,
     adapters: AdapterSlabs | None = None,
+    facts: KeptFacts | None = None,
 ) -> StepRunner:
     """`model_paths`: the paths of the model, if they are built already.
 
@@ -362,7 +479,7 @@ def new_step_runner(
         model_paths = ModelPaths.of(model, paths, max_batch_size=bounds.max_batch_size)
     text = model.config.text
     return StepRunner(
-        partial(MoondreamExecutor, model, model_paths, paths.kernels, adapters=adapters),
+        partial(MoondreamExecutor, model, model_paths, paths.kernels, adapters=adapters, facts=facts),
         cache,
         StateShape(
             vocab_size=text.vocab_size,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kestrel_ops import COMPILED_AHEAD, DeviceLimits, compiled_together, meta_stands_for
+from kestrel_ops import COMPILED_AHEAD, DeviceLimits, KeptFacts, compiled_together, load_listed, meta_stands_for
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes, largest_prefill
 from kestrel_runtime.execution.kv_cache import KVCache
@@ -39,6 +39,8 @@ from kestrel_runtime.scheduling.limits import StepBounds
 _NUM_SMALLEST, _NUM_OTHERS = 8, 10
 """Numbers of tokens in one prompt: all of the smallest, and so many of the others."""
 
+_LISTED = "kernels"
+
 _log = logging.getLogger(__name__)
 
 
@@ -58,16 +60,31 @@ class KernelNeeds:
     """0 for a server without adapters."""
     max_adapter_rank: int = 0
 
+    def identity(self) -> tuple[object, ...]:
+        """What distinguishes these needs, by `repr`, from others."""
+        execution = self.execution
+        chosen = {field.name: getattr(execution.kernels, field.name) for field in fields(execution.kernels)}
+        names = {name: f"{function.__module__}.{function.__qualname__}" for name, function in chosen.items()}
+        own = (execution.text, execution.vision, execution.with_graphs, execution.resizes_images, names)
+        return (*(getattr(self, field.name) for field in fields(self) if field.name != "execution"), *own)
+
 
 @torch.inference_mode()
-def compile_kernels(needs: KernelNeeds, limits: DeviceLimits, *, kept_in: Path | None = None) -> int:
+def compile_kernels(
+    needs: KernelNeeds, limits: DeviceLimits, *, kept_in: Path | None = None, facts: KeptFacts | None = None
+) -> int:
     """Compile what steps need on a CUDA device with these limits: load it, or only keep it in a folder.
 
-    Returns the number of kernels.
+    With `facts` the list of kernels is kept, by which the next start of the same configuration loads them without
+    running the steps. Returns the number of kernels.
     """
     if needs.execution.text == "plain":
         return 0
     started = time.monotonic()
+    listed = None if facts is None else facts.get(_LISTED)
+    if listed is not None and (loaded := load_listed(listed)) is not None:
+        _log.info("kernels are compiled and loaded after %.1f s: %d", time.monotonic() - started, loaded)
+        return loaded
     # On `meta` torch takes twice as long for its part.
     device = torch.device("meta" if kept_in else "cuda")
     model = outline(needs.config, needs.dtype, device, needs.expert_format)
@@ -77,6 +94,8 @@ def compile_kernels(needs: KernelNeeds, limits: DeviceLimits, *, kept_in: Path |
     if kept_in is None:
         del model, execution
         torch.cuda.empty_cache()
+    if facts is not None:
+        facts.put(_LISTED, compiled)
     _log.info("kernels are compiled after %.1f s: %d", time.monotonic() - started, len(compiled))
     return len(compiled)
 

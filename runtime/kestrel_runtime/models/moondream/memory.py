@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kestrel_ops import invariant_attention_bytes
+from kestrel_ops import KeptFacts, invariant_attention_bytes
 from kestrel_runtime.api.config import MIB, EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.execution.buckets import PrefillSize
@@ -41,6 +41,7 @@ _MOST_GRAPH_BYTES = 2048 * MIB
 _GRAPHS_SHARE = 8
 """Graphs, without their pools, get at most one part in so many of the available memory."""
 _CHUNKS_PER_CONTEXT = 4
+_LARGEST_STEP = "bytes of the largest step"
 
 _log = logging.getLogger(__name__)
 
@@ -144,12 +145,13 @@ def step_bytes(
     page_size: int,
     dtype: torch.dtype,
     slabs: AdapterSlabs | None = None,
+    facts: KeptFacts | None = None,
 ) -> int:
     """Bytes of the largest step within `bounds`, with a cache of `dtype`; with `slabs`, of rows that use the first
     of these slots.
 
-    Measured on a CUDA device with a fused text path. Estimated elsewhere, or if the measurement fails, for example
-    for lack of memory.
+    Measured on a CUDA device with a fused text path, or taken from `facts`, as an earlier start has measured it.
+    Estimated elsewhere, or if the measurement fails, for example for lack of memory.
     """
     estimate = estimated_step_bytes(model.config, bounds, model.dtype.itemsize, with_adapters=slabs is not None)
     on_device, is_invariant = model.device.type == "cuda", isinstance(paths.text, InvariantText)
@@ -158,7 +160,12 @@ def step_bytes(
         return estimate + invariant_attention_bytes(text.n_heads, text.head_dim, page_size)
     if not on_device or not (is_invariant or isinstance(paths.text, FusedText)):
         return estimate
+    kept = None if facts is None else facts.get(_LARGEST_STEP)
+    if kept is not None:
+        _log.info("largest step: %.0f MiB of activations, as measured by an earlier start", kept / MIB)
+        return kept
     try:
+        others = _bytes_of_others(model.device)
         cache = KVCache(model.config.text, 1, page_size, model.device, dtype)
         works = (largest_prefill(model, paths, cache, bounds, slabs), largest_encode(model, paths, bounds))
         measured = max(map(peak_bytes, works))
@@ -166,7 +173,16 @@ def step_bytes(
         _log.warning("activations are estimated, not measured: %s", str(error).partition("\n")[0])
         return estimate
     _log.info("largest step: %.0f MiB of activations, estimated %.0f", measured / MIB, estimate / MIB)
+    if facts is not None:
+        # A start that does not measure has not yet given libraries what they take at their first use.
+        facts.put(_LARGEST_STEP, measured + max(_bytes_of_others(model.device) - others, 0))
     return measured
+
+
+def _bytes_of_others(device: torch.device) -> int:
+    """Device memory in use that torch's allocator does not hold."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def estimated_step_bytes(

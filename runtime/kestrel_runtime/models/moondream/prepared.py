@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kestrel_ops import DeviceLimits
+import kestrel_runtime
+from kestrel_ops import DeviceLimits, KeptFacts
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import MemoryPlan
 from kestrel_runtime.execution.step_runner import StepRunner
@@ -39,6 +40,7 @@ class PreparedMoondream:
             self._adapters = MoondreamAdapters(
                 model.config.text, config.num_adapter_slots, config.max_adapter_rank, model.device, model.dtype
             )
+        self._facts: KeptFacts | None = None
         if model.device.type == "cuda":
             needs = KernelNeeds(
                 model.config,
@@ -51,7 +53,8 @@ class PreparedMoondream:
                 adapter_slots=config.num_adapter_slots if config.has_adapters else 0,
                 max_adapter_rank=config.max_adapter_rank,
             )
-            compile_kernels(needs, DeviceLimits.of(model.device))
+            self._facts = KeptFacts(needs.identity(), (kestrel_runtime,))
+            compile_kernels(needs, DeviceLimits.of(model.device), facts=self._facts)
         require_invariance(model, self._execution, config.page_size, cache_dtype(model, config))
         # Paths are built before the cache is sized, which gets a part of the memory that they leave.
         self._paths = ModelPaths.of(
@@ -70,7 +73,9 @@ class PreparedMoondream:
         model, config, bounds = self._model, self._config, self._bounds
         # All slots are only allocated once the cache is sized.
         slabs = None if self._adapters is None else self._adapters.one_slot()
-        step = step_bytes(model, self._paths, bounds, config.page_size, cache_dtype(model, config), slabs)
+        step = step_bytes(
+            model, self._paths, bounds, config.page_size, cache_dtype(model, config), slabs, self._facts
+        )
         del slabs
         reading = MemoryReading.of(model.device, self._loaded_bytes, config.memory_limit)
         needs = memory_needs(
@@ -100,4 +105,5 @@ class PreparedMoondream:
             graph_bytes=graph_bytes,
             image_cache_bytes=image_cache_bytes,
             adapters=None if self._adapters is None else self._adapters.allocate(),
+            facts=self._facts,
         )

@@ -20,6 +20,7 @@ from kestrel_runtime.api.engine import MemoryPlan, SkillDefaults
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.events import FinishReason, Output, QueryOutput, TextChannel, TextDelta
 from kestrel_runtime.api.requests import Query
+from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize
 from kestrel_runtime.execution.executor import DeviceMemory
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.sampling import TokenSampler
@@ -83,6 +84,12 @@ class SmallTextExecutor:
         fields, cache = inputs.device, self._memory.cache
         attend = cache.prefill(PackedChunks.of(inputs, self._memory.state))
         return self._model.hidden(fields.token_ids, fields.positions, attend)[fields.sample_tokens]
+
+    def padded_decode(self, size: DecodeSize, *, has_values: bool, uses_adapters: bool) -> DecodeSize:
+        return size
+
+    def padded_prefill(self, size: PrefillSize, value_kinds: int, *, uses_adapters: bool) -> PrefillSize:
+        return size
 
     def forward(self, inputs: PrefillInputs | DecodeInputs) -> Tensor:
         return self.prefill_hidden(inputs) if isinstance(inputs, PrefillInputs) else self.decode_hidden(inputs)

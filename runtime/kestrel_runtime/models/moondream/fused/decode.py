@@ -73,7 +73,7 @@ class FusedDecoder:
         """Allocate the workspace of steps of up to `max_batch` sequences."""
         config = self._config
         widths = [block.down.weight.shape[1] for block in self._blocks]
-        rows = max(batch * self._num_parts(batch) for batch in range(1, max_batch + 1))
+        rows = max(batch * self.num_parts_of(batch) for batch in range(1, max_batch + 1))
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, device=self._device, dtype=dtype)
@@ -98,7 +98,7 @@ class FusedDecoder:
         """Run the blocks and write the tokens' keys and values. Rows without a token have undefined results."""
         config = self._config
         batch = len(embeddings)
-        num_parts = self._num_parts(batch)
+        num_parts = self.num_parts_of(batch)
         hidden, spare = workspace.hidden[0, :batch], workspace.hidden[1, :batch]
         shape = (batch, config.n_heads, num_parts, config.head_dim + 2)
         tokens = _Tokens(
@@ -263,7 +263,7 @@ class FusedDecoder:
             nothing,
         )
 
-    def _num_parts(self, batch: int) -> int:
-        """The number of parts into which a context may be split."""
+    def num_parts_of(self, batch: int) -> int:
+        """The number of parts into which a step of so many sequences may split a context."""
         wanted = _PROGRAMS_OF_ATTENTION // (batch * self._config.n_heads)
         return min(max(wanted, 1), _MOST_PARTS)

@@ -39,18 +39,24 @@ class EncodeGraphs:
         self._features: Tensor | None = None
 
     def __call__(self, tiles: Tensor) -> Tensor:
-        """The result of `encode` for `tiles`."""
+        """The result of `encode` for `tiles`; without a graph for their number, by the next larger one."""
         count = len(tiles)
         if count > self._max_tiles:
             return self._encode(tiles)
         self._tiles[:count].copy_(tiles)
-        return self.captured.run(count, partial(self._stored, count)).clone()
+        own = count
+        if own not in self.captured:
+            held_by = [other for other in self.captured if isinstance(other, int) and other > count]
+            if held_by:  # tiles behind these, of earlier calls, are encoded with them
+                self.captured.note_missing(count, lambda: partial(self._stored, count))
+                own = min(held_by)
+        return self.captured.run(own, partial(self._stored, own))[:count].clone()
 
     def usual(self, *, is_measured: bool) -> Works:
         """The numbers of tiles that are worth a measurement of their products, or the others; the largest first.
 
-        The first are those of usual images, of the largest image and of the largest step, the others those of one
-        image.
+        The first are those of usual images, of the largest image and of the largest step, and hold the others,
+        which are those of one image.
         """
         usual = {*range(_USUAL_TILES, self._max_tiles + 1, _USUAL_TILES), self._max_tiles_of_image, self._max_tiles}
         counts = usual if is_measured else {*range(1, self._max_tiles_of_image)} - usual

@@ -1,0 +1,92 @@
+"""Loads a model in a thread while the process imports the engine's libraries, of which torch takes seconds.
+
+What it does meanwhile needs little of the interpreter: it asks the hub, has the system read the files of weights,
+creates the context of the device, uses libraries there for the first time, and copies weights to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from ctypes import byref, c_int, c_void_p
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kestrel_runtime.api.config import EngineConfig
+
+if TYPE_CHECKING:
+    from kestrel_runtime.models.loaded_model import LoadedModel
+
+_DRIVER = "libcuda.so.1"
+
+
+class BackgroundLoad:
+    """Loads the model of a configuration from its construction on. Its threads do not keep the process alive."""
+
+    def __init__(self, config: EngineConfig, *, binds_near_device: bool = False) -> None:
+        """With `binds_near_device` all threads of the process are bound to the processors near its GPU."""
+        self._config = config
+        self._binds_near_device = binds_near_device
+        self._loaded: Future[LoadedModel] = Future()
+        self._using = threading.Thread(target=_use_device, name="kestrel-device", daemon=True)
+        if config.device != "cpu":
+            self._using.start()
+        threading.Thread(target=self._run, name="kestrel-load", daemon=True).start()
+
+    def result(self) -> LoadedModel:
+        """Wait for the model. Raises `CheckpointError`."""
+        loaded = self._loaded.result()
+        if self._using.is_alive():  # the memory in use is measured next
+            self._using.join()
+        return loaded
+
+    def _run(self) -> None:
+        try:
+            from kestrel_runtime.loading.checkpoint import find_checkpoint
+
+            checkpoint = find_checkpoint(self._config.model, self._config.revision)
+            read_ahead(checkpoint.weight_files)
+            from kestrel_runtime.memory.processor_affinity import bind_near
+            from kestrel_runtime.models.loaded_model import LoadedModel, pci_address
+
+            if self._binds_near_device:
+                bind_near(pci_address(self._config))
+            self._loaded.set_result(LoadedModel.load(self._config, checkpoint))
+        except BaseException as error:  # whatever it is, `result` raises it
+            self._loaded.set_exception(error)
+
+
+def read_ahead(files: Iterable[Path]) -> None:
+    """Have the system read files into its cache, as far as it likes, without waiting for them."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for file in files:
+        with suppress(OSError), file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+
+def _use_device() -> None:
+    """Create the context of the GPU, and then have torch's libraries load what they need there."""
+    if not _create_context():
+        return
+    import torch
+
+    from kestrel_ops import use_libraries
+
+    with suppress(RuntimeError):  # the load reports why the GPU cannot be used
+        if torch.cuda.is_available():
+            use_libraries(torch.device("cuda"))
+
+
+def _create_context() -> bool:
+    """Create the primary context of the first GPU, which torch will use. Returns whether there is one."""
+    with suppress(OSError, AttributeError):
+        driver = ctypes.CDLL(_DRIVER)  # its functions release the interpreter's lock
+        device, context = c_int(), c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(byref(device), 0) == 0:
+            return driver.cuDevicePrimaryCtxRetain(byref(context), device) == 0
+    return False
