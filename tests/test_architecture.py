@@ -81,6 +81,7 @@ SERVER_ARROWS = {
     "access": set[str](),
     "images": set[str](),
     "listeners": set[str](),
+    "bytecode": set[str](),
     "process": set[str](),
     "config": {"images"},
     "evaluation": set[str](),
@@ -91,12 +92,15 @@ SERVER_ARROWS = {
     "server": {
         *("access", "config", "frontends", "images", "listeners", "maintenance", "process", "telemetry", "wire")
     },
-    "host": {"access", "config", "frontends", "images", "listeners", "process", "server", "telemetry", "wire"},
+    "host": {
+        *("access", "bytecode", "config", "frontends", "images", "listeners", "process", "server"),
+        *("telemetry", "wire"),
+    },
     "cli": {
         *("access", "config", "evaluation", "frontends", "host", "images", "listeners", "process", "server"),
         *("telemetry", "wire"),
     },
-    "__main__": {"cli", "process"},
+    "__main__": {"bytecode", "cli", "process"},
 }
 TRANSPORTS = {"grpc", "grpc_health", "grpc_reflection", "google", "kestrel_client"}
 WITHOUT_TRANSPORT = SERVER_ARROWS.keys() - {"frontends", "cli", "__main__"}

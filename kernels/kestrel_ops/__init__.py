@@ -10,14 +10,15 @@ from kestrel_ops.dispatch import (
     COMPILED_AHEAD,
     Kernels,
     compiled_together,
+    kept_facts,
     load_listed,
     measured_products,
     num_compilations,
     prepare_compilations,
     use_libraries,
 )
+from kestrel_ops.facts import KeptFacts
 from kestrel_ops.invariant_mode import InvariantMode, depends_on_chunks, depends_on_place
-from kestrel_ops.kept_facts import KeptFacts
 from kestrel_ops.low_rank import BlockLowRank, ExpertAdapters, LowRank, RowsBySlot
 from kestrel_ops.reference import (
     INT4_GROUP,
@@ -64,6 +65,7 @@ __all__ = [
     "invariant_attention",
     "invariant_attention_bytes",
     "invariant_linear",
+    "kept_facts",
     "load_listed",
     "measured_products",
     "meta_stands_for",

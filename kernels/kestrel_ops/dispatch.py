@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kestrel_ops import reference
 from kestrel_ops.device_limits import DeviceLimits
+from kestrel_ops.facts import KeptFacts, device_facts, files_of
 from kestrel_ops.shapes import FLOAT8, ModelShape
 
 _FASTEST_FIRST = ("cuda", "triton", "library")
@@ -214,6 +215,19 @@ def compiled_together(
     return module.compiled_together(num_processors, limits, compiled_ahead=COMPILED_AHEAD, kept_in=kept_in)
 
 
+def kept_facts(identity: Iterable[object], packages: Iterable[ModuleType]) -> KeptFacts:
+    """What earlier starts have kept for a configuration, in the folder of compiled kernels.
+
+    The facts depend on the `repr` of the values in `identity`, on the device, on torch, and on the files of
+    `packages` and of this one. Without Triton nothing is kept.
+    """
+    module = _compilations()
+    if module is None:
+        return KeptFacts(None)
+    files = [files_of(package) for package in (sys.modules[__package__ or ""], *packages)]
+    return KeptFacts(module.folder_of((*identity, *device_facts(), files)))
+
+
 def load_listed(listed: Iterable[Sequence[str]]) -> int | None:
     """Load kernels that `compiled_together` has listed in another process; returns their number.
 
@@ -233,7 +247,7 @@ def prepare_compilations() -> None:
 def use_libraries(device: torch.device) -> None:
     """Have torch's libraries load what their first calls on a CUDA device wait for. Takes half a second, in any
     thread. Raises RuntimeError where the device cannot compute that."""
-    importlib.import_module("kestrel_ops.first_use").use_libraries(device)
+    _module("library", "first_use").use_libraries(device)
 
 
 def measured_products(choices: dict[str, int]) -> AbstractContextManager[None]:

@@ -50,7 +50,7 @@ def layout_of(config: ServerConfig, environment: Mapping[str, str]) -> Layout:
         num_frontends = _auto_frontends(cores[0])
         if config.unix_socket is not None or config.triton_shared_memory is not None:
             num_frontends = min(num_frontends, 1)
-        _log.info("--frontends auto: %d", num_frontends)
+        _log.log(logging.INFO if num_frontends else logging.DEBUG, "--frontends auto: %d", num_frontends)
     if len(cores) > 1 and num_frontends == 0:
         _log.info("several devices need a front end of their own: there is one process for calls")
         num_frontends = 1

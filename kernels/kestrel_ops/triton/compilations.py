@@ -9,6 +9,7 @@ Processes forked from this one compile into the folder of compiled kernels, from
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import itertools
 import json
@@ -35,6 +36,7 @@ from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.cache import get_cache_manager
 
 from kestrel_ops.device_limits import DeviceLimits, meta_stands_for
 
@@ -50,6 +52,18 @@ def prepare() -> None:
         from triton.runtime.cache import triton_key
 
         triton_key()
+
+
+def folder_of(identity: Iterable[object]) -> Any:
+    """Triton's cache manager for files that depend on the `repr` of these values, and on the version of Triton.
+
+    None where its folder cannot be made.
+    """
+    own = (*identity, triton.__version__)
+    try:
+        return get_cache_manager(hashlib.sha256(repr(own).encode()).hexdigest())
+    except OSError:
+        return None
 
 
 def only_compiles() -> bool:

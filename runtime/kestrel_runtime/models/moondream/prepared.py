@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 import kestrel_runtime
-from kestrel_ops import DeviceLimits, KeptFacts
+from kestrel_ops import DeviceLimits, KeptFacts, kept_facts
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import MemoryPlan
 from kestrel_runtime.execution.step_runner import StepRunner
@@ -53,7 +53,7 @@ class PreparedMoondream:
                 adapter_slots=config.num_adapter_slots if config.has_adapters else 0,
                 max_adapter_rank=config.max_adapter_rank,
             )
-            self._facts = KeptFacts(needs.identity(), (kestrel_runtime,))
+            self._facts = kept_facts(needs.identity(), (kestrel_runtime,))
             compile_kernels(needs, DeviceLimits.of(model.device), facts=self._facts)
         require_invariance(model, self._execution, config.page_size, cache_dtype(model, config))
         # Paths are built before the cache is sized, which gets a part of the memory that they leave.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -19,26 +17,14 @@ _SOURCES = (".py", ".cu")
 
 
 class KeptFacts:
-    """Facts by name, each of which can be written as JSON; those of other configurations are in other files.
+    """Facts by name, each of which can be written as JSON. Where the folder cannot be written, nothing is kept."""
 
-    Without Triton, and where its folder cannot be written, nothing is kept.
-    """
-
-    def __init__(self, identity: Iterable[object], packages: Iterable[ModuleType]) -> None:
-        """`identity`: values on whose `repr` the facts depend, beside the device, torch, and the files of
-        `packages`."""
-        import kestrel_ops
-
+    def __init__(self, folder: Any) -> None:
+        """`folder`: a cache manager of Triton for one configuration; with None nothing is kept."""
         self._facts: dict[str, Any] = {}
-        self._cache: Any = None
-        files = [_files_of(package) for package in (kestrel_ops, *packages)]
-        with suppress(ImportError, OSError):
-            import triton
-            from triton.runtime.cache import get_cache_manager
-
-            own = (*identity, *_device_facts(), triton.__version__, files)
-            self._cache = get_cache_manager(hashlib.sha256(repr(own).encode()).hexdigest())
-            if (found := self._cache.get_file(_FILE)) is not None:
+        self._folder = folder
+        with suppress(OSError):
+            if folder is not None and (found := folder.get_file(_FILE)) is not None:
                 self._facts = _read(Path(found))
 
     def get(self, name: str) -> Any:
@@ -48,9 +34,9 @@ class KeptFacts:
     def put(self, name: str, value: object) -> None:
         """Keep a fact from now on."""
         self._facts[name] = value
-        if self._cache is not None:
+        if self._folder is not None:
             with suppress(OSError):
-                self._cache.put(json.dumps(self._facts), _FILE, binary=False)
+                self._folder.put(json.dumps(self._facts), _FILE, binary=False)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -61,7 +47,8 @@ def _read(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _device_facts() -> tuple[object, ...]:
+def device_facts() -> tuple[object, ...]:
+    """What distinguishes the current device and this torch, by `repr`."""
     if not torch.cuda.is_available():
         return (torch.__version__,)
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -69,8 +56,8 @@ def _device_facts() -> tuple[object, ...]:
     return torch.__version__, torch.version.cuda, found.name, found.total_memory, limits
 
 
-def _files_of(package: ModuleType) -> list[tuple[str, int, int]]:
-    """Path, size and time of each source file. Reading all of them would take longer."""
+def files_of(package: ModuleType) -> list[tuple[str, int, int]]:
+    """Path, size and time of each source file of a package. Reading all of them would take longer."""
     root = Path(package.__path__[0])
     files = sorted(file for file in root.rglob("*") if file.suffix in _SOURCES)
     stats = [(file.relative_to(root).as_posix(), file.stat()) for file in files]
