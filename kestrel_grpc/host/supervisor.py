@@ -251,7 +251,7 @@ class Supervisor:
         self._keeping.append(asyncio.create_task(self._watch_folder()))
         # Front ends import their libraries while cores load.
         self._keeping += [asyncio.create_task(self._keep(child)) for child in self._children]
-        await asyncio.gather(self._have_connected(), *(child.first_ready for child in self._frontends))
+        await asyncio.gather(*(child.first_ready for child in self._children), self._have_connected())
         config = self.config
         if config.metrics_port is not None:
             probes = Probes(lambda: True, self._is_ready, self.metrics)
