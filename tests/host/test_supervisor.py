@@ -95,7 +95,8 @@ async def test_a_process_that_cannot_be_started_ends_the_start_of_the_server_wit
         assert await server.serve() == 1
     os.close(server.lock)
     if module is supervisor_module:
-        assert caplog.messages == ["core-0 is not kept any more", "core-0 cannot be kept"]
+        not_kept = [f"{process} is not kept any more" for process in ("core-0", "frontend-0")]
+        assert caplog.messages == [*not_kept, "core-0 cannot be kept"]
     else:
         assert caplog.messages == [f"core-0 cannot be started: {getattr(error, 'strerror', None) or error}"]
 
