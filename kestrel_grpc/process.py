@@ -79,7 +79,7 @@ def complain(text: str) -> None:
 
 
 def want_of(error: BaseException) -> str | None:
-    """What the system has too little of, or does not let be written, by an error that is no fault of the program.
+    """Returns what the system lacks, or does not let be written, by an error that is no fault of the program.
 
     None for other errors.
     """

@@ -238,7 +238,7 @@ class Line:
     image: bytes | Path | None = None
     """The image where it is not among the fields."""
     has_image: bool = False
-    """Whether the record names an image of its own."""
+    """Returns whether the record names an image of its own."""
     violations: list[Violation] = field(default_factory=list[Violation])
 
     @classmethod

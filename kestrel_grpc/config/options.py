@@ -380,7 +380,7 @@ class ServerConfig:
 
     @property
     def metrics_names(self) -> tuple[str, ...]:
-        """The names that the metrics port is called by on this machine, besides addresses and `localhost`."""
+        """Returns the names of the metrics port on this machine, in addition to addresses and `localhost`."""
         return (*(self.http_hosts or ()), self.metrics_host)
 
     def precision_line(self) -> str:

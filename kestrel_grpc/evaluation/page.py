@@ -68,7 +68,7 @@ class LabelLine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """What draws pictures and the texts on them, in any script."""
+    """Draws pictures and the texts on them, in any script."""
 
     open_picture: Callable[[Path | bytes], Image.Image]
     """A copy in RGB of a file, as the model sees it. Raises `OSError` or `ValueError` for what is no picture."""

@@ -26,7 +26,7 @@ _LOCK, _NEW_LOCK = "lock", "lock.new"
 _MAX_PATH_BYTES = 107
 _MAX_NAME_BYTES = 24
 NEEDED_BYTES = 2**20
-"""Of free space, for the records of steps of four engines."""
+"""Sets the least free space, for the records of steps of four engines."""
 
 _log = logging.getLogger(__name__)
 

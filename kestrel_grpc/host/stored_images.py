@@ -291,7 +291,7 @@ class ImageOwner:
             (folder / name).mkdir(mode=0o700)
         free = _free_bytes(folder)
         self._spare_bytes = min(_MAX_SPARE_BYTES, free // 8)
-        """Of the file system, which are left free."""
+        """Bytes of the file system that are left free."""
         room = free - self._spare_bytes
         if room < limits.max_bytes:
             _log.warning(

@@ -14,7 +14,7 @@ from urllib.parse import unquote_to_bytes
 
 _PIECE_BYTES = 2**20  # a multiple of four, so that a piece is whole groups of base64
 _MAX_HEAD_BYTES = 256
-"""Of a `data:` URL, up to its comma: the type of the content."""
+"""Bounds the part of a `data:` URL up to its comma, which names the type of the content."""
 _MAX_ESCAPES = 1024
 """Each takes many times its length in memory. Those of `_COMMON_ESCAPES` do not count in base64."""
 _BEGIN = re.compile(rb"[\x00-\x20]*data:", re.IGNORECASE)

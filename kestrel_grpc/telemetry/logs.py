@@ -329,7 +329,7 @@ class _Repeats:
 
     @property
     def has_counts(self) -> bool:
-        """Whether `counts` may have something now or later."""
+        """Returns whether `counts` may have something now or later."""
         return bool(self._seen)
 
     def is_left_out(self, record: logging.LogRecord) -> bool:
@@ -364,7 +364,7 @@ class _Repeats:
 
 
 class _Kind(NamedTuple):
-    """What lines have in common that differ in their arguments alone."""
+    """Returns what lines have in common that differ in their arguments alone."""
 
     logger: str
     level: int

@@ -152,7 +152,7 @@ class CallContext:
         """Gives the address of the connection, ending with `:port`."""
         self.request_id = _request_id(headers)
         self.audited: Mapping[str, str | int] | None = None
-        """What an operator's call has changed, for the log; None for other calls."""
+        """Says what an operator's call has changed, for the log; None for other calls."""
         self.request: RequestSummary | None = None
         self.finished: Finished | None = None
         self.principal = ""

@@ -170,7 +170,7 @@ def _parsed(listed: str) -> Iterator[_Installed]:
 
 
 def _is_invisible(char: str) -> bool:
-    """Whether a character has no glyph of its own: spaces, joiners and selectors of variants."""
+    """Returns whether a character has no glyph of its own: spaces, joiners and selectors of variants."""
     return unicodedata.category(char) in ("Zs", "Cc", "Cf") or "\ufe00" <= char <= "\ufe0f"
 
 

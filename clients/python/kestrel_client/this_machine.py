@@ -27,7 +27,10 @@ def proxy_options(target: str) -> tuple[tuple[str, int], ...]:
 
 
 def is_this_machine(target: str) -> bool:
-    """Whether every address of the target is one of this machine. Asks no name server about other machines."""
+    """Returns whether every address of the target is one of this machine.
+
+    Asks no name server about other machines.
+    """
     if target.startswith(_ALWAYS_LOCAL):
         return True
     match = _RESOLVED.fullmatch(unquote(target))
@@ -63,7 +66,7 @@ def _is_own_name(host: str) -> bool:
 
 
 def _can_bind(family: int, address: tuple[object, ...]) -> bool:
-    """Whether a socket can have this address. On hosts with `ip_nonlocal_bind` it can have any."""
+    """Returns whether a socket can have this address. On hosts with `ip_nonlocal_bind` it can have any."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind(address)

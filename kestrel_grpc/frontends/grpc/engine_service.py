@@ -190,7 +190,7 @@ class EngineService:
 
 
 def _for_log(kind: str, name: str) -> str:
-    """What an operator's call names, which may be a text of any length."""
+    """Returns what an operator's call names, shortened: it may be a text of any length."""
     return f"{kind} {name[:_MAX_LOGGED_CHARS]}"
 
 

@@ -131,7 +131,7 @@ class Connection(HttpToolsProtocol):
         self._has_head = False
         self._refusal: tuple[int, str] | None = None
         self.body_problem = ""
-        """What is wrong with the framing of the body that is being received; empty where nothing is."""
+        """Names what is wrong with the framing of the body that is being received; empty where nothing is."""
 
     @property
     def is_idle(self) -> bool:

@@ -27,7 +27,7 @@ _LONG_BYTES = 64 * 1024
 _EXACT_CHARS = 16
 """A point and 15 digits, which a double keeps."""
 HALF = "holds half of a surrogate pair"
-"""What is wrong with a text or a name that is not Unicode. Only an escape can write one."""
+"""Describes a text or a name that is not Unicode. Only an escape can write one."""
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _MAX_NAME_CHARS = 64
 _PIECE_BYTES = 2**20

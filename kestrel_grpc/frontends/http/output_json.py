@@ -38,7 +38,7 @@ Points = Callable[[Iterable[Location]], list[Any]]
 """The format of points: `pairs` or `objects`."""
 
 _ITEMS_AT_ONCE = 16
-"""Of a list of tokens, each with up to 20 others: other threads wait while they are encoded."""
+"""Bounds the tokens that are encoded at a time, each with up to 20 others: other threads wait for them."""
 
 # Iterators stand for lists.
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=list).encode

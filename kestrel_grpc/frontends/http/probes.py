@@ -47,8 +47,10 @@ class ProbePort(Listener):
     """A port of its own for probes and metrics, without a token."""
 
     def __init__(self, probes: Probes, hosts: Collection[str] = ()) -> None:
-        """`hosts` are the names, besides addresses and `localhost`, that the port is called by on this machine. One
-        that others reach may have any name for them."""
+        """`hosts`: the port's names on this machine, in addition to addresses and `localhost`.
+
+        A port that other machines reach may have any name there.
+        """
         super().__init__(self._serve, max_connections=MAX_CONNECTIONS)
         self._probes = probes
         self._apps = probes.apps()

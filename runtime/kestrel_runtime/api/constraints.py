@@ -76,7 +76,7 @@ _ANNOTATIONS = frozenset(
     )
 )
 _EXPONENTS = range(-324, 309)
-"""Of numbers in a schema, which are those of doubles."""
+"""The exponents of numbers in a schema lie within those of doubles."""
 
 
 @dataclass(frozen=True, slots=True)

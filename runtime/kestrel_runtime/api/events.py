@@ -218,7 +218,7 @@ class Finished:
 
     @property
     def is_large(self) -> bool:
-        """Whether its logprobs are so many that rendering it takes more than a few milliseconds."""
+        """Returns whether its logprobs are so many that rendering it takes more than a few milliseconds."""
         return self.num_logprobs > _MANY_LOGPROBS
 
     @property

@@ -18,8 +18,8 @@ MAX_LOGIT_BIASES = 300
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 16
 MAX_LOGPROBS_IN_ALL = 2**18
-"""Of an answer: of the tokens of all its samples, and of the most likely ones in their places. They take tens of
-megabytes in JSON. All samples of the default length may have all logprobs."""
+"""Bounds the numbers of an answer: one for each token of its samples, and one for each of the most likely ones.
+They take tens of megabytes in JSON. All samples of the default length may have all logprobs."""
 RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "temperature": (0.0, 100.0),

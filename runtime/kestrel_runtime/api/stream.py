@@ -15,7 +15,7 @@ from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Event, Finished, TextDelta
 
 _MAX_JOINED_LOGPROBS = 64
-"""Of tokens in one delta. More would be rendered for longer than other callers of the event loop should wait."""
+"""Bounds the tokens in one delta: more would be rendered for longer than other callers should wait."""
 
 
 class Stream:

@@ -14,7 +14,7 @@ from kestrel_runtime.api.constraints import pointed_at
 EXACT = "x-exact"
 """Holds, in a schema for the library, the expressions of its values, in the syntax of rules."""
 _MAX_CHARS, _MAX_RULES = 2**18, 512
-"""Of a grammar."""
+"""Bound the size of a grammar."""
 _MAX_PART = 64
 """Items of a list that are written out."""
 _DEFINITIONS = ("$defs", "definitions")

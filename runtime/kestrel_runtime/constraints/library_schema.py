@@ -42,7 +42,7 @@ _DIGITS_OF_DOUBLES = 15
 _MAX_FRACTIONAL = 10**_DIGITS_OF_DOUBLES
 _MAX_SCALE = 308
 _MAX_STEPS = 20_000
-"""Of finding out whether alternatives exclude each other: some 50 ms."""
+"""Bounds the search whether alternatives exclude each other: some 50 ms."""
 _MAX_DEPTH = 8
 _CANNOT = "is a number that the grammar cannot express exactly"
 _OVERLAPS = "cannot be used: its parts must exclude each other, such as by type or by a const that is required"

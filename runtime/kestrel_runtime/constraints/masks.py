@@ -39,7 +39,7 @@ class CompiledConstraint:
     min_text_tokens: int = 0
     """The two as `JsonAnswer` says."""
     check: AnswerCheck | None = None
-    """Of the numbers of complete answers; None where nothing bounds them."""
+    """Checks the numbers of complete answers; None where nothing bounds them."""
 
     def new_json(self, max_tokens: int) -> JsonAnswer | None:
         """The start of an answer of at most `max_tokens`."""

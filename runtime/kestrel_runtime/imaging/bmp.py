@@ -38,7 +38,7 @@ _KNOWN_MASKS = {
 
 @dataclass(frozen=True, slots=True)
 class BitFields:
-    """Where a file has its pixels, and which bits of each are which channel."""
+    """Says where a file has its pixels, and which bits of each are which channel."""
 
     bits: int
     """16 or 32, for each pixel."""

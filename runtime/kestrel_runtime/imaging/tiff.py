@@ -85,7 +85,7 @@ class Samples:
     max_value: int
     """2ⁿ - 1 for the n bits that are significant."""
     is_predicted: bool
-    """Whether each sample is stored as its difference from the left one."""
+    """Returns whether each sample is stored as its difference from the left one."""
     tile_width: int
     """0 for strips."""
 
@@ -163,7 +163,7 @@ def samples_of(directory: Directory) -> Samples | None:
 
 
 def is_wrapped(directory: Directory) -> bool:
-    """Whether libtiff reads uncompressed samples rightly and Pillow does not.
+    """Returns whether libtiff reads uncompressed samples rightly and Pillow does not.
 
     These are luma and chroma, which may be subsampled and have ranges, and indices and CIELab in planes.
     """
@@ -216,7 +216,7 @@ def _check_samples(directory: Directory) -> None:
 
 
 def _is_read_rightly(directory: Directory) -> bool:
-    """Whether Pillow reads the grey, RGB or CMYK samples of a file with their meaning."""
+    """Returns whether Pillow reads the grey, RGB or CMYK samples of a file with their meaning."""
     photometric, num_samples = directory.first(PHOTOMETRIC, 0), directory.first(SAMPLES, 1)
     bits, extras = directory.first(BITS, 1), directory.numbers(_EXTRAS)
     compression = directory.first(COMPRESSION, 1)

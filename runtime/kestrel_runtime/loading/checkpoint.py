@@ -49,14 +49,14 @@ _CONFIG = "config.json"
 _TOKENIZER = "tokenizer.json"
 _INDEX = "model.safetensors.index.json"
 _CODE = "config.py"
-"""Of the publisher's code; it is read for the ids of the tokenizer, and never run."""
+"""Names the publisher's code, which is read for the ids of the tokenizer, and never run."""
 _MAX_JSON_BYTES, _MAX_TOKENIZER_BYTES = 2**24, 2**27
 # In order of preference. "model" comes before other names: folders also hold expected answers or adapters.
 _WEIGHT_PATTERNS = ("model.safetensors", "model*.safetensors", "model*.pt", "*.safetensors", "*.pt")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _END_OF_TEXT = "<|endoftext|>"
 _PUBLISHED_ID = 0
-"""Of `_END_OF_TEXT` in `TOKENIZER_REPOSITORY`."""
+"""Is the id of `_END_OF_TEXT` in `TOKENIZER_REPOSITORY`."""
 # Releases of Moondream 2 are named after their days. Those before this one use another tokenizer and other prompts.
 _FIRST_WITH_TOKENIZER = "2025-06-19"
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)

@@ -652,7 +652,7 @@ class _Core:
         self.num_sent = 0
         """Requests that were sent since the core has reported its load."""
         self.is_silent = False
-        """Whether it has stopped or is too slow, so that it says nothing for seconds."""
+        """Returns whether it has stopped or is too slow, so that it says nothing for seconds."""
         self._num_looks = 0
         """How many in a row speak against what `is_silent` is."""
         self._has_spoken = True

@@ -40,7 +40,7 @@ def compiled(compiler: ConstraintCompiler, schema: Any) -> llguidance.LLMatcher:
 
 
 def takes(library: llguidance.LLMatcher, answer: str) -> bool:
-    """Whether the answer can come."""
+    """Returns whether the answer can come."""
     tokens, copied = TOKENIZER.encode(answer), library.deep_copy()
     return copied.try_consume_tokens(tokens) == len(tokens) and copied.is_accepting()
 

@@ -21,7 +21,7 @@ MAX_EXPRESSIONS = 64
 """The most keys with more than names in them: compiling each may take some 50 ms."""
 MAX_KEY_CHARS = 256
 MAX_REPETITIONS = 100
-"""Of the counts in braces, multiplied with each other: a compiled expression grows with them."""
+"""Bounds the counts in braces, multiplied with each other: a compiled expression grows with them."""
 
 _PLAIN = re.compile(r"\^?(?:[\w.-]|\\\.)+\$?", re.ASCII)
 # Python and Rust mean the same by these. Without `=` and `!` there is no look-around, without digits behind a
