@@ -130,7 +130,7 @@ def main() -> None:
         ),
         "invalid_request",
     )
-    assert error.param == "response_format", error.param
+    assert error.param == "response_format.json_schema.schema", error.param
     print("response formats")
 
     done = alice.completions.create(model=model, prompt="What is a star?", max_tokens=8, temperature=0)

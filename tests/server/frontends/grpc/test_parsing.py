@@ -277,7 +277,7 @@ def test_query_takes_each_kind_of_constraint(kind: Any, message: Any, expected: 
 def test_everything_that_is_wrong_with_a_constraint_is_told_at_once() -> None:
     empty = wire.QueryRequest(question="", constraint={})
     assert violations(vision.query, empty) == ["question", "constraint"]
-    schema = json.dumps({"if": {}, "properties": {"a": {"not": {}}}})
+    schema = json.dumps({"if": {}, "properties": {"a": {"not": {"type": "string"}}}})
     wrong = wire.QueryRequest(question="", constraint={"json_schema": schema})
     assert violations(vision.query, wrong) == ["question", "constraint.json_schema", "constraint.json_schema"]
     choices = wire.QueryRequest(question="why?", constraint={"choices": {"values": ["a", "", "b", "x" * 513]}})
