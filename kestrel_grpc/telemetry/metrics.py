@@ -522,10 +522,8 @@ class ServerMetrics:
         series.input_tokens.observe(usage.num_input_tokens)
         series.output_tokens.observe(usage.num_output_tokens)
         series.first_token.observe(timing.time_to_first_token_s)
-        # The timing is that of the first sample, the usage that of all.
-        num_others = sum(other.usage.num_output_tokens for other in finished.alternatives)
-        if usage.num_output_tokens - num_others > 1:
-            series.per_token.observe(timing.decode_s / (usage.num_output_tokens - num_others - 1))
+        if finished.num_decoded:
+            series.per_token.observe(timing.decode_s / finished.num_decoded)
         self._queue.observe(timing.queue_s)
         self._preprocess.observe(timing.preprocess_s)
         self._prefill.observe(timing.prefill_s)

@@ -86,13 +86,13 @@ class Renderer:
             "output_tokens": usage.num_output_tokens,
         }
         if self._is_kestrel:
-            num_decoded = max(0, usage.num_output_tokens - 1)
+            rate = finished.num_decoded / timing.decode_s if timing.decode_s > 0.0 else 0.0
             return {
                 **counts,
                 "ttft_s": timing.time_to_first_token_s,
                 "prefill_time_s": timing.prefill_s,
                 "decode_time_s": timing.decode_s,
-                "decode_tokens_per_s": num_decoded / timing.decode_s if timing.decode_s > 0.0 else 0.0,
+                "decode_tokens_per_s": rate,
             }
         return {
             **counts,

@@ -217,6 +217,12 @@ class Finished:
     """Further samples, where a call has asked for several. `usage` then has the output tokens of all of them."""
 
     @property
+    def num_decoded(self) -> int:
+        """Returns how many tokens `timing.decode_s` is the time of: those of this sample after its first."""
+        num_others = sum(other.usage.num_output_tokens for other in self.alternatives)
+        return max(0, self.usage.num_output_tokens - num_others - 1)
+
+    @property
     def is_large(self) -> bool:
         """Returns whether its logprobs are so many that rendering it takes more than a few milliseconds."""
         return self.num_logprobs > _MANY_LOGPROBS

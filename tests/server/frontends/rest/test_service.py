@@ -361,6 +361,7 @@ async def test_samples_logprobs_and_the_stop_string_are_told():
     async with serving_http(FakeEngine(with_logprobs)) as rig:
         answer = (await rig.ask("/v1/caption", body)).json
         first, second = (request.sampling for request in rig.engine.requests)
+        timed = (await rig.ask("/v1/caption", {**body, "format": "kestrel"})).json
         stream = await rig.ask("/v1/caption", {**body, "settings": settings, "stream": True})
         refused = await rig.ask("/v1/caption", {**body, "stream": True})
     assert (first.stop, first.logprobs, first.seed, first.n) == (("end",), 1, 3, None)
@@ -368,6 +369,8 @@ async def test_samples_logprobs_and_the_stop_string_are_told():
     assert {name: answer[name] for name in ("caption", *shared)} == {"caption": "a3", **shared}
     assert answer["alternatives"] == [{"caption": f"a{second.seed}", **shared}]
     assert answer["metrics"]["output_tokens"] == 6
+    # Three tokens of the first sample, whose time it is: two come after the first one, in 0.25 s.
+    assert (timed["output_tokens"], timed["decode_tokens_per_s"]) == (6, 8.0)
     assert stream.events[0] == {"chunk": "a", "logprobs": logprobs, "completed": False}
     assert stream.events[-1]["stop_sequence"] == "end"
     assert [item["field"] for item in refused.json["error"]["violations"]] == ["settings.n"]
