@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from kestrel_grpc.bytecode import keep_bytecode
+from kestrel_grpc.bytecode import use_kept_bytecode
 
 # gRPC's core writes lines in a format of its own to standard error, and reads this variable only while it is being
 # imported. Errors of calls are in their statuses; lines about clients are shown where an operator asks for them.
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             if is_server and argv is None:
-                keep_bytecode()
+                use_kept_bytecode()
             # Here, because an import takes a moment, in which Ctrl-C may be pressed too.
             from kestrel_grpc.process import open_standard_streams
 

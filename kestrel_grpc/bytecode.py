@@ -1,6 +1,8 @@
 """Keeps the bytecode of libraries that were installed without it, as in many containers.
 
-Without bytecode Python compiles the sources of all modules at every start: those of torch alone take two seconds.
+Without bytecode Python compiles the sources of all modules at every start: those of torch alone take two seconds. A
+process that begins without it has another one write it, once it serves, so that the first start does not wait for
+thousands of files.
 """
 
 from __future__ import annotations
@@ -8,30 +10,112 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 _FOLDER = "kestrel-bytecode"
 _LARGEST_LIBRARY = "torch"
+_NICENESS = 19
 
 
-def keep_bytecode() -> None:
-    """Have Python keep bytecode in the folder of compiled kernels, where torch has none and cannot get any.
+def use_kept_bytecode() -> None:
+    """Have Python read and write bytecode in the folder of compiled kernels, where an earlier process has kept it.
 
-    Nothing is changed where torch has its bytecode, where Python can write it beside the sources, where
-    PYTHONPYCACHEPREFIX says where it is, and where the folder belongs to others. Call it before other imports.
+    Call it before other imports.
     """
+    folder = _folder()
+    if folder is not None and _kept(folder).exists():
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+
+
+def keep_bytecode() -> subprocess.Popen[bytes] | None:
+    """Have a process of the lowest priority write the bytecode of all imported modules, for later starts.
+
+    Returns the process, which a thread waits for. None where nothing is to be kept: torch has its bytecode, Python
+    can write it beside the sources, PYTHONPYCACHEPREFIX says where it is, or the folder belongs to others.
+    """
+    folder = _folder()
+    if folder is None or _kept(folder).exists():
+        return None
+    with contextlib.suppress(OSError, RuntimeError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_own(folder):
+            return None
+        # The largest library comes last: with it the folder is complete.
+        files = sorted(_sources(), key=lambda file: file == _source_of_largest())
+        command = (sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(folder))
+        writing = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        threading.Thread(target=writing.communicate, args=("\n".join(files).encode(),), daemon=True).start()
+        return writing
+    return None
+
+
+def _folder() -> Path | None:
+    """Where bytecode is kept; None where Python needs no such folder."""
     found = importlib.util.find_spec(_LARGEST_LIBRARY)
     if sys.pycache_prefix is not None or found is None or found.cached is None or found.origin is None:
-        return
+        return None
     writes_itself = not sys.dont_write_bytecode and os.access(Path(found.origin).parent, os.W_OK)
     if writes_itself or Path(found.cached).exists():
-        return
-    kernels = os.environ.get("TRITON_CACHE_DIR", "").strip() or Path("~/.triton/cache").expanduser()
-    folder = Path(kernels, _FOLDER)
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-        # Whoever can write there could have this process run other code.
-        if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK):
-            sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+        return None
+    folder = Path(os.environ.get("TRITON_CACHE_DIR", "").strip() or Path("~/.triton/cache").expanduser(), _FOLDER)
+    return folder if not folder.exists() or _is_own(folder) else None
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether nobody else can write there, who could have this process run other code."""
+    status = folder.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK)
+
+
+def _source_of_largest() -> str:
+    found = importlib.util.find_spec(_LARGEST_LIBRARY)
+    assert found is not None
+    assert found.origin is not None
+    return found.origin
+
+
+def _kept(folder: Path) -> Path:
+    """The last file that is written."""
+    return _target(_source_of_largest(), folder)
+
+
+def _target(source: str, folder: Path) -> Path:
+    prefix, sys.pycache_prefix = sys.pycache_prefix, str(folder)
+    try:
+        return Path(importlib.util.cache_from_source(source))
+    finally:
+        sys.pycache_prefix = prefix
+
+
+def _sources() -> set[str]:
+    """The files of all imported modules that have bytecode nowhere."""
+    specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
+    return {
+        spec.origin
+        for spec in specs
+        if spec is not None and spec.has_location and spec.origin is not None and spec.origin.endswith(".py")
+        if spec.cached is not None and not Path(spec.cached).exists()
+    }
+
+
+def _write(folder: Path) -> None:
+    """Compile the files named on standard input, in their order."""
+    import py_compile
+
+    os.nice(_NICENESS)
+    for source in sys.stdin.read().splitlines():
+        with contextlib.suppress(OSError, py_compile.PyCompileError, ValueError):
+            py_compile.compile(source, cfile=str(_target(source, folder)), doraise=True)
+
+
+if __name__ == "__main__":
+    _write(Path(sys.argv[1]))

@@ -97,8 +97,8 @@ SERVER_ARROWS = {
         *("telemetry", "wire"),
     },
     "cli": {
-        *("access", "config", "evaluation", "frontends", "host", "images", "listeners", "process", "server"),
-        *("telemetry", "wire"),
+        *("access", "bytecode", "config", "evaluation", "frontends", "host", "images", "listeners", "process"),
+        *("server", "telemetry", "wire"),
     },
     "__main__": {"bytecode", "cli", "process"},
 }

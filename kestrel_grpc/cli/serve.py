@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 
+from kestrel_grpc.bytecode import keep_bytecode
 from kestrel_grpc.cli.common import refuse
 from kestrel_grpc.config.listing import add_serve_arguments, effective_values
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, option_names, settings_of
@@ -168,6 +169,7 @@ def _run_server(config: ServerConfig) -> int:
         set_apart_what_stays()
         server = Server(engine, config, at_rest=at_rest, num_processors=processor_quota())
         lower_grpc_threads()
+        keep_bytecode()
         return await server.serve(), server.has_closed
 
     # Until there is a server there are no connections.

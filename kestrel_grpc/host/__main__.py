@@ -9,12 +9,12 @@ import gc
 import sys
 from typing import NoReturn
 
-from kestrel_grpc.bytecode import keep_bytecode
+from kestrel_grpc.bytecode import use_kept_bytecode
 
 
 def run() -> NoReturn:
     """Run the process that the first argument names; `main` of its module reads the second one."""
-    keep_bytecode()
+    use_kept_bytecode()
     gc.disable()  # imports and captures leave no garbage; it begins when the process is ready
     if sys.argv.pop(1) == "core":
         from kestrel_grpc.host.core import main

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import generate_latest
 
+from kestrel_grpc.bytecode import keep_bytecode
 from kestrel_grpc.host.child import begin, ended_with_supervisor, memory_returner, new_link
 from kestrel_grpc.host.messages import Begin, FrontendGone, FrontendStuck, Ready, Stop
 from kestrel_grpc.host.stored_images import forget_when_told
@@ -107,6 +108,7 @@ async def _serve(engine: LocalEngine, endpoint: CoreEndpoint, said: Begin, conne
     await server.start()
     await link.start(connection)
     link.tell(Ready())
+    keep_bytecode()
     stopping = asyncio.ensure_future(stopped.wait())
     await asyncio.wait((stopping, died, link.closed), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

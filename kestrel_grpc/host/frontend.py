@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kestrel_grpc.access.tls import CertificateError
 from kestrel_grpc.access.token_file import TokenFileError
+from kestrel_grpc.bytecode import keep_bytecode
 from kestrel_grpc.host.child import OTHER_BUILD, begin, memory_returner, new_link
 from kestrel_grpc.host.messages import (
     Announce,
@@ -133,6 +134,8 @@ class _Frontend:
         await server.start()
         link.tell(Serving(client.status is EngineStatus.SERVING))
         link.tell(Ready())
+        if said.index == 0:
+            keep_bytecode()
         await asyncio.wait((stopping, draining, link.closed), return_when=asyncio.FIRST_COMPLETED)
         if link.closed.done():
             _log.error("the supervisor is gone: running calls are finished")

@@ -79,7 +79,6 @@ def compile_twice(folder):
     first = compile_it()
     ((module, name, arguments),) = first
     assert (module, name) == (__name__, "_twice")
-    assert json.loads(arguments)["target"]["arch"] == 90
     kept = {path: path.stat().st_mtime_ns for path in folder.rglob("*.*")}
     assert any(path.suffix == ".cubin" for path in kept)
     assert not any(path.suffix == ".ptx" for path in kept)

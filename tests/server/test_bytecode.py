@@ -11,51 +11,81 @@ import pytest
 
 SCRIPT = """
 import sys
-from kestrel_grpc.bytecode import keep_bytecode
-keep_bytecode()
-import torch
-print(sys.pycache_prefix, sys.dont_write_bytecode)
+from kestrel_grpc.bytecode import keep_bytecode, use_kept_bytecode
+use_kept_bytecode()
+prefix = sys.pycache_prefix
+import other, torch
+writing = keep_bytecode()
+print(prefix, other.__cached__, "nothing" if writing is None else writing.wait())
 """
+NOT_WRITTEN = {"PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def kept(libraries: Path, cache: Path, *, has_bytecode: bool = False, **environment: str) -> tuple[str, str]:
-    """Run with a library of that name that has one module; returns the folder of bytecode and whether none is
-    written."""
-    package = libraries / "torch"
-    package.mkdir(exist_ok=True)
-    (package / "__init__.py").write_text("value = 1\n")
-    if has_bytecode:
-        subprocess.run([sys.executable, "-m", "compileall", "-q", package], check=True)
-    own = {"PYTHONPATH": os.pathsep.join((str(libraries), os.getcwd())), "TRITON_CACHE_DIR": str(cache)}
-    base = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env=base | own | environment
-    )
-    prefix, writes_none = done.stdout.split()
-    return prefix, writes_none
+class Libraries:
+    """Two libraries, one of the name that counts, and a folder of kernels."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.kernels = folder / "kernels"
+        self.kept = self.kernels / "kestrel-bytecode"
+        for name in ("torch", "other"):
+            (folder / name).mkdir()
+            (folder / name / "__init__.py").write_text("value = 1\n")
+
+    def compile(self) -> None:
+        subprocess.run([sys.executable, "-m", "compileall", "-q", self._folder / "torch"], check=True)
+
+    def start(self, **environment: str) -> list[str]:
+        """Where bytecode is found, that of the other library, and how writing it has ended."""
+        own = {
+            "PYTHONPATH": os.pathsep.join((str(self._folder), os.getcwd())),
+            "TRITON_CACHE_DIR": str(self.kernels),
+        }
+        base = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        command = [sys.executable, "-c", SCRIPT]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=base | own | environment)
+        return done.stdout.split()
 
 
-def test_bytecode_that_python_may_not_write_is_kept_beside_the_kernels(tmp_path: Path) -> None:
-    cache = tmp_path / "kernels"
-    assert kept(tmp_path, cache, PYTHONDONTWRITEBYTECODE="1") == (str(cache / "kestrel-bytecode"), "False")
-    assert list(cache.rglob("torch/__init__.*.pyc"))
-    assert (cache / "kestrel-bytecode").stat().st_mode & 0o777 == 0o700
+@pytest.fixture
+def libraries(tmp_path: Path) -> Libraries:
+    return Libraries(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("has_bytecode", "environment"),
-    [(True, {"PYTHONDONTWRITEBYTECODE": "1"}), (False, {})],
-    ids=["there is some", "python writes it itself"],
-)
-def test_python_does_as_always_where_there_is_bytecode_or_will_be(
-    tmp_path: Path, has_bytecode: bool, environment: dict[str, str]
+def test_bytecode_that_python_may_not_write_is_kept_for_later_starts(
+    libraries: Libraries,
 ) -> None:
-    prefix, _ = kept(tmp_path, tmp_path / "kernels", has_bytecode=has_bytecode, **environment)
-    assert prefix == "None"
+    prefix, _, ended = libraries.start(**NOT_WRITTEN)
+    assert (prefix, ended) == ("None", "0")
+    assert libraries.kept.stat().st_mode & 0o777 == 0o700
+    assert {file.parent.name for file in libraries.kept.rglob("__init__.*.pyc")} >= {"torch", "other"}
+    prefix, cached, ended = libraries.start(**NOT_WRITTEN)
+    assert (prefix, ended) == (str(libraries.kept), "nothing")
+    assert cached.startswith(prefix)
 
 
-def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
-    folder = tmp_path / "kernels" / "kestrel-bytecode"
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    assert kept(tmp_path, tmp_path / "kernels", PYTHONDONTWRITEBYTECODE="1")[0] == "None"
+def test_python_does_as_always_where_there_is_bytecode(libraries: Libraries) -> None:
+    libraries.compile()
+    assert libraries.start(**NOT_WRITTEN)[::2] == ["None", "nothing"]
+
+
+def test_python_does_as_always_where_it_writes_bytecode_itself(libraries: Libraries) -> None:
+    assert libraries.start()[::2] == ["None", "nothing"]
+
+
+def test_python_does_as_always_where_a_variable_says_where_bytecode_is(
+    libraries: Libraries, tmp_path: Path
+) -> None:
+    elsewhere = str(tmp_path / "elsewhere")
+    assert libraries.start(**NOT_WRITTEN, PYTHONPYCACHEPREFIX=elsewhere)[::2] == [elsewhere, "nothing"]
+
+
+def test_a_folder_that_others_can_write_is_not_used(libraries: Libraries) -> None:
+    libraries.start(**NOT_WRITTEN)
+    libraries.kept.chmod(0o777)
+    assert libraries.start(**NOT_WRITTEN)[::2] == ["None", "nothing"]
+
+
+def test_a_folder_that_cannot_be_made_costs_the_bytecode_alone(libraries: Libraries) -> None:
+    libraries.kernels.write_text("a file")
+    assert libraries.start(**NOT_WRITTEN)[::2] == ["None", "nothing"]

@@ -165,7 +165,7 @@ def step_bytes(
         _log.info("largest step: %.0f MiB of activations, as measured by an earlier start", kept / MIB)
         return kept
     try:
-        others = _bytes_of_others(model.device)
+        others = 0 if facts is None else _bytes_of_others(model.device)
         cache = KVCache(model.config.text, 1, page_size, model.device, dtype)
         works = (largest_prefill(model, paths, cache, bounds, slabs), largest_encode(model, paths, bounds))
         measured = max(map(peak_bytes, works))
