@@ -11,10 +11,12 @@ import json
 import math
 import re
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any
 
+from kestrel_runtime.api.constraints import decimal_of
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 MAX_OTHER_BYTES = 2**20
@@ -25,7 +27,7 @@ _UNCHECKED_BYTES = 128 * 1024
 """A body of at most this size is parsed quickly, whatever it holds."""
 _LONG_BYTES = 64 * 1024
 _EXACT_CHARS = 16
-"""A point and 15 digits, which a double keeps."""
+"""A point and 15 digits, which a double keeps unless it is subnormal, zero or infinite."""
 HALF = "holds half of a surrogate pair"
 """Describes a text or a name that is not Unicode. Only an escape can write one."""
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -77,7 +79,8 @@ class WrittenFloat(float):
 
 def _float(text: str) -> float:
     value = float(text)
-    is_exact = len(text) <= _EXACT_CHARS or math.isinf(value) or Decimal(repr(value)) == Decimal(text)
+    is_exact = len(text) <= _EXACT_CHARS and sys.float_info.min <= abs(value) < math.inf
+    is_exact = is_exact or Decimal(repr(value)) == decimal_of(text)
     return value if is_exact else WrittenFloat(text)
 
 

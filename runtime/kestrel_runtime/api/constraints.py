@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -77,6 +77,7 @@ _ANNOTATIONS = frozenset(
 )
 _EXPONENTS = range(-324, 309)
 """The exponents of numbers in a schema lie within those of doubles."""
+_BEYOND_DOUBLES = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +241,20 @@ def parse_schema(text: str) -> Any:
 
     Raises ValueError if it is no JSON.
     """
-    return json.loads(text, parse_float=Decimal, parse_constant=_refuse_constant)
+    return json.loads(text, parse_float=decimal_of, parse_constant=_refuse_constant)
+
+
+def decimal_of(text: str) -> Decimal:
+    """Returns a number of a JSON text; one whose exponent no decimal can have stays as far beyond every double."""
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        digits, _, exponent = text.lower().partition("e")
+        return (
+            Decimal(f"{digits}e{'-' * exponent.startswith('-')}{_BEYOND_DOUBLES}")
+            if Decimal(digits)
+            else Decimal(0)
+        )
 
 
 def _refuse_constant(name: str) -> None:

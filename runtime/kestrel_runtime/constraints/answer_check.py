@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, cast
 
-from kestrel_runtime.api.constraints import NUMBER_BOUNDS, pointed_at
+from kestrel_runtime.api.constraints import NUMBER_BOUNDS, decimal_of, pointed_at
 
 _MAX_SHIFT = 1_000
 """Decimal places between the last digits of a number and of `multipleOf`."""
@@ -197,6 +197,6 @@ class AnswerCheck:
 
         Raises ValueError if the answer is no JSON.
         """
-        value = json.loads(answer, parse_float=Decimal)
+        value = json.loads(answer, parse_float=decimal_of)
         validator = Validator(self._schema)
         return None if validator.is_valid(self._schema, value) else validator.place(self._schema, value)

@@ -275,6 +275,8 @@ def chain_of_refs(count: int, depth: int = 0) -> dict[str, Any]:
         ({"enum": [1, [10**309]]}, "/enum must have numbers within the range of a double"),
         ('{"maximum": 1e309}', "/maximum must have numbers within the range of a double"),
         ('{"minimum": 1e-999999999}', "/minimum must have numbers within the range of a double"),
+        ('{"maximum": 1e9999999999999999999}', "/maximum must have numbers within the range of a double"),
+        ('{"const": [-0.1E-9999999999999999999]}', "/const must have numbers within the range of a double"),
         ({"propertyNames": {"if": {}}}, "/propertyNames/if is not supported"),
         ({"multipleOf": 0.12345}, "/multipleOf must be a number"),
         ({"multipleOf": True}, "/multipleOf must be a number"),

@@ -107,6 +107,14 @@ def value_of(chance: random.Random, depth: int) -> Any:
     return chance.choice([0, 1, -2, 7, 14, 2**53, 2**53 + 1, ID, ID - 1, 0.5, -1.25, 1e20, 3.5, True, None, "a"])
 
 
+def test_a_number_whose_exponent_no_decimal_has_misses_its_bounds() -> None:
+    check = AnswerCheck.of(parse_schema('{"maximum": 5}'))
+    assert check is not None
+    assert check.miss("1e9999999999999999999") == ""
+    assert check.miss("1e-9999999999999999999") is None
+    assert check.miss("0E9999999999999999999") is None
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_check_finds_what_jsonschema_finds(seed: int) -> None:
     chance, outcomes = random.Random(seed), set[bool]()

@@ -47,6 +47,11 @@ def test_numbers_of_a_schema_are_those_that_the_caller_wrote() -> None:
         "0.30000000000000004",
         "1.5",
         "-2e-7",
+        "1e-400",
+        "4.35e-322",
+        "1e400",
+        "-0.0",
+        "0e-400",
     ]
     body = f'{{"schema": {{"enum": [{", ".join(numbers)}], "maximum": {numbers[0]}}}, "temperature": {numbers[0]}}}'
     document = parse_json(body.encode(), lambda path, description: None)
