@@ -46,6 +46,8 @@ PRECISIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 MAX_FRONTENDS = 64
 SOCKETS = "unix"
 """Among the trusted proxies: those that connect to the Unix socket."""
+_MAPPED_BITS = 96
+"""Those of an IPv6 address before the IPv4 address that is mapped to it."""
 _MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 _FORMATS = ("dtype", "text_path", "vision_path", "kv_dtype")
 """The settings that a precision selects, unless their own options do."""
@@ -89,11 +91,20 @@ def _proxies(text: str) -> tuple[str, ...]:
     """Parses addresses and networks, separated by commas."""
     found = tuple(part.strip().lower() for part in text.split(","))
     try:
-        return tuple(part if part == SOCKETS else str(ipaddress.ip_network(part, strict=False)) for part in found)
+        return tuple(part if part == SOCKETS else str(_network(part)) for part in found)
     except ValueError:
         raise ValueError(
             f"must be addresses or networks such as 192.0.2.1 and 10.0.0.0/8, or {SOCKETS}, separated by commas"
         ) from None
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    """Returns a network. One of mapped addresses is its IPv4 network, as those of peers are."""
+    network = ipaddress.ip_network(text, strict=False)
+    mapped = network.network_address.ipv4_mapped if isinstance(network, ipaddress.IPv6Network) else None
+    if mapped is None or network.prefixlen < _MAPPED_BITS:
+        return network
+    return ipaddress.ip_network((mapped, network.prefixlen - _MAPPED_BITS))
 
 
 def _devices(text: str) -> tuple[str, ...]:
