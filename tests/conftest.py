@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +36,10 @@ if hasattr(_providers, "_get_local_constants"):
 
 # Also where the variable says otherwise: the models of the tests are small.
 torch.set_num_threads(1)
+
+# A shell that runs the tests in the background ignores SIGINT, and programs that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What is imported and collected stays to the end. To look for garbage among it would take most of the time of tests
 # that collect garbage.
