@@ -98,13 +98,15 @@ def _target(source: str, folder: Path) -> Path:
 
 def _sources() -> set[str]:
     """The files of all imported modules that have bytecode nowhere."""
-    specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
-    return {
-        spec.origin
-        for spec in specs
-        if spec is not None and spec.has_location and spec.origin is not None and spec.origin.endswith(".py")
-        if spec.cached is not None and not Path(spec.cached).exists()
-    }
+    found: set[str] = set()
+    for module in list(sys.modules.values()):
+        with contextlib.suppress(Exception):  # some stand-ins for modules raise whatever is asked of them
+            spec = module.__spec__
+            if spec is None or spec.origin is None or spec.cached is None or not spec.origin.endswith(".py"):
+                continue
+            if not Path(spec.cached).exists():
+                found.add(spec.origin)
+    return found
 
 
 def _write(folder: Path) -> None:
