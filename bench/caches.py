@@ -86,10 +86,10 @@ _IMAGE_PX = 64
 TIER_ROWS = "cached:1,cached:64,repeats-0:64,repeats-50:64,repeats-90:64"
 VARIANTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "both": (),
-        "prefixes": ("--image-cache-bytes", "0"),
-        "embeddings": ("--prefix-cache", "off"),
-        "neither": ("--prefix-cache", "off", "--image-cache-bytes", "0"),
+        "both": ("--frontends", "0"),
+        "prefixes": ("--frontends", "0", "--image-cache-bytes", "0"),
+        "embeddings": ("--frontends", "0", "--prefix-cache", "off"),
+        "neither": ("--frontends", "0", "--prefix-cache", "off", "--image-cache-bytes", "0"),
         "frontends-1": ("--frontends", "1"),
         "frontends-2": ("--frontends", "2"),
         "frontends-4": ("--frontends", "4"),
