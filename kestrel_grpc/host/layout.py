@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
 from kestrel_runtime.memory.host_limits import available_processors
+from kestrel_runtime.models.background_load import torch_has_cuda
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _THREADS = "OMP_NUM_THREADS"
@@ -97,7 +96,7 @@ def _auto_frontends(core: CorePlace) -> int:
 
 def _num_gpus() -> int:
     """The GPUs that torch can use. Does not import torch, which takes seconds, and creates no context."""
-    if not _torch_has_cuda():
+    if not torch_has_cuda():
         return 0
     count = ctypes.c_int(0)
     with contextlib.suppress(OSError, AttributeError):  # there is no driver
@@ -105,9 +104,3 @@ def _num_gpus() -> int:
         if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
             return 0
     return count.value
-
-
-def _torch_has_cuda() -> bool:
-    found = importlib.util.find_spec("torch")
-    folders = () if found is None else found.submodule_search_locations or ()
-    return any(next(Path(folder, "lib").glob("*torch_cuda*"), None) for folder in folders)

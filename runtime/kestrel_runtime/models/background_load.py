@@ -7,6 +7,7 @@ creates the context of the device, uses libraries there for the first time, and 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import threading
 from collections.abc import Iterable
@@ -69,9 +70,16 @@ def read_ahead(files: Iterable[Path]) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
+def torch_has_cuda() -> bool:
+    """Whether the installed torch was built for CUDA. Does not import it."""
+    found = importlib.util.find_spec("torch")
+    folders = () if found is None else found.submodule_search_locations or ()
+    return any(next(Path(folder, "lib").glob("*torch_cuda*"), None) for folder in folders)
+
+
 def _use_device() -> None:
     """Create the context of the GPU, and then have torch's libraries load what they need there."""
-    if not _create_context():
+    if not torch_has_cuda() or not _create_context():
         return
     import torch
 
