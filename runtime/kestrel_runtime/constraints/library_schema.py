@@ -34,7 +34,7 @@ _SIZES = frozenset(("minLength", "maxLength", "minItems", "maxItems", "minProper
 _TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _MAX_INT = 2**63 - 1024
 """The largest double that is an int64: larger bounds are lowered to it."""
-_MAX_INT64 = 2**63 - 1
+_MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
 _UNREACHED = Decimal("1e117")
 """Larger than any number of an answer."""
 _DIGITS_OF_DOUBLES = 15
@@ -230,8 +230,8 @@ class _Rewriter:
         """Write int64 bounds that no doubles are for rules of our own; others are a problem."""
         types = {own.get("type")} if isinstance(own.get("type"), str) else set(_texts(own.get("type")))
         least, most = _whole(lower, upper)
-        is_outside = any(
-            bound is not None and sign * bound.value < -_MAX_INT64 for bound, sign in ((lower, -1), (upper, 1))
+        is_outside = (lower is not None and lower.value > _MAX_INT64) or (
+            upper is not None and upper.value < _MIN_INT64
         )
         if not types <= {"integer", "null"} or "multipleOf" in own or is_outside or least > most:
             self.problems.append(problem)
@@ -345,11 +345,11 @@ class _Bound(NamedTuple):
 
 def _whole(lower: _Bound | None, upper: _Bound | None) -> tuple[int, int]:
     """Returns the least and the most whole number within bounds, which are those of int64 unless narrower."""
-    least, most = -_MAX_INT64, _MAX_INT64
-    if lower is not None and abs(lower.value) <= _MAX_INT64:
+    least, most = _MIN_INT64, _MAX_INT64
+    if lower is not None and _MIN_INT64 <= lower.value <= _MAX_INT64:
         whole = int(lower.value.to_integral_value(ROUND_CEILING))
         least = whole + (lower.is_exclusive and whole == lower.value)
-    if upper is not None and abs(upper.value) <= _MAX_INT64:
+    if upper is not None and _MIN_INT64 <= upper.value <= _MAX_INT64:
         whole = int(upper.value.to_integral_value(ROUND_FLOOR))
         most = whole - (upper.is_exclusive and whole == upper.value)
     return least, most

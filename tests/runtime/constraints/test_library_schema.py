@@ -330,6 +330,8 @@ TUPLE = {"type": "array", "prefixItems": [{"const": ID}, {"type": "string"}], "i
             [-(2**63) + 1, -(2**63) + 3],
             [-(2**63), -(2**63) + 4],
         ),
+        ({"type": "integer", "maximum": -(2**63)}, [-(2**63)], [-(2**63) - 1, -(2**63) + 1]),
+        ({"type": "integer", "exclusiveMaximum": -(2**63) + 2}, [-(2**63), -(2**63) + 1], [-(2**63) + 2]),
         ({"type": ["integer", "null"], "minimum": 2**63 - 1}, [2**63 - 1, None], [2**63 - 2, 2**63]),
         (OPTIONAL, [{}, {"id": ID}, {'a/b"c': "x", "id": ID, "y": [1]}, {"y": 1}], [{"id": 1}, {"y": 1, "id": 2}]),
         (TWO_OR_MORE, [[ID] * 2, [ID] * 5], [[], [ID], [ID, 1]]),
