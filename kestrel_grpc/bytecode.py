@@ -34,7 +34,7 @@ def keep_bytecode() -> subprocess.Popen[bytes] | None:
     """Have a process of the lowest priority write the bytecode of all imported modules, for later starts.
 
     Returns the process, which a thread waits for. None where nothing is to be kept: torch has its bytecode, Python
-    can write it beside the sources, PYTHONPYCACHEPREFIX says where it is, or the folder belongs to others.
+    can write it next to the sources, PYTHONPYCACHEPREFIX says where it is, or the folder belongs to others.
     """
     folder = _folder()
     if folder is None or _kept(folder).exists():
@@ -59,7 +59,7 @@ def keep_bytecode() -> subprocess.Popen[bytes] | None:
 
 
 def _folder() -> Path | None:
-    """Where bytecode is kept; None where Python needs no such folder."""
+    """Returns the folder of the bytecode; None where Python needs no such folder."""
     found = importlib.util.find_spec(_LARGEST_LIBRARY)
     if sys.pycache_prefix is not None or found is None or found.cached is None or found.origin is None:
         return None
@@ -71,7 +71,7 @@ def _folder() -> Path | None:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether nobody else can write there, who could have this process run other code."""
+    """Returns whether no other user can write there, who could have this process run other code."""
     status = folder.stat()
     return status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK)
 

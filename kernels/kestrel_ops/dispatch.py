@@ -216,7 +216,7 @@ def compiled_together(
 
 
 def kept_facts(identity: Iterable[object], packages: Iterable[ModuleType]) -> KeptFacts:
-    """What earlier starts have kept for a configuration, in the folder of compiled kernels.
+    """Keeps what earlier starts have found for a configuration, in the folder of compiled kernels.
 
     The facts depend on the `repr` of the values in `identity`, on the device, on torch, and on the files of
     `packages` and of this one. Without Triton nothing is kept.

@@ -48,7 +48,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def device_facts() -> tuple[object, ...]:
-    """What distinguishes the current device and this torch, by `repr`."""
+    """Returns what distinguishes the current device and this torch, by `repr`."""
     if not torch.cuda.is_available():
         return (torch.__version__,)
     found = torch.cuda.get_device_properties(torch.cuda.current_device())

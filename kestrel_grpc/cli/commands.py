@@ -69,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _other_commands() -> tuple[Callable[[Any], None], ...]:
-    """What adds the commands other than those of a server, whose start does not wait for their libraries."""
+    """Returns what adds the commands other than those of a server, which starts without their libraries."""
     from kestrel_grpc.cli.accept import add_accept_command
     from kestrel_grpc.cli.ask import add_client_commands
     from kestrel_grpc.cli.batch import add_batch_command

@@ -47,7 +47,7 @@ MAX_FRONTENDS = 64
 SOCKETS = "unix"
 """Among the trusted proxies: those that connect to the Unix socket."""
 _MAPPED_BITS = 96
-"""Those of an IPv6 address before the IPv4 address that is mapped to it."""
+"""Counts the bits of an IPv6 address before the IPv4 address that is mapped to it."""
 _MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 _FORMATS = ("dtype", "text_path", "vision_path", "kv_dtype")
 """The settings that a precision selects, unless their own options do."""

@@ -99,7 +99,7 @@ class PrefillSize(NamedTuple):
     def coarse(
         cls, usual: Sequence[PrefillSize], positions_per_image: int, largest: PrefillSize, *, chunks_of_image: int
     ) -> list[PrefillSize]:
-        """Those few of the usual sizes with which a server begins, the largest first. Each usual one fits into one.
+        """Returns the few usual sizes with which a server begins, the largest first. Each usual one fits into one.
 
         Up to eight new images with a typical question have sizes of their own, since padding costs as much as
         tokens.
@@ -119,12 +119,12 @@ class PrefillSize(NamedTuple):
         return sorted(kept, reverse=True)
 
     def holds(self, other: PrefillSize) -> bool:
-        """Whether a step of the other size fits into this one."""
+        """Returns whether a step of the other size fits into this one."""
         return all(own >= its for own, its in zip(self, other, strict=True))
 
 
 def coarse_batch_sizes(max_batch_size: int) -> list[int]:
-    """Those of `batch_sizes` with which a server begins: 1, and from 8 on each half of the next."""
+    """Returns those of `batch_sizes` with which a server begins: 1, and from 8 on each half of the next."""
     sizes = [max_batch_size]
     for size in reversed(batch_sizes(max_batch_size)):
         if size == 1 or (size >= _SMALLEST_COARSE_BATCH and 2 * size <= sizes[-1]):

@@ -63,7 +63,7 @@ class SampleNeeds(NamedTuple):
     """Whether a row has `Sequence.matcher`, so that the step samples under masks."""
 
     def include(self, other: SampleNeeds) -> bool:
-        """Whether a step with these needs gives a row of a batch with the other ones the same sample.
+        """Returns whether a step with these needs gives a row of a batch with the other ones the same sample.
 
         The mask of a row is only valid in a step that is restricted. Controls and logprobs have forms of their own.
         """

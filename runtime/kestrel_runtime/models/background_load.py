@@ -71,7 +71,7 @@ def read_ahead(files: Iterable[Path]) -> None:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch was built for CUDA. Does not import it."""
+    """Returns whether the installed torch was built for CUDA. Does not import it."""
     found = importlib.util.find_spec("torch")
     folders = () if found is None else found.submodule_search_locations or ()
     return any(next(Path(folder, "lib").glob("*torch_cuda*"), None) for folder in folders)

@@ -73,7 +73,7 @@ _COARSE_NEEDS = tuple(
         (True, _ALL_KINDS, False),
     )
 )
-"""Those of `_USUAL_NEEDS` with which a server begins. What the others need, one of these computes, too."""
+"""Lists those of `_USUAL_NEEDS` with which a server begins. What the others need, one of these computes, too."""
 _DEFAULT_GRAPH_BYTES = 4096 * MIB
 _FASTEST_PRODUCTS = "fastest products"
 
@@ -81,7 +81,7 @@ _log = logging.getLogger(__name__)
 
 
 class _LayersKey(NamedTuple):
-    """What a graph of a decode step's layers depends on."""
+    """Names what a graph of a decode step's layers depends on."""
 
     size: DecodeSize
     has_values: bool
@@ -89,7 +89,7 @@ class _LayersKey(NamedTuple):
 
 
 class _PromptKey(NamedTuple):
-    """What a graph of a prefill step depends on."""
+    """Names what a graph of a prefill step depends on."""
 
     size: PrefillSize
     value_kinds: int
@@ -97,7 +97,7 @@ class _PromptKey(NamedTuple):
 
 
 class _SampleKey(NamedTuple):
-    """What a graph that samples depends on."""
+    """Names what a graph that samples depends on."""
 
     num_rows: int
     needs: SampleNeeds

@@ -61,7 +61,7 @@ class KernelNeeds:
     max_adapter_rank: int = 0
 
     def identity(self) -> tuple[object, ...]:
-        """What distinguishes these needs, by `repr`, from others."""
+        """Returns what distinguishes these needs, by `repr`, from others."""
         execution = self.execution
         chosen = {field.name: getattr(execution.kernels, field.name) for field in fields(execution.kernels)}
         names = {name: f"{function.__module__}.{function.__qualname__}" for name, function in chosen.items()}
