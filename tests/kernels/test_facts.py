@@ -1,4 +1,4 @@
-"""What a start leaves for later ones."""
+"""A start leaves what it has found to later ones."""
 
 from __future__ import annotations
 

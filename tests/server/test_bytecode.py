@@ -1,4 +1,4 @@
-"""Where a server keeps the bytecode of libraries that have none."""
+"""A server keeps the bytecode of libraries that have none."""
 
 from __future__ import annotations
 

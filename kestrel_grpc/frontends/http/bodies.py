@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from kestrel_grpc.frontends.http.json_body import LongText
+from kestrel_grpc.frontends.http.json_body import HALF, LongText
 from kestrel_grpc.wire.errors import MAX_VIOLATIONS
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation, did_you_mean
 from kestrel_runtime.api.requests import MAX_TEXT_BYTES
@@ -188,7 +188,7 @@ _DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
         "extra_forbidden": "is not a field of this request",
         "string_type": "must be a text",
         "string_too_long": f"must be at most {MAX_TEXT_BYTES} bytes long",
-        "string_unicode": "holds half of a surrogate pair",
+        "string_unicode": HALF,
         "bool_type": "must be true or false",
         "int_type": "must be a whole number",
         "float_type": "must be a number",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any
 
-from kestrel_runtime.api.constraints import decimal_of
+from kestrel_runtime.api.constraints import decimal_of, escaped_halves
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 MAX_OTHER_BYTES = 2**20
@@ -121,7 +121,7 @@ def _without_halves(value: Any, path: str, report: Callable[[str, str], object])
     if isinstance(value, dict):
         found: dict[str, Any] = {}
         for name, item in value.items():
-            written = _escaped(name)
+            written = escaped_halves(name)
             place = f"{path}.{written[:_MAX_NAME_CHARS]}".removeprefix(".")
             if written != name:
                 report(place, HALF)
@@ -129,14 +129,10 @@ def _without_halves(value: Any, path: str, report: Callable[[str, str], object])
         return found
     if isinstance(value, list):
         return [_without_halves(item, f"{path}[{index}]", report) for index, item in enumerate(value)]
-    if isinstance(value, str) and (written := _escaped(value)) != value:
+    if isinstance(value, str) and (written := escaped_halves(value)) != value:
         report(path, HALF)
         return written
     return value
-
-
-def _escaped(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _without_long_texts(body: bytes) -> tuple[bytes, dict[str, LongText]]:

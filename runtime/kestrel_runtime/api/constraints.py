@@ -313,7 +313,7 @@ def _halves(value: Any, path: str) -> Iterator[str]:
     """A problem for each name and text with half of a surrogate pair, which is no Unicode."""
     if isinstance(value, dict):
         for name, item in cast("dict[str, Any]", value).items():
-            written = _escaped(name)
+            written = escaped_halves(name)
             place = f"{path}/{pointer_step(written)}"
             if written != name:
                 yield f"{place} holds half of a surrogate pair"
@@ -321,11 +321,12 @@ def _halves(value: Any, path: str) -> Iterator[str]:
     elif isinstance(value, list):
         for index, item in enumerate(cast("list[Any]", value)):
             yield from _halves(item, f"{path}/{index}")
-    elif isinstance(value, str) and _escaped(value) != value:
+    elif isinstance(value, str) and escaped_halves(value) != value:
         yield f"{path} holds half of a surrogate pair"
 
 
-def _escaped(text: str) -> str:
+def escaped_halves(text: str) -> str:
+    """Returns the text with an escape such as `\\ud800` for each half of a surrogate pair, which is no Unicode."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -1,4 +1,4 @@
-"""What a request about a known image costs the host, in numbers that are the same on every machine."""
+"""A request about a known image costs the host numbers that are the same on every machine."""
 
 from __future__ import annotations
 
