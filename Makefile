@@ -57,7 +57,7 @@ tests: setup ## Run all tests, without the checks
 
 # What needs neither a model nor a process of its own, for use after each change.
 FAST := tests/runtime/api tests/runtime/scheduling tests/runtime/adapters tests/runtime/memory tests/runtime/constraints \
-	tests/server/access tests/server/config tests/server/wire tests/server/telemetry tests/server/frontends tests/client \
+	tests/server/access tests/server/config tests/server/calls tests/server/telemetry tests/server/frontends tests/client \
 	tests/tools tests/test_architecture.py tests/test_contributing.py tests/test_docs.py tests/test_vocabulary.py
 test-fast: setup ## Run the tests that need neither a model nor a process of their own, in under two minutes
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(FAST)

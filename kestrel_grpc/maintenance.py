@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from kestrel_grpc.wire.call_context import CallContext, Outcome
+from kestrel_grpc.calls.call_context import CallContext, Outcome
 from kestrel_runtime.api.engine import Engine
 
 REST_S = 1.0

@@ -17,6 +17,11 @@ from typing import TYPE_CHECKING, Protocol, Self
 from kestrel_grpc.access.access import Access, OpenAccess, TokenAccess
 from kestrel_grpc.access.limits import Limits, TokenLimits
 from kestrel_grpc.access.tls import CertificateFiles
+from kestrel_grpc.calls.call_admission import Observer
+from kestrel_grpc.calls.call_groups import CallGroups
+from kestrel_grpc.calls.peers import NoPeers, Peers
+from kestrel_grpc.calls.readiness import Readiness, death_of
+from kestrel_grpc.calls.submission import Submission
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
 from kestrel_grpc.frontends.grpc.frontend import GrpcFrontend
 from kestrel_grpc.frontends.http.probes import ProbePort, Probes
@@ -27,11 +32,6 @@ from kestrel_grpc.maintenance import Maintenance
 from kestrel_grpc.process import stop_signals
 from kestrel_grpc.telemetry.logs import announce, log_end
 from kestrel_grpc.telemetry.telemetry import Telemetry
-from kestrel_grpc.wire.call_admission import Observer
-from kestrel_grpc.wire.call_groups import CallGroups
-from kestrel_grpc.wire.peers import NoPeers, Peers
-from kestrel_grpc.wire.readiness import Readiness, death_of
-from kestrel_grpc.wire.submission import Submission
 from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus
 
 if TYPE_CHECKING:

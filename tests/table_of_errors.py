@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kestrel_grpc.wire.errors import ERRORS, INTERNAL
+from kestrel_grpc.calls.errors import ERRORS, INTERNAL
 
 # For the documentation, where the first sentence of the error's own says too much or too little.
 _WHEN: Mapping[str, str] = MappingProxyType(

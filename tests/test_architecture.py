@@ -85,20 +85,20 @@ SERVER_ARROWS = {
     "process": set[str](),
     "config": {"images"},
     "evaluation": set[str](),
-    "wire": {"access", "config", "images"},
-    "telemetry": {"config", "process", "wire"},
-    "maintenance": {"wire"},
-    "frontends": {"access", "config", "images", "listeners", "wire"},
+    "calls": {"access", "config", "images"},
+    "telemetry": {"config", "process", "calls"},
+    "maintenance": {"calls"},
+    "frontends": {"access", "config", "images", "listeners", "calls"},
     "server": {
-        *("access", "config", "frontends", "images", "listeners", "maintenance", "process", "telemetry", "wire")
+        *("access", "config", "frontends", "images", "listeners", "maintenance", "process", "telemetry", "calls")
     },
     "host": {
         *("access", "bytecode", "config", "frontends", "images", "listeners", "process", "server"),
-        *("telemetry", "wire"),
+        *("telemetry", "calls"),
     },
     "cli": {
         *("access", "bytecode", "config", "evaluation", "frontends", "host", "images", "listeners", "process"),
-        *("server", "telemetry", "wire"),
+        *("server", "telemetry", "calls"),
     },
     "__main__": {"bytecode", "cli", "process"},
 }

@@ -26,6 +26,12 @@ from ray.serve.grpc_util import RayServegRPCContext
 
 from kestrel_client.v1 import engine_service_pb2, vision_service_pb2
 from kestrel_grpc.access.access import OpenAccess, TokenAccess
+from kestrel_grpc.calls.call_admission import CallAdmission
+from kestrel_grpc.calls.call_context import REQUEST_ID_KEY, CallContext
+from kestrel_grpc.calls.call_groups import CallGroups
+from kestrel_grpc.calls.errors import MessageTooLarge, Unsupported
+from kestrel_grpc.calls.peers import NoPeers
+from kestrel_grpc.calls.submission import Submission
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
 from kestrel_grpc.frontends.grpc.engine_service import EngineService
 from kestrel_grpc.frontends.grpc.message_shape import check_shape, layout_of
@@ -36,12 +42,6 @@ from kestrel_grpc.process import SWITCH_INTERVAL_S, set_apart_what_stays
 from kestrel_grpc.server import image_source
 from kestrel_grpc.telemetry.logs import set_up_logging
 from kestrel_grpc.telemetry.telemetry import Telemetry
-from kestrel_grpc.wire.call_admission import CallAdmission
-from kestrel_grpc.wire.call_context import REQUEST_ID_KEY, CallContext
-from kestrel_grpc.wire.call_groups import CallGroups
-from kestrel_grpc.wire.errors import MessageTooLarge, Unsupported
-from kestrel_grpc.wire.peers import NoPeers
-from kestrel_grpc.wire.submission import Submission
 from kestrel_runtime.api.adapters import AdapterInfo
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import EngineStatus

@@ -21,14 +21,14 @@ from urllib.parse import urlsplit
 
 from kestrel_client.connection import ClientTls
 from kestrel_grpc import __version__
+from kestrel_grpc.calls.call_context import REQUEST_ID_KEY, CallContext
+from kestrel_grpc.calls.errors import MethodUnknown, describe
+from kestrel_grpc.calls.submission import Submission
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.http.endpoint import TIMEOUT_KEY
 from kestrel_grpc.frontends.openai.service import OpenAiService
 from kestrel_grpc.frontends.rest.service import RestService
 from kestrel_grpc.images.image_uris import ImageSource
-from kestrel_grpc.wire.call_context import REQUEST_ID_KEY, CallContext
-from kestrel_grpc.wire.errors import MethodUnknown, describe
-from kestrel_grpc.wire.submission import Submission
 from kestrel_runtime.api.engine import Engine, EngineStatus
 
 _GRACE_S = 10.0

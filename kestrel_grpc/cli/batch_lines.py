@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from kestrel_client.images import is_on_server
+from kestrel_grpc.calls.errors import describe
 from kestrel_grpc.cli.common import PICTURE_SUFFIXES
 from kestrel_grpc.frontends.http.output_json import to_json
 from kestrel_grpc.frontends.rest.rendering import failure_body
 from kestrel_grpc.frontends.rest.requests import ROUTES
 from kestrel_grpc.images.data_urls import is_data_url
 from kestrel_grpc.process import complain
-from kestrel_grpc.wire.errors import describe
 from kestrel_runtime.api.errors import InvalidRequest, Violation, did_you_mean
 
 OWN_FIELDS = ("id", "skill", "image")

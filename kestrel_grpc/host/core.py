@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import generate_latest
 
 from kestrel_grpc.bytecode import keep_bytecode
+from kestrel_grpc.calls.readiness import death_of
 from kestrel_grpc.host.child import begin, ended_with_supervisor, memory_returner, new_link
 from kestrel_grpc.host.messages import Begin, FrontendGone, FrontendStuck, Ready, Stop
 from kestrel_grpc.host.stored_images import forget_when_told
@@ -28,7 +29,6 @@ from kestrel_grpc.process import (
 )
 from kestrel_grpc.telemetry.logs import report
 from kestrel_grpc.telemetry.metrics import EngineReader, Reading, new_registry
-from kestrel_grpc.wire.readiness import death_of
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.engine.flight_record import RecordUnavailable

@@ -26,9 +26,9 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
+from kestrel_grpc.calls.call_context import AUDITED_METHODS, CallContext, Outcome
+from kestrel_grpc.calls.caller_address import CallerAddresses
 from kestrel_grpc.process import complain, printable, printable_json
-from kestrel_grpc.wire.call_context import AUDITED_METHODS, CallContext, Outcome
-from kestrel_grpc.wire.caller_address import CallerAddresses
 
 MAX_WAITING_LINES = 16_384
 """Lines that wait to be written; a waiting line takes about a kilobyte."""

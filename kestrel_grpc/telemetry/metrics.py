@@ -20,10 +20,10 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from kestrel_grpc import __version__
+from kestrel_grpc.calls.call_context import CallContext, Outcome, RequestSummary
 from kestrel_grpc.telemetry.device_reading import DeviceReading, device_reader
 from kestrel_grpc.telemetry.histograms import Histogram, Series
 from kestrel_grpc.telemetry.logs import dropped_lines
-from kestrel_grpc.wire.call_context import CallContext, Outcome, RequestSummary
 from kestrel_runtime.api.engine import CacheLoad, Engine, EngineInfo, EngineStatus, Load
 from kestrel_runtime.api.events import Finished
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from kestrel_grpc.calls.call_admission import Observer
+from kestrel_grpc.calls.caller_address import CallerAddresses
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.telemetry.logs import CallLog
 from kestrel_grpc.telemetry.metrics import ServerMetrics
 from kestrel_grpc.telemetry.tracing import CallTracer, TraceExport, switched_off_by
-from kestrel_grpc.wire.call_admission import Observer
-from kestrel_grpc.wire.caller_address import CallerAddresses
 from kestrel_runtime.api.engine import CacheLoad, Engine
 
 _log = logging.getLogger(__name__)

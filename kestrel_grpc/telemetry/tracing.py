@@ -26,8 +26,8 @@ from opentelemetry import propagate
 from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode, Tracer, format_trace_id
 
 from kestrel_grpc import __version__
+from kestrel_grpc.calls.call_context import CallContext, Outcome, RequestSummary
 from kestrel_grpc.telemetry.metrics import PROVIDER
-from kestrel_grpc.wire.call_context import CallContext, Outcome, RequestSummary
 from kestrel_runtime.api.events import Finished, QueryOutput
 
 MAX_TRACED_PER_S = 50.0

@@ -31,7 +31,7 @@ from kestrel_client import (
     Violation,
 )
 from kestrel_client.errors import Failure, from_rpc_error
-from kestrel_grpc.wire import errors as server_errors
+from kestrel_grpc.calls import errors as server_errors
 from tests.client import canned
 from tests.client.canned import CannedVision
 

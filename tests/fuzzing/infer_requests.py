@@ -8,11 +8,11 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
+from kestrel_grpc.calls.errors import ResourceMissing, Unsupported
 from kestrel_grpc.frontends.triton.model import INPUTS
 from kestrel_grpc.frontends.triton.parsing import infer_request
 from kestrel_grpc.frontends.triton.rendering import to_triton
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
-from kestrel_grpc.wire.errors import ResourceMissing, Unsupported
 from kestrel_runtime.api.errors import InvalidRequest, ModelNotFound
 from tests.fuzzing.images import damaged, images
 from tests.fuzzing.requests import prepare, told

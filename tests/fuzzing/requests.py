@@ -13,12 +13,12 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import strategies as st
 
 from kestrel_client.v1 import image_service_pb2, vision_service_pb2
+from kestrel_grpc.calls.errors import CallFailure, describe
 from kestrel_grpc.frontends.grpc import image_service
 from kestrel_grpc.frontends.grpc.status import trailing_metadata
 from kestrel_grpc.frontends.grpc.vision_service import BINDINGS
 from kestrel_grpc.images.image_uris import allowed_target, parse_hosts
 from kestrel_grpc.images.stored_images import ImageHandle
-from kestrel_grpc.wire.errors import CallFailure, describe
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import InvalidRequest, Overloaded
 from kestrel_runtime.api.requests import Request

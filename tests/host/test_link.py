@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
+from kestrel_grpc.calls.errors import Code, describe
 from kestrel_grpc.host import link as link_module
 from kestrel_grpc.host.link import Link, SupervisorUnavailable, receive_first, send_first
-from kestrel_grpc.wire.errors import Code, describe
 from kestrel_runtime.api.engine import EngineStatus
 
 TIMEOUT_S = 30.0

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import pytest
 
 from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.calls.call_context import OK, CallContext
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.maintenance import Maintenance
 from kestrel_grpc.server import Server
-from kestrel_grpc.wire.call_context import OK, CallContext
 from kestrel_runtime.api.engine import Load
 from tests.fakes import FakeEngine
 from tests.server.serving import IMAGE, Serving, open_channel

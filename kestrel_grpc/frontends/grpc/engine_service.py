@@ -12,9 +12,9 @@ from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_grpc import __version__
 from kestrel_grpc.access.access import Access
 from kestrel_grpc.access.token_file import shared_namespace
-from kestrel_grpc.wire.call_admission import CallAdmission
-from kestrel_grpc.wire.call_context import CallContext
-from kestrel_grpc.wire.peers import Peers
+from kestrel_grpc.calls.call_admission import CallAdmission
+from kestrel_grpc.calls.call_context import CallContext
+from kestrel_grpc.calls.peers import Peers
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterName
 from kestrel_runtime.api.engine import CoreReading, Engine, EngineStatus, Load, MemoryPlan, SkillDefaults
 from kestrel_runtime.api.errors import EngineUnavailable, InvalidRequest, Violation

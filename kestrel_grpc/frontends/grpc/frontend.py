@@ -23,6 +23,12 @@ from kestrel_client.v1 import (
 )
 from kestrel_grpc.access.access import Access
 from kestrel_grpc.access.tls import CertificateFiles
+from kestrel_grpc.calls.call_admission import CallAdmission
+from kestrel_grpc.calls.call_groups import CallGroups
+from kestrel_grpc.calls.errors import CallFailure
+from kestrel_grpc.calls.peers import Peers
+from kestrel_grpc.calls.readiness import Readiness
+from kestrel_grpc.calls.submission import Submission
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.grpc.connections import Connections
 from kestrel_grpc.frontends.grpc.engine_service import EngineService
@@ -34,12 +40,6 @@ from kestrel_grpc.frontends.grpc.ports import open_port, open_unix_socket, serve
 from kestrel_grpc.frontends.grpc.reflection import add_reflection
 from kestrel_grpc.frontends.grpc.vision_service import VisionService
 from kestrel_grpc.images.image_store import ImageStore
-from kestrel_grpc.wire.call_admission import CallAdmission
-from kestrel_grpc.wire.call_groups import CallGroups
-from kestrel_grpc.wire.errors import CallFailure
-from kestrel_grpc.wire.peers import Peers
-from kestrel_grpc.wire.readiness import Readiness
-from kestrel_grpc.wire.submission import Submission
 from kestrel_runtime.api.engine import Engine
 
 _VISION: Any = vision_service_pb2.DESCRIPTOR

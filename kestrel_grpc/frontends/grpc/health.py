@@ -11,9 +11,9 @@ import grpc
 from grpc_health.v1.health import SERVICE_NAME
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from kestrel_grpc.calls.call_context import CallContext
+from kestrel_grpc.calls.readiness import Readiness, ServiceUnknown
 from kestrel_grpc.frontends.grpc.interceptors import AdmittedServices
-from kestrel_grpc.wire.call_context import CallContext
-from kestrel_grpc.wire.readiness import Readiness, ServiceUnknown
 
 
 class Health:

@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from google.protobuf.duration_pb2 import Duration
 
 from kestrel_client.v1 import image_service_pb2 as wire
+from kestrel_grpc.calls.call_context import CallContext
+from kestrel_grpc.calls.message_gate import TooManyCalls
 from kestrel_grpc.frontends.grpc.parsing import seconds_of
 from kestrel_grpc.images.image_store import ImageIntake, ImageStore
 from kestrel_grpc.images.stored_images import (
@@ -23,8 +25,6 @@ from kestrel_grpc.images.stored_images import (
     Upload,
     is_sha256,
 )
-from kestrel_grpc.wire.call_context import CallContext
-from kestrel_grpc.wire.message_gate import TooManyCalls
 from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
 from kestrel_runtime.api.fair_limit import FairLimit

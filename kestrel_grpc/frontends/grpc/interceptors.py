@@ -28,15 +28,15 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc._cython import cygrpc
 
+from kestrel_grpc.calls.call_admission import CallAdmission
+from kestrel_grpc.calls.call_context import REQUEST_ID_KEY, CallContext
+from kestrel_grpc.calls.errors import CallFailure, Unsupported
+from kestrel_grpc.calls.message_gate import MessageTimeout, MessageTooLarge
 from kestrel_grpc.frontends.grpc.connections import Connections
 from kestrel_grpc.frontends.grpc.load_reports import LoadReports
 from kestrel_grpc.frontends.grpc.message_shape import check_shape, layout_of
 from kestrel_grpc.frontends.grpc.status import status_code, trailing_metadata
 from kestrel_grpc.images.stored_images import MAX_CHUNK_BYTES
-from kestrel_grpc.wire.call_admission import CallAdmission
-from kestrel_grpc.wire.call_context import REQUEST_ID_KEY, CallContext
-from kestrel_grpc.wire.errors import CallFailure, Unsupported
-from kestrel_grpc.wire.message_gate import MessageTimeout, MessageTooLarge
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 Context = grpc.aio.ServicerContext[bytes, bytes]

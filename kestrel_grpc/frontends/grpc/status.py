@@ -13,8 +13,8 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from kestrel_grpc.wire.call_context import REQUEST_ID_KEY
-from kestrel_grpc.wire.errors import (
+from kestrel_grpc.calls.call_context import REQUEST_ID_KEY
+from kestrel_grpc.calls.errors import (
     DOMAIN,
     BadFields,
     CallFailure,

@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.calls.call_context import CallContext
+from kestrel_grpc.calls.submission import Submission, ending_with, last_event
 from kestrel_grpc.frontends.grpc import parsing, rendering
 from kestrel_grpc.images.stored_images import ImageReference
-from kestrel_grpc.wire.call_context import CallContext
-from kestrel_grpc.wire.submission import Submission, ending_with, last_event
 from kestrel_runtime.api.errors import Violation
 from kestrel_runtime.api.events import (
     CaptionOutput,

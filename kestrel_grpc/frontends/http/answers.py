@@ -10,9 +10,9 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
+from kestrel_grpc.calls.call_context import CallContext, RequestSummary
+from kestrel_grpc.calls.submission import Submission, ending_with, last_event, with_alternatives
 from kestrel_grpc.images.stored_images import ImageReference
-from kestrel_grpc.wire.call_context import CallContext, RequestSummary
-from kestrel_grpc.wire.submission import Submission, ending_with, last_event, with_alternatives
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.events import Event, Finished
 from kestrel_runtime.api.requests import Request

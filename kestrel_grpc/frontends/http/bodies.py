@@ -15,8 +15,8 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from kestrel_grpc.calls.errors import MAX_VIOLATIONS
 from kestrel_grpc.frontends.http.json_body import HALF, LongText
-from kestrel_grpc.wire.errors import MAX_VIOLATIONS
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation, did_you_mean
 from kestrel_runtime.api.requests import MAX_TEXT_BYTES
 

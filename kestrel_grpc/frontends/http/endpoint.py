@@ -16,6 +16,9 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, Protocol
 
+from kestrel_grpc.calls.call_admission import CallAdmission
+from kestrel_grpc.calls.call_context import CallContext
+from kestrel_grpc.calls.errors import CallFailure, Code
 from kestrel_grpc.frontends.http.answers import Answer
 from kestrel_grpc.frontends.http.bodies import Body
 from kestrel_grpc.frontends.http.exchange import (
@@ -28,9 +31,6 @@ from kestrel_grpc.frontends.http.exchange import (
     Send,
     encoded,
 )
-from kestrel_grpc.wire.call_admission import CallAdmission
-from kestrel_grpc.wire.call_context import CallContext
-from kestrel_grpc.wire.errors import CallFailure, Code
 from kestrel_runtime.api.errors import DeadlineExceeded, InvalidRequest, Violation
 
 TIMEOUT_KEY = "x-request-timeout"

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from typing import Any
 from urllib.parse import parse_qsl
 
+from kestrel_grpc.calls.call_context import REQUEST_ID_KEY
+from kestrel_grpc.calls.errors import MediaTypeUnsupported
+from kestrel_grpc.calls.message_gate import MessageTooLarge
 from kestrel_grpc.frontends.http.connection import CONNECTION_KEY, Connection
-from kestrel_grpc.wire.call_context import REQUEST_ID_KEY
-from kestrel_grpc.wire.errors import MediaTypeUnsupported
-from kestrel_grpc.wire.message_gate import MessageTooLarge
 from kestrel_runtime.api.errors import EngineUnavailable, InvalidRequest, Violation
 
 Scope = MutableMapping[str, Any]

@@ -12,16 +12,16 @@ from starlette.routing import Route, Router
 
 from kestrel_grpc.access.sources import SourceGuard
 from kestrel_grpc.access.tls import CertificateFiles
+from kestrel_grpc.calls.call_admission import CallAdmission
+from kestrel_grpc.calls.call_context import REQUEST_ID_KEY, CallContext
+from kestrel_grpc.calls.call_groups import CallGroups
+from kestrel_grpc.calls.errors import MethodUnknown, describe
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.http import openapi
 from kestrel_grpc.frontends.http.connection import App, Listener
 from kestrel_grpc.frontends.http.endpoint import TIMEOUT_KEY, Dialect, Endpoint, Group, Operation, failure_headers
 from kestrel_grpc.frontends.http.exchange import Exchange, Receive, Scope, Send
 from kestrel_grpc.frontends.http.probes import METRICS_TEXT, Probes
-from kestrel_grpc.wire.call_admission import CallAdmission
-from kestrel_grpc.wire.call_context import REQUEST_ID_KEY, CallContext
-from kestrel_grpc.wire.call_groups import CallGroups
-from kestrel_grpc.wire.errors import MethodUnknown, describe
 from kestrel_runtime.api.engine import Engine
 
 

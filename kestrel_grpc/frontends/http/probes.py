@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from kestrel_grpc.access.sources import SourceGuard, SourceNotAllowed
+from kestrel_grpc.calls.call_context import CallContext
+from kestrel_grpc.calls.errors import describe
 from kestrel_grpc.frontends.http.connection import App, Listener
 from kestrel_grpc.frontends.http.exchange import Exchange, Receive, Scope, Send
-from kestrel_grpc.wire.call_context import CallContext
-from kestrel_grpc.wire.errors import describe
 from kestrel_runtime.api.errors import InvalidRequest
 
 TEXT = b"text/plain; charset=utf-8"

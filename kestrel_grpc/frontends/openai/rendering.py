@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from kestrel_grpc.calls.errors import BadFields, CallFailure
 from kestrel_grpc.frontends.http.output_json import encoder_for, grounding, pairs, sent_event, to_json
 from kestrel_grpc.frontends.openai.conversation import MANY_IMAGES, NOT_SUPPORTED
-from kestrel_grpc.wire.errors import BadFields, CallFailure
 from kestrel_runtime.api.events import (
     Event,
     Finished,

@@ -6,6 +6,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
+from kestrel_grpc.calls.call_context import CallContext, RequestSummary
+from kestrel_grpc.calls.errors import CallFailure, MethodUnknown
+from kestrel_grpc.calls.submission import Submission
 from kestrel_grpc.frontends.http.answers import serving
 from kestrel_grpc.frontends.http.endpoint import Description, Group, Operation
 from kestrel_grpc.frontends.http.exchange import Exchange
@@ -22,9 +25,6 @@ from kestrel_grpc.frontends.openai.requests import (
     parse_chat,
     parse_completion,
 )
-from kestrel_grpc.wire.call_context import CallContext, RequestSummary
-from kestrel_grpc.wire.errors import CallFailure, MethodUnknown
-from kestrel_grpc.wire.submission import Submission
 from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import ModelNotFound
 

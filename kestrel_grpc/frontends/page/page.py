@@ -13,11 +13,11 @@ from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc import __version__
+from kestrel_grpc.calls.call_context import CallContext
 from kestrel_grpc.frontends.http.connection import App
 from kestrel_grpc.frontends.http.endpoint import Operation
 from kestrel_grpc.frontends.http.exchange import Exchange, Header, Receive, Scope, Send, encoded
 from kestrel_grpc.frontends.http.output_json import to_json
-from kestrel_grpc.wire.call_context import CallContext
 from kestrel_runtime.api.engine import Engine
 
 ROOT = "/page/"

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
+from kestrel_grpc.calls.call_context import CallContext
 from kestrel_grpc.frontends.http.endpoint import Description, Group, Operation
 from kestrel_grpc.frontends.http.output_json import to_json
 from kestrel_grpc.images.image_store import ImageIntake
 from kestrel_grpc.images.stored_images import ImageHandle, Keeping, StoredImage, is_sha256
-from kestrel_grpc.wire.call_context import CallContext
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
 
 PARAMETERS: Mapping[str, str] = {

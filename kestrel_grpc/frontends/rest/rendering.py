@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from kestrel_grpc.calls.errors import BadFields, CallFailure
 from kestrel_grpc.frontends.http.output_json import (
     box,
     encoder_for,
@@ -21,7 +22,6 @@ from kestrel_grpc.frontends.http.output_json import (
     to_json,
 )
 from kestrel_grpc.frontends.rest.requests import Format
-from kestrel_grpc.wire.errors import BadFields, CallFailure
 from kestrel_runtime.api.events import Event, Finished, OutlineBox, Output, SegmentOutput, TextChannel, TextDelta
 
 

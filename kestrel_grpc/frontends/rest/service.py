@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from kestrel_grpc.calls.call_context import RequestSummary
+from kestrel_grpc.calls.errors import CallFailure
+from kestrel_grpc.calls.submission import Submission
 from kestrel_grpc.frontends.http.answers import serving
 from kestrel_grpc.frontends.http.endpoint import Description, Operation
 from kestrel_grpc.frontends.http.exchange import Exchange
@@ -12,9 +15,6 @@ from kestrel_grpc.frontends.rest.images import ImageRoutes
 from kestrel_grpc.frontends.rest.rendering import Renderer, failure_event, failure_json
 from kestrel_grpc.frontends.rest.requests import ROUTES, Format, parse_request
 from kestrel_grpc.images.image_store import ImageIntake
-from kestrel_grpc.wire.call_context import RequestSummary
-from kestrel_grpc.wire.errors import CallFailure
-from kestrel_grpc.wire.submission import Submission
 
 _TOKEN_KEY = "x-moondream-auth"
 

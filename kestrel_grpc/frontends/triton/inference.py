@@ -8,15 +8,15 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 
+from kestrel_grpc.calls.call_admission import CallAdmission, CallFailed
+from kestrel_grpc.calls.call_context import CallContext
+from kestrel_grpc.calls.errors import Unsupported
+from kestrel_grpc.calls.submission import Submission, ending_with, last_event
 from kestrel_grpc.frontends.triton.parsing import infer_request, wants_empty_final
 from kestrel_grpc.frontends.triton.rendering import ResponseRenderer, to_triton
 from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
 from kestrel_grpc.frontends.triton.tensors import ReadRegion
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
-from kestrel_grpc.wire.call_admission import CallAdmission, CallFailed
-from kestrel_grpc.wire.call_context import CallContext
-from kestrel_grpc.wire.errors import Unsupported
-from kestrel_grpc.wire.submission import Submission, ending_with, last_event
 from kestrel_runtime.api.events import Finished, TextDelta
 
 # Callers that send this want a failure as the status of the stream, which then ends.

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from kestrel_grpc.calls.errors import Unsupported
 from kestrel_grpc.frontends.triton.model import MODEL, OUTPUT, require_model
 from kestrel_grpc.frontends.triton.tensors import REGION, ReadRegion, Tensor, read_tensors, shown
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
-from kestrel_grpc.wire.errors import Unsupported
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.requests import (
     MAX_SPATIAL_REFS,

@@ -9,10 +9,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from kestrel_grpc.calls.errors import BadFields, CallFailure, MissingResource
 from kestrel_grpc.frontends.http.output_json import FINISH_REASONS, box, objects, result, to_json
 from kestrel_grpc.frontends.triton.model import OUTPUT, VERSION
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
-from kestrel_grpc.wire.errors import BadFields, CallFailure, MissingResource
 from kestrel_runtime.api.errors import Violation
 from kestrel_runtime.api.events import Finished, Output, SegmentOutput, TextChannel, TextDelta
 

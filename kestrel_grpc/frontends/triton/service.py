@@ -14,18 +14,18 @@ from typing import Any
 import grpc
 
 from kestrel_grpc import __version__
+from kestrel_grpc.calls.call_admission import CallAdmission
+from kestrel_grpc.calls.call_context import CallContext, Outcome
+from kestrel_grpc.calls.call_groups import CallGroups
+from kestrel_grpc.calls.errors import CallFailure, Unsupported
+from kestrel_grpc.calls.peers import Peers
+from kestrel_grpc.calls.readiness import Readiness
+from kestrel_grpc.calls.submission import Submission
 from kestrel_grpc.frontends.triton.inference import Inference
 from kestrel_grpc.frontends.triton.model import MODEL, VERSION, config, is_model, metadata, require_model
 from kestrel_grpc.frontends.triton.rendering import to_triton
 from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
-from kestrel_grpc.wire.call_admission import CallAdmission
-from kestrel_grpc.wire.call_context import CallContext, Outcome
-from kestrel_grpc.wire.call_groups import CallGroups
-from kestrel_grpc.wire.errors import CallFailure, Unsupported
-from kestrel_grpc.wire.peers import Peers
-from kestrel_grpc.wire.readiness import Readiness
-from kestrel_grpc.wire.submission import Submission
 
 _SERVICE: Any = wire.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 _PROBES = frozenset(("ServerLive", "ServerReady", "ModelReady"))

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kestrel_grpc.wire.call_context import CallContext
-from kestrel_grpc.wire.errors import ResourceExists, ResourceMissing, Unsupported
+from kestrel_grpc.calls.call_context import CallContext
+from kestrel_grpc.calls.errors import ResourceExists, ResourceMissing, Unsupported
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 KIND = "shared memory region"

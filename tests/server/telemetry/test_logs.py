@@ -23,6 +23,8 @@ import pytest
 
 from kestrel_client import Client
 from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.calls.call_context import OK, CallContext, Outcome, RequestSummary
+from kestrel_grpc.calls.caller_address import CallerAddresses
 from kestrel_grpc.telemetry import logs
 from kestrel_grpc.telemetry.logs import (
     MAX_FAILURE_LINES,
@@ -34,8 +36,6 @@ from kestrel_grpc.telemetry.logs import (
     report,
     set_up_logging,
 )
-from kestrel_grpc.wire.call_context import OK, CallContext, Outcome, RequestSummary
-from kestrel_grpc.wire.caller_address import CallerAddresses
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
 from kestrel_runtime.api.requests import Query, RequestOptions
 from tests.reference_fixtures import MD3_SMALL

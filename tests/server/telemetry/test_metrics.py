@@ -9,6 +9,8 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kestrel_grpc.calls.call_context import OK, CallContext, Outcome, RequestSummary
+from kestrel_grpc.calls.submission import with_alternatives
 from kestrel_grpc.telemetry.device_reading import DeviceReading
 from kestrel_grpc.telemetry.metrics import (
     METRICS,
@@ -19,8 +21,6 @@ from kestrel_grpc.telemetry.metrics import (
     markdown_table,
     new_registry,
 )
-from kestrel_grpc.wire.call_context import OK, CallContext, Outcome, RequestSummary
-from kestrel_grpc.wire.submission import with_alternatives
 from kestrel_runtime.api.adapters import AdapterLoad
 from kestrel_runtime.api.engine import CacheLoad, EngineStatus, Load, MemoryPlan
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage

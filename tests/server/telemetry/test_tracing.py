@@ -12,6 +12,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.proto.trace.v1.trace_pb2 import Status as SpanStatus
 
 from kestrel_grpc import __version__
+from kestrel_grpc.calls.call_context import OK, CallContext, Outcome, RequestSummary
 from kestrel_grpc.telemetry.tracing import (
     MAX_TRACED_PER_S,
     CallTracer,
@@ -20,7 +21,6 @@ from kestrel_grpc.telemetry.tracing import (
     require_tracing,
     switched_off_by,
 )
-from kestrel_grpc.wire.call_context import OK, CallContext, Outcome, RequestSummary
 from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
 from kestrel_runtime.api.requests import Query, RequestOptions, SamplingParams
 from tests.server.otlp import Receiver, attributes, receiving

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_grpc.wire.errors import ERRORS, INTERNAL
+from kestrel_grpc.calls.errors import ERRORS, INTERNAL
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.requests import RequestOptions
 from tests.server.frontends.forty.cases import CASES, Case

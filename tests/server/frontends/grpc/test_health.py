@@ -12,9 +12,9 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.calls.call_context import CallContext
+from kestrel_grpc.calls.readiness import Readiness
 from kestrel_grpc.frontends.grpc.health import Health
-from kestrel_grpc.wire.call_context import CallContext
-from kestrel_grpc.wire.readiness import Readiness
 from kestrel_runtime.api.engine import EngineStatus
 from tests.fakes import FakeEngine
 from tests.journey.http2 import Http2Client

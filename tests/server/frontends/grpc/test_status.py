@@ -1,4 +1,4 @@
-"""Failures as gRPC writes them. `tests/server/wire/test_errors.py` has every row over the wire."""
+"""Failures as gRPC writes them. `tests/server/calls/test_errors.py` has every row over the wire."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import grpc
 import pytest
 from google.rpc import status_pb2
 
+from kestrel_grpc.calls.errors import Code, describe
 from kestrel_grpc.frontends.grpc.status import status_code, trailing_metadata
-from kestrel_grpc.wire.errors import Code, describe
 from kestrel_runtime.api.errors import Overloaded, QueueTimeout
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from kestrel_grpc.calls.errors import MAX_VIOLATIONS
 from kestrel_grpc.frontends.http.bodies import Problems, example, read
 from kestrel_grpc.frontends.http.fields import PLACEHOLDER, read_image
 from kestrel_grpc.frontends.http.json_body import LongText
 from kestrel_grpc.frontends.openai.requests import ChatBody, CompletionBody
 from kestrel_grpc.frontends.rest.requests import ROUTES, CaptionBody, QueryBody
-from kestrel_grpc.wire.errors import MAX_VIOLATIONS
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
 from tests.fuzzing.bodies import strange_value
 

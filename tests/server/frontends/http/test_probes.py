@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import pytest
 
+from kestrel_grpc.calls.readiness import Readiness
 from kestrel_grpc.frontends.http import connection as connection_module
 from kestrel_grpc.frontends.http.probes import MAX_CONNECTIONS, ProbePort, Probes
 from kestrel_grpc.listeners import PortUnavailable
-from kestrel_grpc.wire.readiness import Readiness
 from kestrel_runtime.api.engine import EngineStatus
 from tests.fakes import FakeEngine
 

@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from kestrel_grpc.access.token_file import Scope, line_for
+from kestrel_grpc.calls import call_groups
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
-from kestrel_grpc.wire import call_groups
 from kestrel_runtime.api.errors import ImageError
 from kestrel_runtime.api.requests import Query
 from tests.fakes import HOLD, FakeEngine
@@ -179,7 +179,7 @@ async def test_a_draining_server_waits_for_requests_but_not_for_streams() -> Non
 
 
 async def test_where_too_many_streams_wait_the_one_that_waits_longest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kestrel_grpc.wire.call_groups.MAX_WAITING_STREAMS", 2)
+    monkeypatch.setattr("kestrel_grpc.calls.call_groups.MAX_WAITING_STREAMS", 2)
     async with serving() as rig:
         streams = []
         for _ in range(3):

@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 import pytest
 
+from kestrel_grpc.calls.call_context import CallContext
+from kestrel_grpc.calls.errors import ResourceExists, ResourceMissing, Unsupported
 from kestrel_grpc.frontends.triton.shared_memory import MAX_REGIONS, SharedMemory
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
-from kestrel_grpc.wire.call_context import CallContext
-from kestrel_grpc.wire.errors import ResourceExists, ResourceMissing, Unsupported
 from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.requests import Query
 from tests.server.serving import serving

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kestrel_grpc.calls.call_context import CallContext
+from kestrel_grpc.calls.caller_address import CallerAddresses
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
-from kestrel_grpc.wire.call_context import CallContext
-from kestrel_grpc.wire.caller_address import CallerAddresses
 
 
 def address(peer: str, *forwarded: str, trusted: str | None = None) -> str:

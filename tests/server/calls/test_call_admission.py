@@ -12,14 +12,14 @@ import pytest
 
 from kestrel_grpc.access.access import OpenAccess, TokenAccess
 from kestrel_grpc.access.token_file import Scope, line_for
+from kestrel_grpc.calls.call_admission import ReaderWatch
+from kestrel_grpc.calls.call_context import OK, CallContext, Headers, Interruptible, Outcome, StreamIdle
+from kestrel_grpc.calls.call_groups import CallGroups
+from kestrel_grpc.calls.errors import CallFailure
+from kestrel_grpc.calls.submission import Submission, ending_with
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.images.image_uris import NoRemoteImages
 from kestrel_grpc.images.stored_images import ImageUri
-from kestrel_grpc.wire.call_admission import ReaderWatch
-from kestrel_grpc.wire.call_context import OK, CallContext, Headers, Interruptible, Outcome, StreamIdle
-from kestrel_grpc.wire.call_groups import CallGroups
-from kestrel_grpc.wire.errors import CallFailure
-from kestrel_grpc.wire.submission import Submission, ending_with
 from kestrel_runtime.api.errors import EngineUnavailable
 from kestrel_runtime.api.events import Started, TextDelta, Usage
 from kestrel_runtime.api.requests import Query, Request

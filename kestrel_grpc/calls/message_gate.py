@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kestrel_grpc.wire.call_context import Interruptible
+from kestrel_grpc.calls.call_context import Interruptible
 from kestrel_runtime.api.errors import EngineUnavailable
 from kestrel_runtime.api.fair_limit import FairLimit
 

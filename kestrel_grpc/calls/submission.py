@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
+from kestrel_grpc.calls.call_context import CallContext, RequestSummary
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource, is_embedded
 from kestrel_grpc.images.stored_images import ImageNotFound, ImageReference, ImageUri
-from kestrel_grpc.wire.call_context import CallContext, RequestSummary
 from kestrel_runtime.api.adapters import AdapterName
 from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import ModelNotFound, did_you_mean

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kestrel_grpc.wire.readiness import Readiness, death_of
+from kestrel_grpc.calls.readiness import Readiness, death_of
 from kestrel_runtime.api.engine import EngineStatus
 from tests.fakes import FakeEngine
 

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 
 from kestrel_grpc.access.access import Access, OpenAccess
+from kestrel_grpc.calls.call_admission import CallAdmission, Observer
+from kestrel_grpc.calls.call_context import CANCELLED, DEADLINE_EXCEEDED, OK, CallContext, Outcome
+from kestrel_grpc.calls.message_gate import Gate, GateLimits, MessageGate, StreamGate
+from kestrel_grpc.calls.refusals import Refusals
 from kestrel_grpc.config.options import ServerConfig
-from kestrel_grpc.wire.call_admission import CallAdmission, Observer
-from kestrel_grpc.wire.call_context import CANCELLED, DEADLINE_EXCEEDED, OK, CallContext, Outcome
-from kestrel_grpc.wire.message_gate import Gate, GateLimits, MessageGate, StreamGate
-from kestrel_grpc.wire.refusals import Refusals
 from kestrel_runtime.api.engine import Engine, EngineInfo
 
 MAX_SHORT_CALLS = 256

@@ -15,6 +15,9 @@ from typing import Any
 from kestrel_grpc.access.access import ScopeRequired, TokenInvalid
 from kestrel_grpc.access.limits import RateLimited
 from kestrel_grpc.access.sources import SourceNotAllowed
+from kestrel_grpc.calls.call_context import RequestCancelled, StreamIdle
+from kestrel_grpc.calls.message_gate import MessageTimeout, MessageTooLarge, StreamEvicted, TooManyCalls
+from kestrel_grpc.calls.readiness import ServiceUnknown
 from kestrel_grpc.images.image_uris import ImageFetchFailed, ImageUriNotAllowed
 from kestrel_grpc.images.stored_images import (
     ImageDigestMismatch,
@@ -23,9 +26,6 @@ from kestrel_grpc.images.stored_images import (
     ImageSizeMismatch,
     ImageStoreFull,
 )
-from kestrel_grpc.wire.call_context import RequestCancelled, StreamIdle
-from kestrel_grpc.wire.message_gate import MessageTimeout, MessageTooLarge, StreamEvicted, TooManyCalls
-from kestrel_grpc.wire.readiness import ServiceUnknown
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import (
     AdapterInvalid,

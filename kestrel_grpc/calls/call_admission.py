@@ -30,7 +30,7 @@ from typing import Any, Self
 from kestrel_grpc.access.access import Access, Admission, TokenInvalid
 from kestrel_grpc.access.limits import AccessRefused
 from kestrel_grpc.access.sources import SourceNotAllowed
-from kestrel_grpc.wire.call_context import (
+from kestrel_grpc.calls.call_context import (
     CANCELLED,
     DEADLINE_EXCEEDED,
     OK,
@@ -40,9 +40,9 @@ from kestrel_grpc.wire.call_context import (
     RequestCancelled,
     StreamIdle,
 )
-from kestrel_grpc.wire.errors import CallFailure, Code, MethodUnknown, describe
-from kestrel_grpc.wire.message_gate import Gate, TooManyCalls
-from kestrel_grpc.wire.refusals import Refusals
+from kestrel_grpc.calls.errors import CallFailure, Code, MethodUnknown, describe
+from kestrel_grpc.calls.message_gate import Gate, TooManyCalls
+from kestrel_grpc.calls.refusals import Refusals
 from kestrel_runtime.api.engine import Engine, EngineStatus
 from kestrel_runtime.api.errors import EngineUnavailable
 from kestrel_runtime.api.fair_limit import FairLimit

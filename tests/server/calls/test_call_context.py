@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kestrel_grpc.wire.call_context import CallContext, Interruptible, RequestCancelled, StreamIdle
+from kestrel_grpc.calls.call_context import CallContext, Interruptible, RequestCancelled, StreamIdle
 
 METHOD = "kestrel.v1.VisionService/Query"
 
@@ -30,7 +30,7 @@ def test_a_call_is_not_late_while_its_deadline_is_far():
 def test_a_call_is_late_as_soon_as_its_caller_may_find_it_so(seconds_before, is_late, monkeypatch):
     """A caller who waits 99.01 s writes that it waits 99.1 s, and hangs up when its own time is over."""
     now_s = 1000.0
-    monkeypatch.setattr("kestrel_grpc.wire.call_context.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("kestrel_grpc.calls.call_context.time.monotonic", lambda: now_s)
     call = CallContext((), 100.0, METHOD)
     now_s += 100.0 - seconds_before
     assert call.is_late is is_late

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kestrel_grpc.wire.refusals import Refusals
+from kestrel_grpc.calls.refusals import Refusals
 
 
 class Clock:

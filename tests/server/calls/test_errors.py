@@ -13,9 +13,9 @@ import pytest
 import kestrel_runtime.api
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc import access, images
-from kestrel_grpc import wire as wire_package
-from kestrel_grpc.wire import errors
-from kestrel_grpc.wire.errors import ERRORS, INTERNAL, MAX_VIOLATIONS, describe
+from kestrel_grpc import calls as wire_package
+from kestrel_grpc.calls import errors
+from kestrel_grpc.calls.errors import ERRORS, INTERNAL, MAX_VIOLATIONS, describe
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import (
     CheckpointError,

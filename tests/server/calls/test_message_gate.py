@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kestrel_grpc.wire import message_gate
-from kestrel_grpc.wire.message_gate import (
+from kestrel_grpc.calls import message_gate
+from kestrel_grpc.calls.message_gate import (
     GateLimits,
     MessageGate,
     MessageTimeout,

@@ -6,8 +6,8 @@ import ipaddress
 from collections.abc import Iterator, Sequence
 from urllib.parse import unquote
 
+from kestrel_grpc.calls.call_context import CallContext
 from kestrel_grpc.config.options import SOCKETS
-from kestrel_grpc.wire.call_context import CallContext
 
 _FORWARDED_FOR = "x-forwarded-for"
 _MAX_FORWARDED = 32
