@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests import api_page
 from tests.reference_fixtures import CHECKOUT
-from tests.table_of_errors import markdown_table
+from tools import api_page
+from tools.error_table import markdown_table
 
 PAGES = [
     CHECKOUT / "README.md",
@@ -47,7 +47,7 @@ def test_every_page_is_in_the_navigation_of_the_site():
     entries = re.findall(
         r"'([\w/]+\.md)'", str(yaml.safe_load((CHECKOUT / "mkdocs.yml").read_text("utf-8"))["nav"])
     )
-    made = {"docs/rest_api.md", "docs/python_api.md"}  # tests/site/hooks.py makes them
+    made = {"docs/rest_api.md", "docs/python_api.md"}  # tools/site/hooks.py makes them
     assert len(set(entries)) == len(entries)
     assert {page.relative_to(CHECKOUT).as_posix() for page in PAGES} <= set(entries)
     assert [name for name in entries if name not in made and not (CHECKOUT / name).exists()] == []
@@ -57,11 +57,11 @@ def test_the_reasons_of_errors_are_those_of_the_table():
     page = (CHECKOUT / "docs" / "errors.md").read_text(encoding="utf-8")
     found = re.search(r"<!-- errors -->\n(.*?)\n<!-- /errors -->", page, re.DOTALL)
     assert found is not None
-    assert found[1] == markdown_table(), "write what `python -m tests.table_of_errors` prints there"
+    assert found[1] == markdown_table(), "write what `python -m tools.error_table` prints there"
 
 
 def test_the_page_of_the_api_is_that_of_the_contract():
-    assert api_page.PAGE.read_text(encoding="utf-8") == api_page.page(), "run: python -m tests.api_page"
+    assert api_page.PAGE.read_text(encoding="utf-8") == api_page.page(), "run: python -m tools.api_page"
 
 
 @pytest.mark.parametrize(

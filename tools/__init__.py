@@ -1,1 +1,1 @@
-"""Commands for those who change this code: what its structure is, and what its tests notice."""
+"""Commands for those who change this code: generators of pages and of code, and reports on structure and tests."""

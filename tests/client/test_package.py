@@ -15,7 +15,7 @@ from PIL import Image
 
 import kestrel_client
 from kestrel_client import errors
-from tests.client.generate import generated
+from tools.blocking_client import generated
 
 PACKAGE = Path(kestrel_client.__file__).parent
 
@@ -68,7 +68,7 @@ def test_the_package_tells_its_version() -> None:
 
 def test_the_blocking_client_is_generated_from_the_asyncio_client() -> None:
     for name, text in generated().items():
-        assert (PACKAGE / name).read_text(encoding="utf-8") == text, "run: python -m tests.client.generate"
+        assert (PACKAGE / name).read_text(encoding="utf-8") == text, "run: python -m tools.blocking_client"
 
 
 @pytest.mark.parametrize("client", [kestrel_client.Client, kestrel_client.AsyncClient])

@@ -1,1 +1,1 @@
-"""The documentation site: `make docs` builds it with `hooks.py`, checks it, and runs the tutorials in it."""
+"""Checks the documentation site that `make docs` has built, and runs the tutorials."""

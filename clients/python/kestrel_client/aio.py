@@ -1,6 +1,6 @@
 """The asyncio client: one method for each request. `async_calls` sends them, `requests` and `results` build values.
 
-`client` is generated from this file: after a change run `python -m tests.client.generate`.
+`client` is generated from this file: after a change run `python -m tools.blocking_client`.
 """
 
 from __future__ import annotations

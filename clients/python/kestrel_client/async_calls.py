@@ -1,6 +1,6 @@
 """Sends the requests of the asyncio client and reads the responses. `aio` says which requests there are.
 
-`blocking_calls` is generated from this file: after a change run `python -m tests.client.generate`.
+`blocking_calls` is generated from this file: after a change run `python -m tools.blocking_client`.
 """
 
 from __future__ import annotations

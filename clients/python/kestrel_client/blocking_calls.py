@@ -1,6 +1,6 @@
 """Sends the requests of the blocking client and reads the responses. `client` says which requests there are.
 
-Generated from `async_calls.py` by tests/client/generate.py. Change that file, and generate this one.
+Generated from `async_calls.py` by tools/blocking_client.py. Change that file, and generate this one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The blocking client: one method for each. `blocking_calls` sends them, `requests` and `results` build values.
 
-Generated from `aio.py` by tests/client/generate.py. Change that file, and generate this one.
+Generated from `aio.py` by tools/blocking_client.py. Change that file, and generate this one.
 """
 
 from __future__ import annotations

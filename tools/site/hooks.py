@@ -18,20 +18,23 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.request import urlopen
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-from tests.server.http_calls import serving_http
-from tests.site.rest_page import rest_page
+from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.server import Server
+from kestrel_runtime.engine.engine import LocalEngine
+from tools.site.rest_page import rest_page
 
 _LINK = re.compile(r'(\]\(|<img src=")([^)\s#"]+)')
 _CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _ITEM = re.compile(r"(?:[-*]|\d\.) ")
 _MEDIA = {".png", ".webp", ".svg"}
 _LANGUAGES = {".py": "python", ".cpp": "cpp", ".go": "go", ".java": "java", ".json": "json", ".ts": "typescript"}
-"""What a file is highlighted as, by its ending; others are plain text."""
+"""The language for highlighting, by file ending; other files are plain text."""
 _SECTIONS = {
     "Client": ("client", "blocking_calls"),
     "Asyncio": ("aio", "async_calls"),
@@ -46,7 +49,7 @@ _SECTIONS = {
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """All files of the site."""
+    """Returns all files of the site."""
     root = _root(config)
     site = Files([file for file in files if file.src_dir != config.docs_dir])  # those of the theme
     pages = ["README.md", *(path.relative_to(root).as_posix() for path in sorted((root / "docs").rglob("*.md")))]
@@ -67,7 +70,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The links to files that are shown lead to the pages that show them; MkDocs looks after the others."""
+    """Redirects links to files to the pages that show these files; MkDocs resolves all other links."""
 
     def to_site(match: re.Match[str]) -> str:
         before, link = match.groups()
@@ -81,7 +84,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def _with_lists(markdown: str) -> str:
-    """What belongs to an item of a list behind four spaces: Python-Markdown does not see it behind two or three.
+    """Indents the text of list items by four spaces, since Python-Markdown ignores text behind two or three.
 
     An item with several paragraphs is followed by an empty line, without which Python-Markdown loses the next item.
     """
@@ -108,7 +111,7 @@ def _root(config: MkDocsConfig) -> Path:
 
 
 def _reached(root: Path, pages: list[str]) -> list[str]:
-    """The paths of `pages`, and of all files that they and further pages link to."""
+    """Returns `pages` and the paths of all files that these and further pages link to."""
     found: list[str] = []
     waiting = list(pages)
     while waiting:
@@ -129,7 +132,7 @@ def _linked(root: Path, page: str) -> Iterator[str]:
 
 
 def _target(page: str, link: str) -> str:
-    """The path in the repository that a relative link leads to."""
+    """Returns the path in the repository that a relative link leads to."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
 
 
@@ -138,7 +141,7 @@ def _is_shown(path: str) -> bool:
 
 
 def _shown(file: Path, path: str) -> str:
-    """A page that shows a file. The search leaves it out: it would find data rather than text about them."""
+    """Returns a page that shows a file. The search skips it, since a file is data rather than documentation."""
     fence = "`" * 6
     text = file.read_text(encoding="utf-8").rstrip()
     language = _LANGUAGES.get(file.suffix, "text")
@@ -163,7 +166,7 @@ def _made(path: str, content: str, config: MkDocsConfig, inclusion: InclusionLev
 
 
 def _destination(path: str) -> str:
-    """Where a file is in the site: docs/ is its root, and each page is a folder."""
+    """Returns the place of a file in the site: docs/ is its root, and each page is a folder."""
     name = PurePosixPath(path.removeprefix("docs/"))
     if name.suffix != ".md":
         return str(name)
@@ -171,16 +174,19 @@ def _destination(path: str) -> str:
 
 
 async def _openapi_document() -> Any:
-    """What a server sends that stores images."""
+    """Returns the document that a server of the built-in model sends, one that stores images."""
+    config = ServerConfig(port=0, http_port=0)
     with redirect_stdout(io.StringIO()):  # it prints its addresses
-        async with serving_http() as rig:
-            document = (await rig.ask("/openapi.json")).json
+        engine = await asyncio.to_thread(LocalEngine.start, config.engine_config())
+        async with Server(engine, config) as server:
+            address = f"http://127.0.0.1:{server.http_port}/openapi.json"
+            document = json.loads(await asyncio.to_thread(lambda: urlopen(address).read()))
     del document["info"]["description"]  # names the model of that server
     return document
 
 
 def _python_page(package: Path) -> str:
-    """A page with all that the client exports, which mkdocstrings fills."""
+    """Returns a page that names everything the client exports; mkdocstrings fills it."""
     exported: dict[str, list[str]] = {}
     for node in ast.parse(package.read_text(encoding="utf-8")).body:
         if (

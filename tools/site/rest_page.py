@@ -1,4 +1,4 @@
-"""The page of the HTTP routes, from the OpenAPI document that a server sends."""
+"""Renders the page of the HTTP routes from the OpenAPI document that a server sends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STREAM = "text/event-stream"
 
 
 def rest_page(document: Mapping[str, Any]) -> str:
-    """The page as Markdown: each route with its fields, then the objects that fields are made of."""
+    """Returns the page as Markdown: each route with its fields, then the objects that fields refer to."""
     lines = [
         "# The REST API",
         "",
@@ -69,7 +69,7 @@ def _answers(responses: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _type(schema: Schema) -> str:
-    """The type of a field, with links to objects."""
+    """Returns the type of a field, with links to objects."""
     name = _referred(schema)
     if name is not None:
         return f"[{name}](#{name.lower()})"
@@ -95,5 +95,5 @@ def _referred(schema: Schema) -> str | None:
 
 
 def _cell(text: str) -> str:
-    """A text in a table."""
+    """Returns a text in the form of a table cell."""
     return " ".join(text.split()).replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""docs/api.md from the descriptors of the contract and their comments; `python -m tests.api_page` writes it."""
+"""Generates docs/api.md from the descriptors of the contract and their comments: `python -m tools.api_page`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from kestrel_client.v1 import engine_service_pb2, generation_pb2, image_service_pb2, media_pb2, vision_service_pb2
 from kestrel_grpc.frontends.grpc.reflection import CommentedFile
-from tests.reference_fixtures import CHECKOUT
+from tools.source import CHECKOUT
 
 PAGE = CHECKOUT / "docs" / "api.md"
 _FILES = (vision_service_pb2, image_service_pb2, engine_service_pb2, media_pb2, generation_pb2)
@@ -29,14 +29,14 @@ _TYPES = {
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page as Markdown."""
     files = [_file(module.DESCRIPTOR) for module in _FILES]
     services = [service.name for file in files for service in file.service]
     lines = [
         "# The gRPC API",
         "",
         "The contract `kestrel.v1`, generated from the comments of `proto/kestrel/v1` by",
-        "`python -m tests.api_page`. The reasons of errors are in [errors.md](errors.md). `grpcurl describe` shows",
+        "`python -m tools.api_page`. The reasons of errors are in [errors.md](errors.md). `grpcurl describe` shows",
         "the same text from a server.",
         "",
         *(f"- [{name}](#{name.lower()})" for name in services),
@@ -67,7 +67,7 @@ def _file(descriptor: Any) -> FileDescriptorProto:
 
 
 def _comment(file: FileDescriptorProto, *path: int) -> str:
-    """The comment at a path, as paragraphs."""
+    """Returns the comment at a path of the descriptor, as paragraphs."""
     found = [place.leading_comments for place in file.source_code_info.location if tuple(place.path) == path]
     paragraphs = "".join(found).split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)

@@ -1,4 +1,4 @@
-"""The table of docs/errors.md, from the table of the code. `python -m tests.table_of_errors` prints it."""
+"""Prints the table of docs/errors.md, generated from the errors of the code: `python -m tools.error_table`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from kestrel_grpc.calls.errors import ERRORS, INTERNAL
 
-# For the documentation, where the first sentence of the error's own says too much or too little.
+# Replaces the first sentence of an error's docstring where that sentence says too much or too little for callers.
 _WHEN: Mapping[str, str] = MappingProxyType(
     {
         "IMAGE_TOO_LARGE": "The image exceeds a limit of its size.",
@@ -25,7 +25,7 @@ _WHEN: Mapping[str, str] = MappingProxyType(
 
 
 def markdown_table() -> str:
-    """The table of reasons as the documentation shows it."""
+    """Returns the table of reasons as Markdown."""
     rows = ["| Reason | gRPC status | HTTP status | When |", "|---|---|---|---|"]
     seen: set[str] = set()
     for row in (*ERRORS, INTERNAL):

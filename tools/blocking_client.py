@@ -1,25 +1,26 @@
-"""Writes the blocking client of kestrel_client from the asyncio client: `client` from `aio`, its calls likewise.
+"""Generates the blocking client of kestrel_client from the asyncio client: `client` from `aio`, its calls likewise.
 
-Run `python -m tests.client.generate` after every change of `aio.py` or `async_calls.py`. A test compares the files.
+Run `python -m tools.blocking_client` after every change of `aio.py` or `async_calls.py`. A test compares the files.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
+
+from tools.source import CHECKOUT
 
 # Not imported: a stale blocking client may keep the package from being imported.
-PACKAGE = Path(__file__).parents[2] / "clients/python/kestrel_client"
+PACKAGE = CHECKOUT / "clients/python/kestrel_client"
 SOURCES = {"client.py": "aio.py", "blocking_calls.py": "async_calls.py"}
 # Each of these texts must be in a source; what they become is in the generated module.
 REPLACED = {
     "The asyncio client: one method for each request.": "The blocking client: one method for each.",
-    "`client` is generated from this file: after a change run `python -m tests.client.generate`.": (
-        "Generated from `aio.py` by tests/client/generate.py. Change that file, and generate this one."
+    "`client` is generated from this file: after a change run `python -m tools.blocking_client`.": (
+        "Generated from `aio.py` by tools/blocking_client.py. Change that file, and generate this one."
     ),
-    "`blocking_calls` is generated from this file: after a change run `python -m tests.client.generate`.": (
-        "Generated from `async_calls.py` by tests/client/generate.py. Change that file, and generate this one."
+    "`blocking_calls` is generated from this file: after a change run `python -m tools.blocking_client`.": (
+        "Generated from `async_calls.py` by tools/blocking_client.py. Change that file, and generate this one."
     ),
     "`async_calls` sends them": "`blocking_calls` sends them",
     "of the asyncio client and reads the responses. `aio` says": (
@@ -52,7 +53,7 @@ REPLACED = {
 
 
 def generated() -> dict[str, str]:
-    """The texts of the generated modules by their names."""
+    """Returns the texts of the generated modules by their names."""
     texts = {name: (PACKAGE / source).read_text(encoding="utf-8") for name, source in SOURCES.items()}
     for asynchronous, blocking in REPLACED.items():
         if not any(asynchronous in text for text in texts.values()):
