@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from kestrel_client import Client, KestrelClientError, ServerError
 from kestrel_client.connection import DEFAULT_TIMEOUT_S, ClientTls, address_of
 from kestrel_grpc.config.options import ConfigurationError
-from kestrel_grpc.config.sources import CLIENT_VARIABLES, environment_name, former_variables
+from kestrel_grpc.config.sources import environment_name
 from kestrel_grpc.process import complain, printable, printable_json
 
 Command = Callable[[Client, argparse.Namespace], int | None]
@@ -63,7 +63,6 @@ def add_token_argument(parser: Flags) -> None:
 def run_with_client(command: Command, arguments: argparse.Namespace) -> int:
     """Run a command with a client of the server that the flags name; returns the exit status."""
     try:
-        tls_of(arguments)  # refuses a variable that has its former name
         with Client(
             arguments.address,
             timeout_s=arguments.timeout,
@@ -105,13 +104,7 @@ def add_connection_arguments(parser: Flags, *, address: str | None, address_help
 
 
 def tls_of(arguments: argparse.Namespace) -> ClientTls | None:
-    """TLS as the flags configure it; None where it is off. Raises `ValueError`.
-
-    Raises it too where a variable of the client commands has its former name: without that variable, a token could
-    be sent without encryption.
-    """
-    for problem in former_variables(CLIENT_VARIABLES, os.environ):
-        raise ValueError(problem)
+    """Returns the TLS settings that the flags and their variables give; None without any. Raises `ValueError`."""
     return ClientTls.named(arguments.tls_ca, arguments.tls_client_certificate, arguments.tls_client_key)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kestrel_grpc.config.options import ServerConfig, options, settings_of
-from kestrel_grpc.config.sources import FILE_OPTION, REPLACED, environment_name, flag_name
+from kestrel_grpc.config.sources import FILE_OPTION, environment_name, flag_name
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.options import Option, on_or_off, options_of, shown
 
@@ -35,8 +35,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
     for _, item in options_of(ServerConfig):
         if item.name in others:
             _add_flag(group, item)
-    for name in REPLACED:  # for an error that names the new one
-        parser.add_argument(flag_name(name), help=argparse.SUPPRESS)
 
 
 def _add_flag(group: argparse._ArgumentGroup, item: Option) -> None:
@@ -48,8 +46,6 @@ def _add_flag(group: argparse._ArgumentGroup, item: Option) -> None:
         metavar="on|off" if may_stand_alone else item.unit.upper() or item.name.rsplit("_", 1)[-1].upper(),
         help=f"{item.help} (default: {item.default_text}; {environment_name(item.name)})",
     )
-    if item.former_name is not None:
-        group.add_argument(flag_name(item.former_name), **may_stand_alone, help=argparse.SUPPRESS)
 
 
 def markdown_table() -> str:
@@ -57,17 +53,8 @@ def markdown_table() -> str:
     rows = ["| Flag | Environment | Default | Unit | What it sets |", "|---|---|---|---|---|"]
     for item in options():
         flag, variable = flag_name(item.name), environment_name(item.name)
-        rows.append(f"| `{flag}` | `{variable}` | {item.default_text} | {item.unit} | {_described(item)} |")
+        rows.append(f"| `{flag}` | `{variable}` | {item.default_text} | {item.unit} | {item.help} |")
     return "\n".join(rows)
-
-
-def _described(item: Option) -> str:
-    if item.former_name is None:
-        return item.help
-    flag, variable = flag_name(item.former_name), environment_name(item.former_name)
-    return (
-        f"{item.help}; `{flag}`, `{variable}` and the key `{item.former_name}` are deprecated names that still work"
-    )
 
 
 def effective_values(

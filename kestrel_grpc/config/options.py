@@ -456,7 +456,7 @@ def named_values(items: Iterable[str]) -> dict[str, str | None]:
     """`option=value` texts as `ServerConfig.parse` takes flags. Raises `ConfigurationError` on others."""
     pairs = [item.partition("=") for item in items]
     given: dict[str, str | None] = {name.removeprefix("--").replace("-", "_"): value for name, _, value in pairs}
-    unknown = given.keys() - option_names().keys()
+    unknown = given.keys() - set(option_names())
     if unknown:
         raise ConfigurationError(tuple(unknown_flag(name) for name in sorted(unknown)))
     return given
@@ -476,7 +476,6 @@ def settings_of(
     return MappingProxyType(collect(option_names(), flags, environment, problems))
 
 
-def option_names() -> Mapping[str, str]:
-    """Every name that users may write, deprecated ones first, with the name of the option."""
-    former = {item.former_name: item.name for item in options() if item.former_name is not None}
-    return {**former, **{item.name: item.name for item in options()}}
+def option_names() -> tuple[str, ...]:
+    """Lists the names of all options."""
+    return tuple(item.name for item in options())

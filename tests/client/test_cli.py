@@ -347,15 +347,6 @@ def test_a_wrong_token_is_told_from_a_missing_one(
     )
 
 
-def test_nothing_is_sent_while_a_variable_for_tls_has_its_former_name(
-    address: str, vision: CannedVision, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("KESTREL_TLS_CA", "ca.pem")
-    assert _run("query", "-", "Why?", "--address", address) == 1
-    assert "KESTREL_GRPC_TLS_CA" in capsys.readouterr().err
-    assert vision.requests == []
-
-
 def test_a_server_that_takes_too_long_is_given_up(
     address: str, vision: CannedVision, capsys: pytest.CaptureFixture[str]
 ) -> None:

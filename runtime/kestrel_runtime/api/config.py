@@ -216,7 +216,6 @@ class EngineConfig:
         " without a GPU the delay of decoding requests",
         unit="tiles",
         name="max_tiles",
-        former_name="max_crops",
         by_device=ByDevice(72, 4, shrinks=True),
     )
     # On a GPU a step takes less than a second. One core may take minutes to encode a large image with a model of

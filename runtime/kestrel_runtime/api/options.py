@@ -38,8 +38,6 @@ class Option:
     parse: Callable[[str], Any]
     default_text: str
     by_device: ByDevice | None
-    former_name: str | None
-    """A deprecated name, which works as well."""
 
 
 def option(
@@ -50,7 +48,6 @@ def option(
     unit: str = "",
     default_text: str | None = None,
     name: str = "",
-    former_name: str | None = None,
     by_device: ByDevice | None = None,
 ) -> Any:
     """A field of a dataclass. `name` is that of the option where the field has another one.
@@ -59,9 +56,7 @@ def option(
     """
     if default_text is None:
         default_text = shown(default) if by_device is None else _device_text(default, by_device)
-    return field(
-        default=default, metadata={_OPTION: Option(name, help, unit, parse, default_text, by_device, former_name)}
-    )
+    return field(default=default, metadata={_OPTION: Option(name, help, unit, parse, default_text, by_device)})
 
 
 def options_of(kind: Any) -> Iterator[tuple[str, Option]]:

@@ -49,13 +49,6 @@ def test_the_server_does_not_take_these_variables_for_mistakes():
     assert ServerConfig.parse({}, dict.fromkeys(names, "x")) == ServerConfig()
 
 
-@pytest.mark.parametrize("name", ["TOKEN", "TLS_CA", "TLS_CLIENT_CERTIFICATE", "TLS_CLIENT_KEY"])
-def test_a_former_name_of_a_variable_is_refused_with_the_name_of_now(monkeypatch, name):
-    monkeypatch.setenv(f"KESTREL_{name}", "x")
-    with pytest.raises(ValueError, match=f"^KESTREL_{name}: .* KESTREL_GRPC_{name}$"):
-        tls_of(parsed())
-
-
 def test_a_certificate_needs_its_key():
     with pytest.raises(ValueError, match="each needs the other"):
         tls_of(parsed("--tls-client-certificate", "b.pem"))

@@ -29,7 +29,6 @@ def test_help_and_table_show_every_option() -> None:
         assert flag_name(option.name) in shown
         assert f"`{flag_name(option.name)}` | `{environment_name(option.name)}` | {option.default_text} " in table
     assert len(table.splitlines()) == 2 + len(found)
-    assert "deprecated" in table
 
 
 def test_module_prints_the_table() -> None:
@@ -48,7 +47,6 @@ def test_effective_values_name_their_sources_and_make_a_file(tmp_path: Path) -> 
         "host": None,
         "kernels": "resample=reference",
         "adapter_repositories": "org/name,Org/Other",
-        "max_crops": "7",
     }
     environment = {"KESTREL_GRPC_PORT": "2", "KESTREL_GRPC_REVISION": 'a "b"', "HOME": "/root"}
     printed = effective_values(flags, environment, on_cpu)
@@ -59,7 +57,6 @@ def test_effective_values_name_their_sources_and_make_a_file(tmp_path: Path) -> 
         "--page-size",
         "default",
     )
-    assert sources["max_tiles"] == "--max-crops"
     again = tmp_path / "again.toml"
     again.write_text(printed)
     read = ServerConfig.parse({"config": str(again)}, {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -95,9 +94,7 @@ def test_no_text_makes_an_option_raise_anything_else(text: str) -> None:
 def test_each_setting_is_one_option_with_a_name_of_its_own() -> None:
     for kind, others in ((EngineConfig, set[str]()), (ServerConfig, {"engine"})):
         assert {item.name for item in fields(kind)} - others == {name for name, _ in options_of(kind)}
-    names = option_names()
-    assert len(BY_NAME) == len(list(options())) == len(set(names.values()))
-    assert not {name for name, option in names.items() if name != option} & BY_NAME.keys()
+    assert len(BY_NAME) == len(list(options())) == len(option_names())
 
 
 def test_each_option_of_the_engine_reaches_it() -> None:
@@ -273,35 +270,6 @@ def test_named_values_are_taken_as_flags_and_what_is_no_option_is_refused() -> N
     with pytest.raises(ConfigurationError) as caught:
         named_values(["ports=0", "x=1"])
     assert caught.value.problems == ("--ports: is no option", "--x: is no option")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "hint"),
-    [
-        (["--kv-fraction", "0.3"], {}, "--kv-fraction: is no option; use --memory-utilization"),
-        (
-            [],
-            {"KESTREL_GRPC_KV_FRACTION": "0.3"},
-            "KESTREL_GRPC_KV_FRACTION: is no variable of this server; use KESTREL_GRPC_MEMORY_UTILIZATION",
-        ),
-    ],
-)
-def test_an_option_that_was_replaced_is_refused_by_the_name_of_the_new_one(
-    arguments: list[str], environment: dict[str, str], hint: str
-) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        parse(*arguments, **environment)
-    assert caught.value.problems == (hint,)
-
-
-def test_a_replaced_option_is_refused_in_the_file_and_among_named_values_too(tmp_path: Path) -> None:
-    file = tmp_path / "kestrel.toml"
-    file.write_text("kv_fraction = 0.3")
-    with pytest.raises(ConfigurationError) as caught:
-        parse("--config", str(file))
-    assert caught.value.problems == (f"{file}: kv_fraction: is no option; use memory_utilization",)
-    with pytest.raises(ConfigurationError, match="--kv-fraction: is no option; use --memory-utilization"):
-        named_values(["kv-fraction=0.3"])
 
 
 @pytest.mark.parametrize(

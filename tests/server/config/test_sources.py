@@ -7,15 +7,9 @@ from pathlib import Path
 import pytest
 
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, option_names
-from kestrel_grpc.config.sources import (
-    Setting,
-    collect,
-    environment_warnings,
-    former_variables,
-    security_problems,
-)
+from kestrel_grpc.config.sources import ACCESS_OPTIONS, Setting, collect, environment_warnings
 
-NAMES = {name: name for name in ("config", "port", "max_queue", "image_hosts")}
+NAMES = ("config", "port", "max_queue", "image_hosts")
 OPTIONS = option_names()
 
 
@@ -112,51 +106,16 @@ def test_a_mistyped_variable_that_concerns_security_stops_the_start(variable):
     assert list(environment_warnings(OPTIONS, {variable: "x"})) == []
 
 
-@pytest.mark.parametrize(
-    "variable",
-    ["KESTREL_TOKENS", "KESTREL_HOST", "KESTREL_TLS_CERTIFICATE", "KESTREL_TLS_KEY", "KESTREL_TLS_CLIENT_CA"],
-)
-def test_a_former_name_that_concerns_security_stops_the_start(variable):
-    with pytest.raises(ConfigurationError) as caught:
-        ServerConfig.parse({}, {variable: "x"})
-    now = variable.replace("KESTREL_", "KESTREL_GRPC_")
-    assert caught.value.problems == (f"{variable}: is not read; its name is now {now}",)
-
-
 def test_every_option_of_access_is_an_option():
-    former = {"KESTREL_" + name.upper(): "x" for name in OPTIONS}
-    told = list(security_problems(OPTIONS, former))
-    assert len(told) > 10
-    assert {line.rpartition(" ")[2].removeprefix("KESTREL_GRPC_").lower() for line in told} <= set(OPTIONS)
+    assert set(ACCESS_OPTIONS) <= set(OPTIONS)
 
 
 def test_variables_of_the_engine_named_kestrel_are_left_alone():
-    foreign = {"KESTREL_MODEL": "moondream3", "KESTREL_PORT": "tcp://10.0.0.1:80", "KESTREL_CACHE": "1"}
+    foreign = {
+        "KESTREL_TOKENS": "x",
+        "KESTREL_MODEL": "moondream3",
+        "KESTREL_PORT": "tcp://10.0.0.1:80",
+        "KESTREL_CACHE": "1",
+    }
     assert ServerConfig.parse({}, foreign) == ServerConfig()
     assert list(environment_warnings(OPTIONS, foreign)) == []
-    assert list(former_variables(["tokens"], foreign)) == []
-
-
-@pytest.mark.parametrize("source", ["flag", "environment", "file"])
-def test_a_deprecated_name_works_in_every_source_and_gives_way_to_the_new_one(tmp_path, source):
-    def parsed(**values: str) -> int | None:
-        flags: dict[str, str | None] = {}
-        environment: dict[str, str] = {}
-        if source == "flag":
-            flags.update(values)
-        elif source == "environment":
-            environment.update({f"KESTREL_GRPC_{name.upper()}": value for name, value in values.items()})
-        else:
-            flags["config"] = write(tmp_path, "\n".join(f"{name} = {value}" for name, value in values.items()))
-        assert list(environment_warnings(OPTIONS, environment)) == []
-        return ServerConfig.parse(flags, environment).engine.max_tiles_per_step
-
-    assert parsed(max_crops="3") == 3
-    assert parsed(max_tiles="5", max_crops="3") == parsed(max_crops="3", max_tiles="5") == 5
-
-
-def test_a_deprecated_flag_wins_over_the_environment_and_a_problem_names_it():
-    given = ServerConfig.parse({"max_crops": "3"}, {"KESTREL_GRPC_MAX_TILES": "5"})
-    assert given.engine.max_tiles_per_step == 3
-    with pytest.raises(ConfigurationError, match=r"^--max-crops: 'many' must be a whole number"):
-        ServerConfig.parse({"max_crops": "many"}, {})
