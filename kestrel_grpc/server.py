@@ -375,8 +375,7 @@ class Server:
 
     def _observers(self) -> Sequence[Observer]:
         at_rest = () if self._maintenance is None else (self._maintenance.note,)
-        statistics = () if self._triton is None else (self._triton.statistics.record,)
-        return (*self._telemetry.observers, *at_rest, *statistics)
+        return (*self._telemetry.observers, *at_rest)
 
 
 def _access(config: ServerConfig, limits: Limits) -> Access:

@@ -15,6 +15,7 @@ from kestrel_grpc.calls.submission import Submission, ending_with, last_event
 from kestrel_grpc.frontends.triton.parsing import infer_request, wants_empty_final
 from kestrel_grpc.frontends.triton.rendering import ResponseRenderer, to_triton
 from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
+from kestrel_grpc.frontends.triton.statistics import Statistics
 from kestrel_grpc.frontends.triton.tensors import ReadRegion
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
 from kestrel_runtime.api.events import Finished, TextDelta
@@ -39,12 +40,14 @@ class Inference:
         memory: SharedMemory,
         is_crowded: Callable[[], bool],
         served: str,
+        statistics: Statistics,
     ) -> None:
         self.is_crowded = is_crowded
         self._submission = submission
         self._memory = memory
         self._requests = requests
         self._served = served
+        self._statistics = statistics
 
     async def ModelInfer(self, message: wire.ModelInferRequest, call: CallContext) -> wire.ModelInferResponse:
         render = ResponseRenderer(message)
@@ -55,9 +58,10 @@ class Inference:
                 "with ModelStreamInfer"
             )
         _limit(call, wanted.timeout_s)
-        stream = await self._submission.submit(wanted.request, None, call)
-        del message, wanted
-        return render.answer(await last_event([stream], call), call.request_id)
+        with self._statistics.counting(call):
+            stream = await self._submission.submit(wanted.request, None, call)
+            del message, wanted
+            return render.answer(await last_event([stream], call), call.request_id)
 
     def ModelStreamInfer(
         self, messages: AsyncIterator[wire.ModelInferRequest], call: CallContext
@@ -77,24 +81,25 @@ class Inference:
             async with self._requests.admit(call):
                 wanted = await infer_request(message, self._served, self._reader(call))
                 _limit(call, wanted.timeout_s)
-                stream, streams = await self._submission.submit(wanted.request, None, call), wanted.streams
-                del message, wanted
-                out.has_taken(index)
-                with ending_with(stream):
-                    if streams:
-                        async for event in stream:
-                            if isinstance(event, TextDelta):
-                                await out.put(render.piece(event))
-                            elif isinstance(event, Finished):
-                                call.finished = event
-                    else:
-                        call.finished = await stream.result()
-                assert call.finished is not None, "a stream ends with it"
-                await out.put(
-                    render.last(call.finished, call.request_id, streams=streams, is_final=not has_empty_final)
-                )
-                if has_empty_final:
-                    await out.put(render.empty())
+                with self._statistics.counting(call):
+                    stream, streams = await self._submission.submit(wanted.request, None, call), wanted.streams
+                    del message, wanted
+                    out.has_taken(index)
+                    with ending_with(stream):
+                        if streams:
+                            async for event in stream:
+                                if isinstance(event, TextDelta):
+                                    await out.put(render.piece(event))
+                                elif isinstance(event, Finished):
+                                    call.finished = event
+                        else:
+                            call.finished = await stream.result()
+                    assert call.finished is not None, "a stream ends with it"
+                    await out.put(
+                        render.last(call.finished, call.request_id, streams=streams, is_final=not has_empty_final)
+                    )
+                    if has_empty_final:
+                        await out.put(render.empty())
         except BaseException as error:
             failure = self._requests.fail(call, error)
             if failure is None:

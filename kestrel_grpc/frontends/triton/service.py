@@ -7,15 +7,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import grpc
 
 from kestrel_grpc import __version__
 from kestrel_grpc.calls.call_admission import CallAdmission
-from kestrel_grpc.calls.call_context import CallContext, Outcome
+from kestrel_grpc.calls.call_context import CallContext
 from kestrel_grpc.calls.call_groups import CallGroups
 from kestrel_grpc.calls.errors import CallFailure, Unsupported
 from kestrel_grpc.calls.peers import Peers
@@ -25,6 +24,7 @@ from kestrel_grpc.frontends.triton.inference import Inference
 from kestrel_grpc.frontends.triton.model import MODEL, VERSION, config, is_model, metadata, require_model
 from kestrel_grpc.frontends.triton.rendering import to_triton
 from kestrel_grpc.frontends.triton.shared_memory import SharedMemory
+from kestrel_grpc.frontends.triton.statistics import Statistics
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
 
 _SERVICE: Any = wire.DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -32,7 +32,7 @@ _PROBES = frozenset(("ServerLive", "ServerReady", "ModelReady"))
 _EXTENSIONS = ("model_configuration", "model_repository", "statistics", "parameters")
 _SERVER = "kestrel-grpc"
 _STATISTICS = "statistics of the model"
-"""What processes ask each other; the answer is a `ModelStatistics`."""
+"""The topic of the question between front ends; the answer is a serialized `ModelStatistics`."""
 
 
 class TritonService:
@@ -50,10 +50,9 @@ class TritonService:
         self._memory = memory
         self._served = served
         self._extensions = (*_EXTENSIONS, *(("system_shared_memory",) if memory.is_on else ()))
-        self.statistics = Statistics()
-        """Records the calls of all frontends of this process."""
+        self._statistics = Statistics()
         self._peers = peers
-        peers.answer(_STATISTICS, lambda _: self.statistics.counted())
+        peers.answer(_STATISTICS, lambda _: self._statistics.serialized())
 
     def translate_failure(self, failure: CallFailure) -> CallFailure:
         """A failure as Triton's clients expect it."""
@@ -62,7 +61,12 @@ class TritonService:
     def handlers(self, groups: CallGroups) -> Iterator[tuple[CallAdmission, Mapping[str, grpc.RpcMethodHandler]]]:
         """The methods of each group, by name."""
         inference = Inference(
-            self._submission, groups.inference, self._memory, groups.streams_are_crowded, self._served
+            self._submission,
+            groups.inference,
+            self._memory,
+            groups.streams_are_crowded,
+            self._served,
+            self._statistics,
         )
         operations = [name for name in _SERVICE.methods_by_name if name not in _PROBES and hasattr(self, name)]
         yield groups.health_checks(), _handlers(self, _PROBES)
@@ -105,7 +109,7 @@ class TritonService:
     ) -> wire.ModelStatisticsResponse:
         name = message.name or MODEL
         require_model(name, message.version, self._served)
-        return self.statistics.report(name, await self._peers.ask(_STATISTICS, b""))
+        return self._statistics.report(name, await self._peers.ask(_STATISTICS, b""))
 
     async def RepositoryIndex(
         self, message: wire.RepositoryIndexRequest, call: CallContext
@@ -164,58 +168,6 @@ class TritonService:
         self, message: wire.CudaSharedMemoryUnregisterRequest, call: CallContext
     ) -> None:
         raise _no_cuda()
-
-
-class Statistics:
-    """Counts the requests of all frontends, and their time. Belongs to the event loop of the calls."""
-
-    def __init__(self) -> None:
-        self._stats = wire.ModelStatistics(name=MODEL, version=VERSION)
-
-    def record(self, call: CallContext, outcome: Outcome) -> None:
-        """Count a call that has ended, if it was a request."""
-        if call.request is None:
-            return
-        stats, times = self._stats, self._stats.inference_stats
-        _add(times.success if outcome.is_ok else times.fail, call.duration_s)
-        if not outcome.is_ok or call.finished is None:
-            return
-        timing = call.finished.timing
-        stats.last_inference = time.time_ns() // 1_000_000
-        stats.inference_count += 1
-        stats.execution_count += 1
-        _add(times.queue, timing.queue_s)
-        _add(times.compute_input, timing.preprocess_s)
-        _add(times.compute_infer, timing.prefill_s + timing.decode_s)
-        _add(times.compute_output, 0.0)
-
-    def counted(self) -> bytes:
-        """What was counted, for `report` of another process."""
-        return self._stats.SerializeToString()
-
-    def report(self, name: str, others: Iterable[bytes]) -> wire.ModelStatisticsResponse:
-        """The statistics together with those that others have counted, under the name that a caller uses."""
-        total = wire.ModelStatistics()
-        total.CopyFrom(self._stats)
-        total.name = name
-        for counted in others:
-            _add_statistics(total, wire.ModelStatistics.FromString(counted))
-        return wire.ModelStatisticsResponse(model_stats=[total])
-
-
-def _add_statistics(total: wire.ModelStatistics, part: wire.ModelStatistics) -> None:
-    total.last_inference = max(total.last_inference, part.last_inference)
-    total.inference_count += part.inference_count
-    total.execution_count += part.execution_count
-    for field, duration in part.inference_stats.ListFields():
-        sums = getattr(total.inference_stats, field.name)
-        sums.count += duration.count
-        sums.ns += duration.ns
-
-
-def _add(total: wire.StatisticDuration, duration_s: float) -> None:
-    total.count += 1
-    total.ns += round(duration_s * 1e9)
 
 
 def _handlers(servicer: object, names: Collection[str]) -> Mapping[str, grpc.RpcMethodHandler]:

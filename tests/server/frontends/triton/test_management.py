@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from kestrel_client.v1 import vision_service_pb2 as vision
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import ImageError
-from tests.fakes import FakeEngine
+from tests.fakes import HOLD, FakeEngine
 from tests.fakes import answers as scripted
-from tests.server.serving import reason_of, serving
-from tests.server.triton_calls import TritonStub, query
+from tests.server.http_calls import IMAGE_URL, HttpServing
+from tests.server.serving import IMAGE, reason_of, serving
+from tests.server.triton_calls import TritonStub, answers, iterate, query
 
 
 async def test_probes_follow_the_engine() -> None:
@@ -124,6 +127,40 @@ async def test_statistics_count_requests_and_their_nanoseconds() -> None:
     assert (times.compute_input.count, times.compute_input.ns) == (2, 4_000_000)
     assert (times.compute_infer.count, times.compute_infer.ns) == (2, 1_500_000_000)
     assert stats.last_inference > 1_600_000_000_000
+
+
+async def test_calls_of_other_apis_do_not_change_the_statistics_of_triton() -> None:
+    async with serving(http_port=0) as rig:
+        triton = TritonStub(rig.channel)
+        await triton.ModelInfer(query())
+        assert await answers(triton.ModelStreamInfer(iterate(query("1"), query("2", STREAM=True))))
+        assert await answers(rig.vision.Query(vision.QueryRequest(question="?", image=IMAGE)))
+        for path, body in (
+            ("/v1/query", {"question": "?", "image_url": IMAGE_URL}),
+            ("/v1/chat/completions", {"model": "fake", "messages": [{"role": "user", "content": "?"}]}),
+        ):
+            assert (await HttpServing(rig.server, rig.engine).ask(path, body)).status == 200
+        (stats,) = (await triton.ModelStatistics(wire.ModelStatisticsRequest())).model_stats
+    assert (stats.inference_count, stats.inference_stats.success.count, stats.inference_stats.fail.count) == (
+        3,
+        3,
+        0,
+    )
+
+
+async def test_a_request_of_a_stream_whose_caller_leaves_counts_as_failed() -> None:
+    async with serving(FakeEngine(lambda request: [HOLD])) as rig:
+        triton = TritonStub(rig.channel)
+        call = triton.ModelStreamInfer(iterate(query()))
+        await rig.engine.num_submitted.acquire()
+        call.cancel()
+        await asyncio.wait_for(rig.engine.is_idle.wait(), 60)
+        (stats,) = (await triton.ModelStatistics(wire.ModelStatisticsRequest())).model_stats
+    assert (stats.inference_count, stats.inference_stats.success.count, stats.inference_stats.fail.count) == (
+        0,
+        0,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
