@@ -69,15 +69,15 @@ from bench.harness.summary import Row
 from bench.harness.workload import WORKLOADS, chart
 from kestrel_client import Client
 from kestrel_grpc.access.token_file import Scope, line_for, new_secret
-from kestrel_grpc.host.child import SWITCH_INTERVAL_S as CORE_SWITCH_INTERVAL_S
+from kestrel_grpc.multiprocess.engine_channel.core_server import CoreServer
+from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
+from kestrel_grpc.multiprocess.supervision.child import SWITCH_INTERVAL_S as CORE_SWITCH_INTERVAL_S
 from kestrel_grpc.process import SWITCH_INTERVAL_S
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.processes.core import CoreServer
-from kestrel_runtime.processes.endpoint import CoreEndpoint
 
 _IMAGE_PX = 64
 """Sides of the images of `stored` and `leak`, one tile each."""

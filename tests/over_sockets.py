@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
+from kestrel_grpc.multiprocess.engine_channel.core_server import CoreServer
+from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
+from kestrel_grpc.multiprocess.engine_channel.engine_client import EngineClient
 from kestrel_runtime.api.engine import Engine, ImageInfo
 from kestrel_runtime.api.images import Image, image_digest
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.imaging.header import ImageHeader
-from kestrel_runtime.processes.client import EngineClient
-from kestrel_runtime.processes.core import CoreServer
-from kestrel_runtime.processes.endpoint import CoreEndpoint
 from tests.fakes import FakeEngine
 
 VARIABLE, SOCKETS = "ENGINE_CHANNEL", "sockets"

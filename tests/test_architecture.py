@@ -42,7 +42,7 @@ FORBIDDEN = {
 # Inside the runtime: where asyncio ends (`verify` calls the engine like any other caller), and who
 # decides without tensors.
 ASYNCIO_IN_RUNTIME = {
-    *("engine.py", "stream.py", "client.py", "core.py", "connection.py"),
+    *("engine.py", "stream.py"),
     *("reference_fixture.py", "recording.py", "acceptance.py"),
 }
 WITHOUT_TORCH = {
@@ -50,10 +50,6 @@ WITHOUT_TORCH = {
     "scheduling",
     "engine/offending_requests.py",
     "engine/open_streams.py",
-    "processes/client.py",
-    "processes/connection.py",
-    "processes/messages.py",
-    "processes/routing.py",
     "engine/watchdog.py",
 }
 # Inside the runtime: what each package may import of the others. Models and execution take the types of batches
@@ -72,7 +68,6 @@ RUNTIME_ARROWS = {
         *("execution", "models"),
     },
     "models": {"api", "memory", "imaging", "adapters", "loading", "scheduling", "execution"},
-    "processes": {"api", "memory", "imaging", "engine"},
     "verify": {"api", "scheduling", "engine", "models"},
 }
 # Inside the server: what each package and each module of the top level may import of the others. What a second
@@ -92,12 +87,22 @@ SERVER_ARROWS = {
     "server": {
         *("access", "config", "frontends", "images", "listeners", "maintenance", "process", "telemetry", "calls")
     },
-    "host": {
+    "multiprocess": {
         *("access", "bytecode", "config", "frontends", "images", "listeners", "process", "server"),
         *("telemetry", "calls"),
     },
     "cli": {
-        *("access", "bytecode", "config", "evaluation", "frontends", "host", "images", "listeners", "process"),
+        *(
+            "access",
+            "bytecode",
+            "config",
+            "evaluation",
+            "frontends",
+            "multiprocess",
+            "images",
+            "listeners",
+            "process",
+        ),
         *("server", "telemetry", "calls"),
     },
     "__main__": {"bytecode", "cli", "process"},
@@ -107,7 +112,8 @@ WITHOUT_TRANSPORT = SERVER_ARROWS.keys() - {"frontends", "cli", "__main__"}
 # Of the runtime the server knows `api` alone; what starts an engine, compiles for one or speaks to one knows more.
 STARTING_AN_ENGINE = {
     *(f"cli/{name}.py" for name in ("accept", "acceptance_page", "batch", "compile", "demo", "serve", "verify")),
-    *(f"host/{name}.py" for name in ("child", "core", "frontend", "layout", "supervisor")),
+    *(f"multiprocess/engine_channel/{name}.py" for name in ("core_server", "engine_client")),
+    *(f"multiprocess/supervision/{name}.py" for name in ("core_process", "frontend_process", "layout")),
 }
 SERVER_BREACHES = set[str]()
 # Inside the kernels: the packages of implementations that each of them may build upon. What needs a compiler or a

@@ -14,11 +14,11 @@ from pathlib import Path
 import uvloop
 
 from bench.harness.workload import QUESTIONS, WORKLOADS
+from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
+from kestrel_grpc.multiprocess.engine_channel.engine_client import EngineClient
 from kestrel_grpc.process import set_apart_what_stays
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Query, SamplingParams
-from kestrel_runtime.processes.client import EngineClient
-from kestrel_runtime.processes.endpoint import CoreEndpoint
 
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=WORKLOADS["cached"].num_tokens)
 

@@ -21,7 +21,7 @@ _EXIT_STATUS = 3
 
 def poison_cores() -> None:
     """Have the supervisor of this process start cores that die of the poison."""
-    from kestrel_grpc.host import supervisor
+    from kestrel_grpc.multiprocess.supervision import supervisor
 
     vars(supervisor)["_Core"].module = "bench.harness.poison"
 
@@ -33,7 +33,7 @@ def _die() -> None:
 
 
 def _run_core() -> int:
-    from kestrel_grpc.host import core
+    from kestrel_grpc.multiprocess.supervision import core_process as core
     from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
     from kestrel_runtime.scheduling.batch import Batch
 

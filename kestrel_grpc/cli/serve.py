@@ -126,15 +126,15 @@ def _run(config: ServerConfig) -> int:
     if config.devices is None and config.frontends == 0:
         return _run_server(config)
     # These libraries are for several processes only.
-    from kestrel_grpc.host.folder import NoPrivateFolder
-    from kestrel_grpc.host.layout import layout_of, placed
+    from kestrel_grpc.multiprocess.supervision.folder import NoPrivateFolder
+    from kestrel_grpc.multiprocess.supervision.layout import layout_of, placed
 
     layout = layout_of(config, os.environ)
     if layout.num_frontends == 0:
         (place,) = layout.cores
         os.environ.update(place.environment)
         return _run_server(placed(config, place))
-    from kestrel_grpc.host.supervisor import supervise
+    from kestrel_grpc.multiprocess.supervision.supervisor import supervise
 
     set_up_logging(config.log_level, line_format=config.log_format, process="supervisor")
     try:

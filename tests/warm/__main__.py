@@ -44,8 +44,16 @@ PACKAGES = (
     *("uvloop", "kestrel_grpc.cli.commands", "kestrel_grpc.server"),
     *("kestrel_grpc.cli.accept", "kestrel_grpc.cli.ask", "kestrel_grpc.cli.batch", "kestrel_grpc.cli.bench"),
     *("kestrel_grpc.cli.demo", "kestrel_grpc.cli.health", "kestrel_grpc.cli.status", "kestrel_grpc.cli.verify"),
-    *("kestrel_grpc.host.supervisor", "kestrel_grpc.host.core", "kestrel_grpc.host.frontend"),
-    *("kestrel_runtime.engine.engine", "kestrel_runtime.engine.warm_up", "kestrel_runtime.processes.core"),
+    *(
+        "kestrel_grpc.multiprocess.supervision.supervisor",
+        "kestrel_grpc.multiprocess.supervision.core_process",
+        "kestrel_grpc.multiprocess.supervision.frontend_process",
+    ),
+    *(
+        "kestrel_runtime.engine.engine",
+        "kestrel_runtime.engine.warm_up",
+        "kestrel_grpc.multiprocess.engine_channel.core_server",
+    ),
     "kestrel_runtime.models.background_load",
     *("kestrel_grpc.frontends.http.frontend", "kestrel_grpc.frontends.page.page"),
     *("kestrel_grpc.frontends.openai.service", "kestrel_grpc.frontends.rest.service"),

@@ -107,7 +107,9 @@ async def test_asyncio_and_multiprocessing_start_them_so() -> None:
 
 
 def _tell(connection: Any) -> None:
-    connection.send((os.getpid(), os.getppid(), "kestrel_grpc.host.core" in sys.modules))
+    connection.send(
+        (os.getpid(), os.getppid(), "kestrel_grpc.multiprocess.supervision.core_process" in sys.modules)
+    )
 
 
 def test_it_has_the_limit_of_descriptors_of_the_process_that_asks() -> None:

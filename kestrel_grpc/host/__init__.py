@@ -1,1 +1,0 @@
-"""Several processes that serve one port: the supervisor, its front ends, its engine cores, and what joins them."""

@@ -1,0 +1,1 @@
+"""Serves one port with several processes: the supervisor, its children, and their channel to engine cores."""

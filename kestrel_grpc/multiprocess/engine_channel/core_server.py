@@ -1,0 +1,496 @@
+"""The server of an engine core: takes requests of front ends from a socket, and sends them the engine's events.
+
+     front end                 event loop                       engine thread
+     requests ───────────────▶ decode, submit ────────────────▶ …
+     events ◀───────────────── answers, state ◀── (a lock) ───◀ events of a turn, once to each front end
+
+The event loop alone reads; any thread sends, so that events take no detour through the event loop. A front end that
+does not read is dropped: sending never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Coroutine, Hashable, Iterable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from kestrel_grpc.multiprocess.engine_channel import messages
+from kestrel_grpc.multiprocess.engine_channel.connection import Connection
+from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
+from kestrel_grpc.multiprocess.engine_channel.messages import (
+    Acquitted,
+    AdapterNames,
+    Answer,
+    Cancel,
+    ClearCache,
+    CoreState,
+    Events,
+    Expect,
+    ForgetImage,
+    Hello,
+    ImageSummary,
+    LoadAdapter,
+    NeedPixels,
+    OnlyEnd,
+    Operation,
+    Pixels,
+    Refuse,
+    Release,
+    Submit,
+    Suspect,
+    ToCore,
+    UnloadAdapter,
+    Welcome,
+    events_of,
+)
+from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError
+from kestrel_runtime.api.events import Event, Finished
+from kestrel_runtime.api.images import PixelFormat, RawImage, RemoteImage
+from kestrel_runtime.api.stream import Delivery, Stream
+from kestrel_runtime.engine.engine import LocalEngine
+
+_STATE_INTERVAL_S = 0.1
+_SAID_AGAIN = 3
+"""After so many looks at the state it is sent without a change too: a front end that hears nothing takes the core
+for one that has stopped."""
+_LISTENS = 50
+"""Looks at the state between two looks whether the socket is still in its folder."""
+_WANTED_INTERVAL_S = 0.1
+_LINGER_S = 1.0
+_ACCEPT_AGAIN_S = 0.1
+_MAX_UNACCEPTED = 128
+
+_log = logging.getLogger(__name__)
+
+
+class CoreServer:
+    """Serves an engine to front ends. Belongs to the event loop that `start` was called on.
+
+    `on_lost` is called, in any thread, with the identity of a front end that does not read: it must be ended.
+    """
+
+    def __init__(
+        self, engine: LocalEngine, endpoint: CoreEndpoint, on_lost: Callable[[str], None] = lambda identity: None
+    ) -> None:
+        self._engine = engine
+        self._endpoint = endpoint
+        self._on_lost = on_lost
+        self._build = messages.build_id()
+        self._listener: socket.socket
+        self._frontends: dict[str, _Frontend] = {}
+        """Those that have greeted, by identity."""
+        self._strangers: set[_Frontend] = set()
+        """Those that have connected and not greeted."""
+        self._state: CoreState | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    async def start(self) -> None:
+        """Listen."""
+        self._loop = asyncio.get_running_loop()
+        self._endpoint.path.unlink(missing_ok=True)
+        self._listener = self._new_listener()
+        self._listen()
+        self._engine.on_status_change(lambda _: self.call(self._publish_state))
+        self._engine.on_acquitted(lambda fingerprint: self.call(lambda: self._send_all(Acquitted(fingerprint))))
+        self.run(self._publish_states())
+
+    def _new_listener(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(self._endpoint.path))
+            listener.listen(_MAX_UNACCEPTED)
+        except OSError:
+            listener.close()
+            raise
+        listener.setblocking(False)
+        return listener
+
+    def drop_frontend(self, identity: str) -> None:
+        """A front end has died: cancel its requests."""
+        frontend = self._frontends.pop(identity, None)
+        if frontend is not None:
+            frontend.end()
+
+    async def close(self) -> None:
+        """Send what waits to be sent, at most for a second, and stop listening."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        frontends = [*self._frontends.values(), *self._strangers]
+        for frontend in frontends:
+            frontend.cancel()
+        for task in self._tasks:
+            task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                await asyncio.gather(*(frontend.connection.sent() for frontend in frontends))
+        for frontend in frontends:
+            frontend.end()
+
+    def send(self, frontend: _Frontend, message: messages.FromCore) -> bool:
+        """From any thread: send, without waiting. False if the front end cannot be reached."""
+        if frontend.is_gone:
+            return False
+        if frontend.connection.send(messages.encode(message)):
+            return True
+        frontend.is_gone = True
+        _log.error("%s does not read, and is dropped", frontend.identity)
+        self._on_lost(frontend.identity)
+        self.call(lambda: self.drop(frontend))
+        return False
+
+    def call(self, callback: Callable[[], object]) -> None:
+        """From any thread: have the event loop call this. Without effect once it is closed."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback)
+
+    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a task until it ends or this closes."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _listen(self) -> None:
+        if not self._is_closed:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        try:
+            stream, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # this process has no descriptor left
+            _log.warning("a front end cannot be accepted: %s", error)
+            self._loop.remove_reader(self._listener.fileno())
+            self._loop.call_later(_ACCEPT_AGAIN_S, self._listen)
+            return
+        self._strangers.add(_Frontend(stream, self))
+
+    def receive(self, frontend: _Frontend, data: bytes, attachment: bytes) -> None:
+        """Messages of a front end have come. The attachment belongs to the last one."""
+        if self._is_closed:
+            return
+        try:
+            received = messages.decode_to_core(data)
+        except msgspec.MsgspecError:
+            _log.exception("a message of %s cannot be read: it runs another build", frontend.identity)
+            return
+        for message in received:
+            try:
+                self._take(frontend, message, attachment)
+            except Exception:
+                _log.exception("a message of %s failed", frontend.identity)
+
+    def drop(self, frontend: _Frontend) -> None:
+        """A front end has closed its connection, or does not read: cancel its requests."""
+        if self._frontends.get(frontend.identity) is frontend:
+            del self._frontends[frontend.identity]
+        self._strangers.discard(frontend)
+        frontend.end()
+
+    def _take(self, frontend: _Frontend, message: ToCore, attachment: bytes) -> None:
+        if isinstance(message, Hello):
+            self._greet(frontend, message)
+            return
+        if self._frontends.get(frontend.identity) is not frontend:  # it runs another build
+            return
+        if isinstance(message, Submit):
+            self._submit(frontend, message)
+        elif isinstance(message, Cancel):
+            for id in message.ids:
+                if (stream := frontend.streams.get(id)) is not None:
+                    stream.cancel()
+        elif isinstance(message, OnlyEnd):
+            for id in message.ids:
+                if (stream := frontend.streams.get(id)) is not None:
+                    stream.wants_only_end = True
+        elif isinstance(message, Pixels):
+            frontend.take_pixels(message, attachment)
+        elif isinstance(message, Suspect):
+            self._engine.suspect(message.fingerprints)
+        elif isinstance(message, Refuse):
+            self._engine.refuse(message.fingerprints)
+        elif isinstance(message, Release):
+            frontend.release(message.number)
+        else:
+            frontend.tasks[message.number] = task = self.run(self._operate(frontend, message))
+            task.add_done_callback(lambda _: frontend.tasks.pop(message.number, None))
+
+    def _greet(self, frontend: _Frontend, message: Hello) -> None:
+        frontend.identity = message.identity
+        welcome = Welcome(self._build, self._engine.info, os.getpid())
+        if self.send(frontend, welcome) and message.build == self._build:
+            self._strangers.discard(frontend)
+            self._frontends[frontend.identity] = frontend
+            self.send(frontend, self._current_state())
+
+    def _submit(self, frontend: _Frontend, message: Submit) -> None:
+        streams: list[Stream] = [_ForwardedStream(frontend, id) for id in message.ids]
+        request = messages.decode_request(
+            message.request, lambda summary: _FetchedImage(frontend, message.ids[0], summary)
+        )
+        self._engine.submit_to(
+            streams,
+            request,
+            deadline_s=_remaining_s(message.deadline),
+            tenant=message.tenant,
+            namespace=message.namespace,
+        )
+
+    async def _operate(self, frontend: _Frontend, message: Operation) -> None:
+        engine, number = self._engine, message.number
+        try:
+            if isinstance(message, Expect):
+                await self._expect(frontend, message)
+                return
+            if isinstance(message, ClearCache):
+                answer = Answer(number, cleared=await engine.clear_cache(message.namespace))
+            elif isinstance(message, ForgetImage):
+                answer = Answer(number, cleared=await engine.forget_image(message.digest, message.namespace))
+            elif isinstance(message, AdapterNames):
+                answer = Answer(number, names=tuple(await engine.adapter_names()))
+            elif isinstance(message, LoadAdapter):
+                answer = Answer(number, adapter=await engine.load_adapter(message.name))
+            else:
+                assert isinstance(message, UnloadAdapter)
+                answer = Answer(number, adapter=await engine.unload_adapter(message.name))
+        except KestrelError as error:
+            answer = Answer(number, error=messages.encode_error(error))
+        except Exception as error:
+            _log.exception("an operation failed")
+            answer = Answer(number, error=messages.encode_error(InternalError(error)))
+        self.send(frontend, answer)
+
+    async def _expect(self, frontend: _Frontend, message: Expect) -> None:
+        request = messages.decode_request(message.request, lambda summary: _FetchedImage(frontend, 0, summary))
+        deadline_s = _remaining_s(message.deadline)
+        released = frontend.released[message.number] = asyncio.Event()
+        try:
+            async with self._engine.expecting(request, deadline_s=deadline_s, tenant=message.tenant):
+                self.send(frontend, Answer(message.number))
+                await released.wait()
+        finally:
+            frontend.released.pop(message.number, None)
+
+    def _current_state(self) -> CoreState:
+        engine = self._engine
+        return CoreState(engine.status, engine.load(), tuple(engine.adapters()))
+
+    def _publish_state(self, *, is_due: bool = False) -> None:
+        state = self._current_state()
+        if is_due or self._state is None or _without_ages(state) != _without_ages(self._state):
+            self._state = state
+            self._send_all(state)
+
+    def _send_all(self, message: messages.FromCore) -> None:
+        for frontend in list(self._frontends.values()):
+            self.send(frontend, message)
+
+    async def _publish_states(self) -> None:
+        for number in itertools.count():
+            self._publish_state(is_due=number % _SAID_AGAIN == 0)
+            if number % _LISTENS == 0:
+                self._listen_again()
+            await asyncio.sleep(_STATE_INTERVAL_S)
+
+    def _listen_again(self) -> None:
+        """Listen on a new socket where a cleaner of folders has removed the file of this one."""
+        if self._endpoint.path.exists() or not self._endpoint.folder.is_dir():
+            return
+        _log.warning("the socket %s was removed; there is a new one", self._endpoint.path)
+        before = self._listener
+        try:
+            self._listener = self._new_listener()
+        except OSError as error:
+            _log.error("cannot listen on %s: %s", self._endpoint.path, error)
+            return
+        self._loop.remove_reader(before.fileno())
+        before.close()
+        self._listen()
+
+
+class _Frontend:
+    """One front end: what it has asked for and what it has been asked for. Belongs to the event loop."""
+
+    def __init__(self, stream: socket.socket, server: CoreServer) -> None:
+        self.identity = ""
+        """Known when it has greeted."""
+        self.is_gone = False
+        self.connection = Connection(
+            stream,
+            lambda data, attachment: server.receive(self, data, attachment),
+            lambda: server.drop(self),
+        )
+        self.streams: dict[int, _ForwardedStream] = {}
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        """Of operations, by number."""
+        self.released: dict[int, asyncio.Event] = {}
+        """Of places in the queue, by the numbers of their operations."""
+        self._server = server
+        self._numbers = itertools.count()
+        self._awaited: dict[int, Future[RawImage]] = {}
+
+    def post(self, deliveries: Iterable[Delivery]) -> None:
+        """From any thread: send events of streams. Those that are over end here, too."""
+        items: list[messages.EventsOf] = []
+        # Each has a message of its own: the front end serves other callers between two messages.
+        large: list[messages.EventsOf] = []
+        ended: list[_ForwardedStream] = []
+        for stream, events, error in deliveries:
+            assert isinstance(stream, _ForwardedStream)
+            if isinstance(error, InternalError):
+                _log.error("a request failed", exc_info=error.__cause__)
+            finished = events[-1] if events and isinstance(events[-1], Finished) else None
+            is_large = finished is not None and finished.is_large
+            (large if is_large else items).append(events_of(stream.id, events, error))
+            if error is not None or finished is not None:
+                ended.append(stream)
+        for together in (items, *([item] for item in large)):
+            if together and not self.is_gone:
+                self._server.send(self, Events(tuple(together)))
+        if ended:
+            self._server.call(lambda: _end_all(ended))
+
+    def call(self, callback: Callable[[], object]) -> None:
+        """From any thread: have the event loop call this."""
+        self._server.call(callback)
+
+    def ask_for_pixels(self, id: int) -> tuple[int, Future[RawImage]]:
+        """From any thread: the number of the question, and what will be the decoded image of a request."""
+        arrival: Future[RawImage] = Future()
+        number = next(self._numbers)
+        self._awaited[number] = arrival
+        if self.is_gone or not self._server.send(self, NeedPixels(number, id)):
+            arrival.set_exception(EngineUnavailable("the front end has gone"))
+        return number, arrival
+
+    def forget_pixels(self, number: int) -> None:
+        """From any thread: nobody waits for them any more."""
+        self._awaited.pop(number, None)
+
+    def take_pixels(self, message: Pixels, pixels: bytes) -> None:
+        """Pixels have come, or an error."""
+        arrival = self._awaited.pop(message.number, None)
+        if arrival is None or arrival.done():
+            return
+        if message.error is not None:
+            arrival.set_exception(messages.decode_error(message.error))
+        else:
+            arrival.set_result(RawImage.packed(pixels, message.width_px, message.height_px, PixelFormat.RGB8))
+
+    def release(self, number: int) -> None:
+        """Give a place in the queue back, or stop waiting for it."""
+        if (released := self.released.get(number)) is not None:
+            released.set()
+        elif (task := self.tasks.get(number)) is not None:
+            task.cancel()
+
+    def end(self) -> None:
+        """It has gone: end all that it has asked for."""
+        self.is_gone = True
+        self.connection.close()
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End all that it has asked for."""
+        for stream in list(self.streams.values()):
+            stream.cancel()
+        for task in list(self.tasks.values()):
+            task.cancel()
+        for arrival in list(self._awaited.values()):
+            if not arrival.done():
+                arrival.set_exception(EngineUnavailable("the front end has gone"))
+
+
+class _ForwardedStream(Stream):
+    """A stream whose events go to a front end."""
+
+    def __init__(self, frontend: _Frontend, id: int) -> None:
+        super().__init__()
+        self.id = id
+        self._frontend = frontend
+        frontend.streams[id] = self
+
+    @property
+    def destination(self) -> Hashable:
+        return self._frontend
+
+    @staticmethod
+    def post(destination: _Frontend, deliveries: list[Delivery]) -> None:
+        destination.post(deliveries)
+
+    def fail(self, error: KestrelError) -> None:
+        # After what the event loop does now: who waited too long is told that, not that preparation was cancelled.
+        self._frontend.call(lambda: self.deliver([], error))
+
+    def deliver(self, events: list[Event], error: KestrelError | None = None) -> None:
+        if not self.over.done():
+            self._frontend.post([Delivery(self, events, error)])
+            if error is not None:
+                self._end()
+
+    def refuse(self, error: KestrelError) -> None:
+        if not self.over.done():
+            self._frontend.post([Delivery(self, [], error)])
+            super().refuse(error)
+
+    def end(self) -> None:
+        """Its last event has been sent."""
+        if not self.over.done():
+            self._end()
+
+    def _end(self) -> None:
+        self._frontend.streams.pop(self.id, None)
+        super()._end()
+
+
+class _FetchedImage(RemoteImage):
+    """The image of a request of a front end."""
+
+    def __init__(self, frontend: _Frontend, id: int, summary: ImageSummary) -> None:
+        self.digest = summary.digest
+        self.num_bytes = summary.num_bytes
+        self.width_px = summary.width_px
+        self.height_px = summary.height_px
+        self._frontend = frontend
+        self._id = id
+
+    def fetch(self, check_wanted: Callable[[], None]) -> RawImage:
+        number, arrival = self._frontend.ask_for_pixels(self._id)
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    return arrival.result(_WANTED_INTERVAL_S)
+                check_wanted()
+        finally:
+            self._frontend.forget_pixels(number)
+
+
+def _end_all(streams: list[_ForwardedStream]) -> None:
+    for stream in streams:
+        stream.end()
+
+
+def _remaining_s(deadline: float | None) -> float | None:
+    return None if deadline is None else deadline - time.monotonic()
+
+
+def _without_ages(state: CoreState) -> tuple[Any, ...]:
+    load = state.load
+    caches = (replace(cache, oldest_age_s=None) for cache in (load.prefix_cache, load.image_cache))
+    prefix_cache, image_cache = caches
+    return state.status, replace(load, prefix_cache=prefix_cache, image_cache=image_cache), state.adapters

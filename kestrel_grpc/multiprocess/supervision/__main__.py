@@ -1,0 +1,39 @@
+"""Starts and ends a process of a front end or of an engine core.
+
+The supervisor runs `python -m kestrel_grpc.multiprocess.supervision core DESCRIPTOR` (or `frontend`), with the
+descriptor of a socket.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import NoReturn
+
+from kestrel_grpc.bytecode import use_kept_bytecode
+
+
+def run() -> NoReturn:
+    """Run the process that the first argument names; `main` of its module reads the second one."""
+    use_kept_bytecode()
+    gc.disable()  # imports and captures leave no garbage; it begins when the process is ready
+    if sys.argv.pop(1) == "core":
+        from kestrel_grpc.multiprocess.supervision.core_process import main
+    else:
+        from kestrel_grpc.multiprocess.supervision.frontend_process import main
+    from kestrel_grpc.process import end_now, want_of
+    from kestrel_grpc.telemetry.logs import report
+
+    try:
+        status = main()
+    except (OSError, MemoryError) as error:
+        if (want := want_of(error)) is None:
+            raise
+        report(f"the system does not give what a process of the server needs: {want}")
+        status = 1
+    # To destroy all objects of large libraries would take as long as a quarter of the start.
+    end_now(status)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,96 @@
+"""What the processes of front ends and of engine cores have in common: their beginning, and their supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+from setproctitle import setproctitle
+
+from kestrel_grpc.multiprocess.engine_channel.messages import build_id
+from kestrel_grpc.multiprocess.supervision.link import Link, receive_first
+from kestrel_grpc.multiprocess.supervision.messages import Begin, Ping, ReadMetrics
+from kestrel_grpc.process import (
+    raise_descriptor_limit,
+    return_free_memory,
+    return_large_blocks,
+)
+from kestrel_grpc.telemetry.logs import set_up_logging
+
+OTHER_BUILD = 75
+"""The exit status of a process that runs other code than its supervisor, since the packages have changed."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SWITCH_INTERVAL_S = 0.0005
+"""For `sys.setswitchinterval`: ten times that of a server of one process, since these event loops take turns that
+are short. Each switch costs more than it saves."""
+_LOOK_MS = 500
+
+_log = logging.getLogger(__name__)
+
+
+def begin(title: str) -> tuple[Begin, socket.socket]:
+    """Set up this process as the supervisor says; returns what it said, and the socket to it.
+
+    Exits if the supervisor is gone, or runs other code.
+    """
+    # A terminal and a service manager signal every process of the server. The supervisor alone decides; it has
+    # blocked the signals until there are handlers. Handlers, unlike SIG_IGN, are not inherited by compilers.
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(connection.fileno(), False)
+    try:
+        said = receive_first(connection, Begin)
+    except EOFError:
+        sys.exit(1)
+    setproctitle(f"kestrel-grpc {title} {said.index}")
+    set_up_logging(said.config.log_level, line_format=said.config.log_format, process=said.name)
+    if said.build != build_id():
+        _log.error("the installed package is another than the one that the server was started with")
+        sys.exit(OTHER_BUILD)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    raise_descriptor_limit()
+    return said, connection
+
+
+def memory_returner() -> Callable[[], object] | None:
+    """What returns free memory while the process is idle; None where the C library does not offer it."""
+    return return_free_memory if return_large_blocks() else None
+
+
+def new_link(read_metrics: Callable[[], object]) -> Link:
+    """The link to the supervisor, not started yet. `read_metrics` returns the text of this process's metrics, or a
+    coroutine that does."""
+    link = Link("the supervisor")
+    link.on(Ping, lambda _: None)
+    link.on(ReadMetrics, lambda _: read_metrics())
+    return link
+
+
+@contextlib.contextmanager
+def ended_with_supervisor(connection: socket.socket) -> Iterator[None]:
+    """Exit at once if the supervisor goes while this process loads, which takes minutes and serves nobody."""
+    is_loaded = threading.Event()
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(connection, select.POLLHUP | select.POLLRDHUP)
+        while not is_loaded.is_set():
+            if poll.poll(_LOOK_MS) and not is_loaded.is_set():  # else requests are finished first
+                _log.error("the supervisor is gone")
+                logging.shutdown()
+                os._exit(1)
+
+    threading.Thread(target=watch, name="kestrel-supervisor", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_loaded.set()

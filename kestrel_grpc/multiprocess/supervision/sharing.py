@@ -1,0 +1,52 @@
+"""What the front ends of a host have in common: the supervisor owns it, and each front end asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from kestrel_grpc.access.limits import TokenLimits
+from kestrel_grpc.images.image_index import StoreLimits
+from kestrel_grpc.multiprocess.supervision.frontend_questions import LinkedPeers, Switchboard
+from kestrel_grpc.multiprocess.supervision.link import Link
+from kestrel_grpc.multiprocess.supervision.stored_images import ForgetImage, ImageOwner, SharedImages
+from kestrel_grpc.multiprocess.supervision.token_limits import LimitOwner, SharedLimits
+
+
+class Shared:
+    """In a front end: its part of what is shared. `folder` is the supervisor's private folder."""
+
+    def __init__(self, link: Link, folder: Path, identity: str, *, name: str, num_frontends: int) -> None:
+        self.limits = SharedLimits(link)
+        self.images = SharedImages(link, folder, identity)
+        self.peers = LinkedPeers(link, name, num_frontends)
+
+
+class Owner:
+    """In the supervisor: token limits, stored images, and questions of front ends to each other.
+
+    Belongs to one event loop. `folder` exists and only this user can read it; `cores` returns the links to the
+    engine cores that run now.
+    """
+
+    def __init__(self, folder: Path, images: StoreLimits, cores: Callable[[], Iterable[Link]]) -> None:
+        self._cores = cores
+        self._limits = LimitOwner(TokenLimits())
+        self._front_ends = Switchboard()
+        self.images = ImageOwner(folder, images, self._forget)
+
+    def join(self, identity: str, link: Link) -> None:
+        """Serve a front end. Called before its link is started."""
+        self._limits.join(identity, link)
+        self.images.join(identity, link)
+        self._front_ends.join(identity, link)
+
+    def drop(self, identity: str) -> None:
+        """A front end's process has ended: give back what it held."""
+        self._limits.drop(identity)
+        self.images.drop(identity)
+        self._front_ends.drop(identity)
+
+    def _forget(self, namespace: str, sha256: str) -> None:
+        for link in self._cores():
+            link.tell(ForgetImage(namespace, sha256))

@@ -1,0 +1,407 @@
+"""Stored images that all front ends share.
+
+The supervisor has the index, with quotas and times to live; the bytes are files in its private folder. A front end
+asks the supervisor at each use of a handle, so that a handle ends on all front ends at the same moment, and then
+reads the file itself, unless it has read it a short time ago. It writes a new file under a temporary name, and the
+supervisor renames the file when it takes the image into the index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kestrel_grpc.images.image_index import Forget, ImageIndex, StoreLimits
+from kestrel_grpc.images.image_store import CachePurges
+from kestrel_grpc.images.stored_images import (
+    ImageHandle,
+    ImageNotFound,
+    ImageQuotaExceeded,
+    ImageStoreFull,
+    Keeping,
+    StoredImage,
+)
+from kestrel_grpc.multiprocess.supervision.link import ANSWER_TIMEOUT_S, Link, SupervisorUnavailable
+from kestrel_runtime.api.engine import CacheLoad, Engine, ImageInfo
+from kestrel_runtime.api.images import HashedImage
+
+_IN_PLACE_BYTES = 2**18
+"""A larger file is read in a thread, so that other calls do not wait for it."""
+_STORED, _INCOMING = "images", "incoming"
+_MAX_SPARE_BYTES = 16 * 2**20
+MAX_RECENT_BYTES = 64 * 2**20
+"""Of the files that a front end has read last, which it keeps while they are stored."""
+
+_log = logging.getLogger(__name__)
+
+_Key = tuple[str, ImageHandle]
+"""A namespace, and an image in it."""
+
+
+class Problem(Enum):
+    """Why there is no image in an answer."""
+
+    NOT_FOUND = "not found"
+    QUOTA_EXCEEDED = "quota exceeded"
+    STORE_FULL = "store full"
+
+
+class ImageAnswer(msgspec.Struct, array_like=True):
+    """The answer to all questions about images. Without a problem and an image the answer is yes."""
+
+    image: StoredImage | None = None
+    problem: Problem | None = None
+    limit_bytes: int = 0
+    """The limit that the image exceeds."""
+
+
+class RequireRoom(msgspec.Struct, array_like=True):
+    """Asks whether a file of this size would be stored."""
+
+    namespace: str
+    num_bytes: int
+
+
+class RenewImage(msgspec.Struct, array_like=True):
+    """Asks to keep an image for longer."""
+
+    namespace: str
+    handle: ImageHandle
+    keeping: Keeping
+
+
+class PutImage(msgspec.Struct, array_like=True):
+    """Asks to store the file that the front end has written under this name."""
+
+    namespace: str
+    handle: ImageHandle
+    size_bytes: int
+    info: ImageInfo
+    keeping: Keeping
+    name: str
+
+
+class FindImage(msgspec.Struct, array_like=True):
+    """Asks for an image, which counts as used now."""
+
+    namespace: str
+    handle: ImageHandle
+
+
+class DeleteImage(msgspec.Struct, array_like=True):
+    """Asks to drop an image."""
+
+    namespace: str
+    handle: ImageHandle
+
+
+class DropNamespace(msgspec.Struct, array_like=True):
+    """Notes that a namespace has lost its last caller."""
+
+    namespace: str
+
+
+class DropFile(msgspec.Struct, array_like=True):
+    """Notes to front ends that an image has left the store."""
+
+    namespace: str
+    handle: ImageHandle
+
+
+class ForgetImage(msgspec.Struct, array_like=True):
+    """Notes to an engine core that the time of an image is over; `sha256` is in hexadecimal digits."""
+
+    namespace: str
+    sha256: str
+
+
+def forget_when_told(link: Link, engine: Engine) -> None:
+    """In an engine core: remove from its caches what was computed from images whose time is over."""
+    purges = CachePurges(engine)
+    link.on(ForgetImage, lambda note: purges.forget_image(note.namespace, note.sha256))
+
+
+class SharedImages:
+    """The `ImageStore` of a front end. Every method raises `SupervisorUnavailable` without an answer in time.
+
+    `folder` is the supervisor's private folder, and `identity` that of the front end. Belongs to the event loop of
+    the link.
+    """
+
+    def __init__(self, link: Link, folder: Path, identity: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        self._link = link
+        self._folder = folder
+        self._identity = identity
+        self._timeout_s = timeout_s
+        self._numbers = itertools.count(1)
+        self._recent = _RecentFiles(self._read)
+        link.on(DropFile, lambda note: self._recent.drop((note.namespace, note.handle)))
+
+    async def require_room(self, namespace: str, num_bytes: int) -> None:
+        """Raise `ImageQuotaExceeded` or `ImageStoreFull` where a file of this size would not be stored."""
+        await self._ask(RequireRoom(namespace, num_bytes), None)
+
+    async def renew(self, namespace: str, handle: ImageHandle, keeping: Keeping) -> StoredImage | None:
+        """Keep an image that is stored already for longer."""
+        return await self._ask(RenewImage(namespace, handle, keeping), handle)
+
+    async def put(
+        self, namespace: str, handle: ImageHandle, data: bytes, info: ImageInfo, keeping: Keeping
+    ) -> StoredImage:
+        """Store an image whose digest has been checked, or renew it."""
+        known = await self.renew(namespace, handle, keeping)
+        if known is not None:
+            return known
+        await self.require_room(namespace, len(data))
+        name = f"{self._identity}-{next(self._numbers)}"
+        async with self._written(name, data):
+            try:
+                image = await self._ask(PutImage(namespace, handle, len(data), info, keeping, name), handle)
+            except ImageNotFound:
+                raise SupervisorUnavailable("the file was removed before it was stored") from None
+        assert image is not None
+        return image
+
+    async def find(self, namespace: str, handle: ImageHandle) -> StoredImage:
+        """An image, which counts as used now."""
+        image = await self._ask(FindImage(namespace, handle), handle)
+        assert image is not None
+        return image
+
+    async def read(self, namespace: str, image: StoredImage) -> HashedImage:
+        """The file of an image that has just been found."""
+        return await self._recent.get((namespace, image.handle), image.size_bytes)
+
+    async def delete(self, namespace: str, handle: ImageHandle) -> None:
+        """Drop an image."""
+        await self._ask(DeleteImage(namespace, handle), handle)
+
+    def drop_namespace(self, namespace: str) -> None:
+        """Drop all images of a namespace."""
+        self._link.tell(DropNamespace(namespace))
+
+    async def _read(self, key: _Key, size_bytes: int) -> HashedImage:
+        namespace, handle = key
+        path = self._folder / _STORED / _file_name(namespace, handle)
+        is_large = size_bytes > _IN_PLACE_BYTES
+        try:
+            data = await asyncio.to_thread(path.read_bytes) if is_large else path.read_bytes()
+        except FileNotFoundError:
+            raise ImageNotFound(handle) from None
+        return HashedImage(data, bytes.fromhex(handle.sha256))
+
+    @asynccontextmanager
+    async def _written(self, name: str, data: bytes) -> AsyncIterator[None]:
+        """Has a new file while the block runs, or until the supervisor takes it. Raises `SupervisorUnavailable`."""
+        path = self._folder / _INCOMING / name
+        writing = asyncio.ensure_future(asyncio.to_thread(_write, path, data))
+
+        def remove(_: object = None) -> None:
+            with contextlib.suppress(OSError):  # the supervisor has taken it, or the folder cannot be written
+                path.unlink()
+            if not writing.cancelled() and (error := writing.exception()) is not None:
+                _log.error("cannot write a stored image: %s", error)
+
+        try:
+            try:
+                await asyncio.shield(writing)
+            except OSError:
+                raise SupervisorUnavailable("the folder of stored images cannot be written") from None
+            yield
+        finally:
+            # A thread cannot be cancelled, so its file may come later.
+            remove() if writing.done() else writing.add_done_callback(remove)
+
+    async def _ask(self, question: msgspec.Struct, handle: ImageHandle | None) -> StoredImage | None:
+        answer = await self._link.ask(question, ImageAnswer, timeout_s=self._timeout_s)
+        match answer.problem:
+            case None:
+                return answer.image
+            case Problem.NOT_FOUND:
+                assert handle is not None
+                raise ImageNotFound(handle)
+            case Problem.QUOTA_EXCEEDED:
+                raise ImageQuotaExceeded(answer.limit_bytes)
+            case Problem.STORE_FULL:
+                raise ImageStoreFull(answer.limit_bytes)
+
+
+class _RecentFiles:
+    """The files that were read last. Requests about one image share its bytes, however many there are."""
+
+    def __init__(self, read: Callable[[_Key, int], Coroutine[Any, Any, HashedImage]]) -> None:
+        self._read = read
+        self._files: OrderedDict[_Key, HashedImage] = OrderedDict()  # the one used last at the end
+        self._num_bytes = 0
+        self._reading: dict[_Key, asyncio.Task[HashedImage]] = {}
+
+    async def get(self, key: _Key, size_bytes: int) -> HashedImage:
+        """A file that is stored. Raises what `read` raises."""
+        file = self._files.get(key)
+        if file is not None:
+            self._files.move_to_end(key)
+            return file
+        reading = self._reading.get(key)
+        if reading is None:
+            reading = self._reading[key] = asyncio.ensure_future(self._read(key, size_bytes))
+            reading.add_done_callback(lambda done: self._keep(key, done))
+        return await asyncio.shield(reading)  # others may wait for the same file
+
+    def drop(self, key: _Key) -> None:
+        """The file is stored no longer."""
+        self._reading.pop(key, None)
+        file = self._files.pop(key, None)
+        if file is not None:
+            self._num_bytes -= len(file)
+
+    def _keep(self, key: _Key, done: asyncio.Task[HashedImage]) -> None:
+        if self._reading.get(key) is not done:  # it has left while it was read
+            return
+        del self._reading[key]
+        if done.cancelled() or done.exception() is not None or len(done.result()) > MAX_RECENT_BYTES:
+            return
+        file = self._files[key] = done.result()
+        self._num_bytes += len(file)
+        while self._num_bytes > MAX_RECENT_BYTES:
+            self._num_bytes -= len(self._files.popitem(last=False)[1])
+
+
+class ImageOwner:
+    """The index and the files of all stored images, in the supervisor. Belongs to one event loop.
+
+    `folder` exists and only this user can read it. `forget` tells every engine core of an image whose time is over.
+    """
+
+    def __init__(self, folder: Path, limits: StoreLimits, forget: Forget) -> None:
+        self._folder = folder
+        for name in (_STORED, _INCOMING):
+            (folder / name).mkdir(mode=0o700)
+        free = _free_bytes(folder)
+        self._spare_bytes = min(_MAX_SPARE_BYTES, free // 8)
+        """Bytes of the file system that are left free."""
+        room = free - self._spare_bytes
+        if room < limits.max_bytes:
+            _log.warning(
+                "stored images take at most %d MiB instead of %d: there is no more space in %s",
+                *(room // 2**20, limits.max_bytes // 2**20, folder.parent),
+            )
+            limits = replace(limits, max_bytes=room, quota_bytes=min(limits.quota_bytes, room))
+        self._index = ImageIndex(limits, forget, self._discard)
+        self._links: dict[str, Link] = {}
+        """To front ends."""
+
+    def load(self) -> CacheLoad:
+        """A reading, in any thread."""
+        return self._index.load()
+
+    async def watch(self) -> None:
+        """Drop images when their time is over, until cancelled."""
+        await self._index.watch()
+
+    def join(self, identity: str, link: Link) -> None:
+        """Answer a new front end."""
+        index = self._index
+        self._links[identity] = link
+        link.on(RequireRoom, _answering(lambda asked: self._require_room(asked.namespace, asked.num_bytes)))
+        link.on(RenewImage, _answering(self._renew))
+        link.on(PutImage, _answering(self._put))
+        link.on(FindImage, _answering(self._find))
+        link.on(DeleteImage, _answering(lambda asked: index.delete(asked.namespace, asked.handle)))
+        link.on(DropNamespace, lambda note: index.drop_namespace(note.namespace))
+
+    def drop(self, identity: str) -> None:
+        """A front end has ended: what it was writing is of no use."""
+        self._links.pop(identity, None)
+        for path in (self._folder / _INCOMING).glob(f"{identity}-*"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _require_room(self, namespace: str, num_bytes: int) -> None:
+        """Raise as the index does, also where the file system has no space without the images that may leave."""
+        self._index.require_room(namespace, num_bytes)
+        while _free_bytes(self._folder) < num_bytes + self._spare_bytes // 2:
+            if not self._index.evict():
+                raise ImageStoreFull(self._index.limits.max_bytes)
+
+    def _renew(self, asked: RenewImage | PutImage) -> StoredImage | None:
+        self._drop_removed(asked.namespace, asked.handle)
+        return self._index.renew(asked.namespace, asked.handle, asked.keeping)
+
+    def _find(self, asked: FindImage) -> StoredImage:
+        self._drop_removed(asked.namespace, asked.handle)
+        return self._index.get(asked.namespace, asked.handle)
+
+    def _drop_removed(self, namespace: str, handle: ImageHandle) -> None:
+        """Drop an image whose file something else has removed, so that callers store it again."""
+        if self._index.holds(namespace, handle) and not self._path(namespace, handle).exists():
+            _log.warning("the file of a stored image was removed from %s", self._folder)
+            self._index.delete(namespace, handle)
+
+    def _put(self, asked: PutImage) -> StoredImage:
+        known = self._renew(asked)
+        if known is not None:  # another call has stored it meanwhile
+            return known
+        self._index.require_room(asked.namespace, asked.size_bytes)
+        written, stored = self._folder / _INCOMING / asked.name, self._path(asked.namespace, asked.handle)
+        try:
+            stored.parent.mkdir(mode=0o700, exist_ok=True)  # a cleaner may have removed it
+            os.replace(written, stored)
+        except FileNotFoundError:  # the front end has given up, and reads no answer; or something has removed it
+            raise ImageNotFound(asked.handle) from None
+        return self._index.add(asked.namespace, asked.handle, asked.size_bytes, asked.info, asked.keeping)
+
+    def _discard(self, namespace: str, handle: ImageHandle) -> None:
+        with contextlib.suppress(OSError):
+            self._path(namespace, handle).unlink()
+        for link in self._links.values():
+            link.tell(DropFile(namespace, handle))
+
+    def _path(self, namespace: str, handle: ImageHandle) -> Path:
+        return self._folder / _STORED / _file_name(namespace, handle)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a new file. Raises `OSError`."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)  # a cleaner may have removed it
+    path.write_bytes(data)
+
+
+def _free_bytes(folder: Path) -> int:
+    """The space for new files; none where there can be no more files."""
+    space = os.statvfs(folder)
+    has_names = space.f_files == 0 or space.f_favail > 0
+    return space.f_bavail * space.f_frsize if has_names else 0
+
+
+def _answering(handle: Callable[[Any], StoredImage | None]) -> Callable[[Any], ImageAnswer]:
+    """The handler of a question that answers with what `handle` returns or raises."""
+
+    def answer(question: Any) -> ImageAnswer:
+        try:
+            return ImageAnswer(handle(question))
+        except ImageNotFound:
+            return ImageAnswer(problem=Problem.NOT_FOUND)
+        except ImageQuotaExceeded as refusal:
+            return ImageAnswer(problem=Problem.QUOTA_EXCEEDED, limit_bytes=refusal.limit_bytes)
+        except ImageStoreFull as refusal:
+            return ImageAnswer(problem=Problem.STORE_FULL, limit_bytes=refusal.limit_bytes)
+
+    return answer
+
+
+def _file_name(namespace: str, handle: ImageHandle) -> str:
+    """The name of an image's file. Namespaces share no file, so that none notices what another one stores."""
+    return f"{hashlib.sha256(namespace.encode()).hexdigest()}-{handle.sha256}"

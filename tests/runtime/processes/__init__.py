@@ -1,1 +1,0 @@
-"""Tests of `kestrel_runtime.processes`."""

@@ -1,0 +1,1 @@
+"""Tests of `kestrel_grpc.multiprocess.engine_channel`."""

@@ -1,0 +1,185 @@
+"""What is sent arrives with every field."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from kestrel_grpc.multiprocess.engine_channel import messages
+from kestrel_grpc.multiprocess.engine_channel.messages import ImageSummary
+from kestrel_runtime.api import errors
+from kestrel_runtime.api.constraints import Constraint
+from kestrel_runtime.api.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    AnswerOutsideSchema,
+    ConstraintFailed,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineUnavailable,
+    ImageError,
+    InternalError,
+    InvalidRequest,
+    KestrelError,
+    ModelNotFound,
+    NumbersOverflowed,
+    Overloaded,
+    QueueBound,
+    QueueTimeout,
+    RequestRefused,
+    SkillUnsupported,
+    Violation,
+)
+from kestrel_runtime.api.events import (
+    Box,
+    CaptionOutput,
+    DetectOutput,
+    Event,
+    Finished,
+    FinishReason,
+    Grounding,
+    Location,
+    OutlineBox,
+    PointOutput,
+    QueryOutput,
+    Reasoning,
+    SegmentMask,
+    SegmentOutput,
+    Started,
+    TextChannel,
+    TextDelta,
+    Timing,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from kestrel_runtime.api.images import RawImage, RemoteImage
+from kestrel_runtime.api.requests import (
+    REQUEST_TYPES,
+    BoxRef,
+    CachePolicy,
+    PointRef,
+    Priority,
+    Query,
+    Request,
+    RequestOptions,
+    SamplingParams,
+)
+
+SAMPLING = SamplingParams(
+    0.5, 0.9, 17, 2**62 + 1, ("stop", "\n"), True, 40, 0.1, 1.1, 0.5, -0.5, ((3, -1.5),), 2, 3
+)
+OPTIONS = RequestOptions("model", 1.5, Priority.BATCH, CachePolicy.REFRESH, "adapter@7", Priority.INTERACTIVE)
+LOGPROBS = (TokenLogprob(7, "ä", b"\xc3\xa4", -0.5, (TopLogprob(8, "\ufffd", b"\xc3", -1.25),)),)
+USAGE = Usage(731, 729, 5, 16)
+TIMING = Timing(0.1, 0.2, 0.3, 0.6, 0.4)
+OUTPUTS = (
+    QueryOutput("yes", Reasoning("since", (Grounding(0, 3, (Location(0.25, 0.5),)),), LOGPROBS), LOGPROBS),
+    QueryOutput("no", None),
+    CaptionOutput("a cat", LOGPROBS),
+    PointOutput((Location(0.5, 0.75),)),
+    DetectOutput((Box(0.0, 0.25, 0.5, 1.0),)),
+    SegmentOutput((SegmentMask("M 0 0 Z", Box(0.0, 0.0, 1.0, 1.0), is_partial=True),)),
+)
+
+
+class Known(RemoteImage):
+    def __init__(self, summary: ImageSummary) -> None:
+        self.summary = summary
+
+    def fetch(self, check_wanted: Any) -> RawImage:
+        raise NotImplementedError
+
+
+def full_query() -> Query:
+    refs = (PointRef(0.5, 0.25), BoxRef(0.0, 0.25, 0.5, 1.0))
+    constraint = Constraint(json_schema='{"type": "string"}')
+    return Query("what?", b"image", True, refs, SAMPLING, OPTIONS, constraint)
+
+
+@pytest.mark.parametrize("kind", REQUEST_TYPES)
+def test_requests_of_every_skill_arrive_with_every_field(kind: type[Request]) -> None:
+    sampling = SAMPLING if kind.skill in ("query", "caption") else SamplingParams(0.5, 0.9, 17, 5)
+    request = replace(kind.example(b"image", sampling), options=OPTIONS)
+    summary = ImageSummary(b"d" * 32, 5, 640, 480)
+    found = messages.decode_request(messages.encode_request(request, summary), Known)
+    assert isinstance(found.image, Known)
+    assert found.image.summary == summary
+    assert {item.name: getattr(found, item.name) for item in fields(found) if item.name != "image"} == {
+        item.name: getattr(request, item.name) for item in fields(request) if item.name != "image"
+    }
+
+
+def test_a_query_with_all_its_fields_arrives_whole() -> None:
+    request = full_query()
+    found = messages.decode_request(messages.encode_request(request, None), Known)
+    assert replace(found, image=b"image") == request
+    assert all(getattr(request, item.name) != item.default for item in fields(Query)), "nothing has its default"
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_answers_arrive_as_they_were(output: Any) -> None:
+    finished = Finished(output, FinishReason.STOP_SEQUENCE, USAGE, TIMING, "stop", (640, 481))
+    delta = TextDelta("ä", TextChannel.REASONING, 3, 2, LOGPROBS)
+    events: list[Event] = [Started(USAGE), delta, OutlineBox(Box(0.0, 0.25, 0.5, 1.0)), finished]
+    sent = messages.encode(messages.Events((messages.events_of(2**40, events),)))
+    message = messages.decode_from_core(sent)
+    assert isinstance(message, messages.Events)
+    (item,) = message.of_requests
+    assert item.id == 2**40
+    assert messages.events_in(item) == (events, None)
+
+
+def all_errors() -> list[KestrelError]:
+    return [
+        InvalidRequest((Violation("a", "is wrong"), Violation("b.c", "too"))),
+        ImageError("cannot be decoded"),
+        ImageError("too large", too_large=True),
+        ContextLengthExceeded("question", 2049, 2048),
+        ModelNotFound("other", "; did you mean this?"),
+        AdapterNotFound("a@1", "; there is none"),
+        AdapterInvalid("a", ("rank", "shape")),
+        SkillUnsupported("gaze", "nano"),
+        Overloaded(64.0, 1.5, QueueBound.TOKENS, is_tenant_share=True),
+        Overloaded(2.0, 9.0, QueueBound.WAIT),
+        RequestRefused("query-12 has failed before"),
+        ConstraintFailed(),
+        NumbersOverflowed(),
+        NumbersOverflowed("a@1"),
+        AnswerOutsideSchema("/id"),
+        QueueTimeout(1.25),
+        DeadlineExceeded("the deadline passed"),
+        EngineUnavailable("the engine is draining"),
+        InternalError(ValueError("secret")),
+    ]
+
+
+@pytest.mark.parametrize("error", all_errors(), ids=lambda error: type(error).__name__)
+def test_errors_arrive_with_what_they_say(error: KestrelError) -> None:
+    sent = messages.encode(messages.Events((messages.events_of(1, [], error),)))
+    message = messages.decode_from_core(sent)
+    assert isinstance(message, messages.Events)
+    events, found = messages.events_in(message.of_requests[0])
+    assert (events, type(found), str(found)) == ([], type(error), str(error))
+    known = {name: value for name, value in vars(error).items() if not name.startswith("_")}
+    assert {name: value for name, value in vars(found).items() if not name.startswith("_")} == known
+    assert b"secret" not in sent
+
+
+def test_every_error_that_a_request_can_meet_is_sent() -> None:
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, KestrelError)}
+    met_at_start = {errors.KestrelError, errors.CheckpointError}
+    assert {type(error) for error in all_errors()} == kinds - met_at_start
+
+
+def test_an_error_of_an_unknown_kind_arrives_as_its_base() -> None:
+    class Odd(ImageError):
+        pass
+
+    class Other(KestrelError):
+        pass
+
+    assert type(messages.decode_error(messages.encode_error(Odd("odd")))) is ImageError
+    assert type(messages.decode_error(messages.encode_error(Other()))) is InternalError

@@ -1,0 +1,194 @@
+"""The connection between the supervisor and a child, both ends in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from kestrel_grpc.calls.errors import Code, describe
+from kestrel_grpc.multiprocess.supervision import link as link_module
+from kestrel_grpc.multiprocess.supervision.link import Link, SupervisorUnavailable, receive_first, send_first
+from kestrel_runtime.api.engine import EngineStatus
+
+TIMEOUT_S = 30.0
+
+
+class Double(msgspec.Struct):
+    number: int
+
+
+class Doubled(msgspec.Struct):
+    number: int
+
+
+class Said(msgspec.Struct):
+    text: str
+
+
+Ends = tuple[Link, Link]
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[Ends]:
+    """The supervisor's end and the child's."""
+    ours, theirs = socket.socketpair()
+    supervisor, child = Link("frontend-0"), Link("the supervisor")
+    await supervisor.start(ours)
+    await child.start(theirs)
+    yield supervisor, child
+    supervisor.close()
+    child.close()
+    await asyncio.gather(supervisor.closed, child.closed)
+
+
+async def test_questions_are_answered_in_both_directions(ends: Ends) -> None:
+    for one, other in (ends, ends[::-1]):
+        one.on(Double, lambda question: Doubled(2 * question.number))
+        answers = await asyncio.gather(*(other.ask(Double(n), Doubled, timeout_s=TIMEOUT_S) for n in range(100)))
+        assert [answer.number for answer in answers] == [2 * n for n in range(100)]
+
+
+async def test_an_answer_may_take_its_time_and_delays_no_other(ends: Ends) -> None:
+    supervisor, child = ends
+    second_answered = asyncio.Event()
+
+    async def double(question: Double) -> Doubled:
+        if question.number == 1:
+            await second_answered.wait()
+        return Doubled(2 * question.number)
+
+    supervisor.on(Double, double)
+    first = asyncio.ensure_future(child.ask(Double(1), Doubled, timeout_s=TIMEOUT_S))
+    assert (await child.ask(Double(2), Doubled, timeout_s=TIMEOUT_S)).number == 4
+    assert not first.done()
+    second_answered.set()
+    assert (await first).number == 2
+
+
+async def test_notes_keep_their_order_and_come_before_a_later_question(ends: Ends) -> None:
+    supervisor, child = ends
+    heard: list[str] = []
+    supervisor.on(Said, lambda note: heard.append(note.text))
+    supervisor.on(Double, lambda question: None)
+    for number in range(1000):
+        child.tell(Said(str(number)))
+    await child.ask(Double(1), type(None), timeout_s=TIMEOUT_S)
+    assert heard == [str(number) for number in range(1000)]
+
+
+async def test_notes_before_the_start_are_sent_then() -> None:
+    ours, theirs = socket.socketpair()
+    supervisor, child = Link("frontend-0"), Link("the supervisor")
+    heard: list[str] = []
+    child.on(Said, lambda note: heard.append(note.text))
+    supervisor.tell(Said("first"))
+    supervisor.tell(Said("second"))
+    child.on(Double, lambda question: None)
+    await supervisor.start(ours)
+    await child.start(theirs)
+    await supervisor.ask(Double(1), type(None), timeout_s=TIMEOUT_S)
+    assert heard == ["first", "second"]
+    for one in (supervisor, child):
+        one.close()
+        await one.closed
+
+
+async def test_a_long_message_arrives_whole(ends: Ends) -> None:
+    supervisor, child = ends
+    supervisor.on(Said, lambda question: question.text[::-1])
+    text = "long" * 1_000_000
+    assert await child.ask(Said(text), str, timeout_s=TIMEOUT_S) == text[::-1]
+
+
+async def test_a_question_without_an_answer_fails_at_its_deadline(ends: Ends) -> None:
+    supervisor, child = ends
+    supervisor.on(Double, lambda question: asyncio.Event().wait())
+    with pytest.raises(SupervisorUnavailable, match=r"the supervisor has not answered Double within 0\.01 s"):
+        await child.ask(Double(1), Doubled, timeout_s=0.01)
+
+
+async def test_an_answer_that_comes_too_late_is_dropped(ends: Ends) -> None:
+    supervisor, child = ends
+    begun, released = asyncio.Event(), asyncio.Event()
+
+    async def double(question: Double) -> Doubled:
+        begun.set()
+        await released.wait()
+        return Doubled(2 * question.number)
+
+    supervisor.on(Double, double)
+    with pytest.raises(SupervisorUnavailable):
+        await child.ask(Double(1), Doubled, timeout_s=0.01)
+    await begun.wait()
+    released.set()
+    assert (await child.ask(Double(2), Doubled, timeout_s=TIMEOUT_S)).number == 4
+
+
+async def test_a_peer_that_goes_fails_all_open_questions_and_every_later_one(ends: Ends) -> None:
+    supervisor, child = ends
+    begun = asyncio.Semaphore(0)
+
+    async def double(question: Double) -> None:
+        begun.release()
+        await asyncio.Event().wait()
+
+    supervisor.on(Double, double)
+    questions = [asyncio.ensure_future(child.ask(Double(n), Doubled, timeout_s=TIMEOUT_S)) for n in range(3)]
+    for _ in questions:
+        await begun.acquire()
+    supervisor.close()
+    answers = await asyncio.gather(*questions, return_exceptions=True)
+    assert [type(answer) for answer in answers] == [SupervisorUnavailable] * 3
+    await child.closed
+    with pytest.raises(SupervisorUnavailable, match="the supervisor is gone"):
+        await child.ask(Double(1), Doubled, timeout_s=TIMEOUT_S)
+    child.tell(Said("into the void"))
+
+
+async def test_callers_are_told_that_the_server_is_unavailable() -> None:
+    failure = describe(SupervisorUnavailable("the supervisor is gone"), EngineStatus.SERVING)
+    assert failure.code is Code.UNAVAILABLE
+    assert "supervisor" not in failure.message
+
+
+async def test_a_handler_that_fails_is_logged_where_it_runs(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+    supervisor, child = ends
+
+    def fail(question: Double) -> None:
+        raise ValueError("a secret")
+
+    supervisor.on(Double, fail)
+    with pytest.raises(SupervisorUnavailable, match=r"^the supervisor cannot answer$"):
+        await child.ask(Double(1), Doubled, timeout_s=TIMEOUT_S)
+    with pytest.raises(SupervisorUnavailable):
+        await child.ask(Said("a question that nobody expects"), str, timeout_s=TIMEOUT_S)
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
+        "a Double from frontend-0 could not be handled",
+        "a Said from frontend-0 could not be handled",
+    ]
+
+
+async def test_a_peer_that_does_not_read_is_let_go(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor, child = ends
+    monkeypatch.setattr(link_module, "MAX_UNREAD_BYTES", 2**20)
+    for _ in range(100):  # this event loop does not turn, so nobody reads
+        child.tell(Said("x" * 2**16))
+    await asyncio.gather(child.closed, supervisor.closed)
+    assert "the supervisor does not read: its link is closed" in caplog.text
+
+
+async def test_the_first_message_needs_no_event_loop() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_first(ours, Said("begin"))
+        assert receive_first(theirs, Said).text == "begin"
+        ours.close()
+        with pytest.raises(EOFError):
+            receive_first(theirs, Said)
