@@ -68,6 +68,9 @@ class StreamCapture:
     def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
         """Capture `run`, which has run with the same shapes before. Neither runs it nor waits for the device.
 
+        Meanwhile no thread may free pinned memory that work on this stream has used: torch would record an event in
+        the capture, and raise "invalid argument" at the next allocation of pinned memory.
+
         Raises whatever made the capture fail. No part of the capture is left then; `run` can run without a graph.
         """
         free_before, reserved_before = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()

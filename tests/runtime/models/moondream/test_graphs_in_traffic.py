@@ -114,6 +114,7 @@ async def answers(engine: LocalEngine, times: int = 3) -> list[object]:
         outputs += [(await engine.submit(request).result()) for request in requests()]
         together = await asyncio.gather(*(engine.submit(request).result() for request in requests()))
         outputs += together
+        await last_turn_ended(engine)
         use_quiet_time(engine._loop._runner)
     return [without_logprobs(finished.output) for finished in outputs]
 
@@ -122,6 +123,15 @@ def use_quiet_time(runner: StepRunner) -> None:
     """Do what an idle engine does after a while."""
     while runner.capture_wanted():
         pass
+
+
+async def last_turn_ended(engine: LocalEngine) -> None:
+    """Wait until the engine's thread has left the turn that ended the last answer, and freed its output.
+
+    A quiet time is one of that thread. Pinned memory that another thread frees while its stream is captured makes
+    torch raise "invalid argument" at the next allocation of pinned memory.
+    """
+    await engine.clear_cache("a namespace without requests")
 
 
 def without_logprobs(output: Output) -> Output:
@@ -321,6 +331,7 @@ async def greedy_answers(engine: LocalEngine) -> list[object]:
         outputs += [(await engine.submit(request).result()).output for request in asked]
         together = await asyncio.gather(*(engine.submit(request).result() for request in asked))
         outputs += [finished.output for finished in together]
+        await last_turn_ended(engine)
         use_quiet_time(engine._loop._runner)
     return outputs
 
