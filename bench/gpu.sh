@@ -21,7 +21,7 @@
 #   cards        on Hopper, what is compiled for Ampere and Ada: every kernel, and FOLDERS
 #   card-times   the times of portable plans beside those of Hopper's
 #
-# Leaves JSON, a page and a table in OUT. Nothing need be installed: what is missing may lie on PYTHONPATH (the tests
+# Leaves JSON and tables in OUT. Nothing need be installed: what is missing may lie on PYTHONPATH (the tests
 # also want pytest-asyncio, the outlines the training extra, the constraints jsonschema). Settings:
 #   MODEL         moondream2 (default), moondream3 or moondream3-fp8
 #   OUT           where results go (default bench/results)
@@ -153,7 +153,6 @@ for stage in $stages; do
         timeout 420 python3 -m bench.serve --model "$folder" --batches "$batches" --seconds "$row_seconds" \
             --json "$out/serve-$model.json" "${peer[@]}" \
             -- "${options[@]}" | tee "$out/serve-$model.txt" || echo "the run failed: $?"
-        python3 -m bench.page "$out/serve-$model.json" || echo "no page"
         ;;
     tests)
         measure 540 tests python3 -m pytest -q -n "$jobs" -p no:cacheprovider -p no:benchmark tests/kernels tests/runtime/execution \

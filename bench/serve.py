@@ -1,9 +1,9 @@
 """How fast the server answers over gRPC: closed loop by concurrency, open loop by rate until it is overloaded.
 
 Starts `kestrel-grpc serve` as a process of its own, or loads the one at `--target`, and asks the questions of
-`workload.py` from load processes of its own. Leaves a table and one JSON, of which `bench.page` makes a page with
-plots. Options after `--` go to the server. Answers are as long as asked where the model never ends by itself, as
-those of `random_weights.py` do; the built-in model is served as such a copy.
+`workload.py` from load processes of its own. Prints tables and writes one JSON. Options
+after `--` go to the server. Answers are as long as asked where the model never ends by itself, as those of
+`random_weights.py` do; the built-in model is served as such a copy.
 
     python -m bench.serve --quick
     python -m bench.serve --model /tmp/md2 --batches 1,4,16,64 --peer peer.json -- --max-prefill-tokens 8192
@@ -220,7 +220,7 @@ def main() -> int:
     results = Results(machine_facts(), facts, plan.objective, tuple(rows), tuple(client), ratios)
     write_json(arguments.json, results.as_json())
     print(results.as_text())
-    print(f"\nnumbers in {arguments.json}; python -m bench.page {arguments.json} draws a page of plots")
+    print(f"\nnumbers in {arguments.json}")
     return 1 if any(row.errors for row in rows if not row.is_open) else 0
 
 

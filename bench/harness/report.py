@@ -1,10 +1,10 @@
-"""The results of a load: as JSON and back, and as tables of text."""
+"""Writes the results of a load as JSON and as tables of text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from bench.harness.summary import Row
 from kestrel_grpc.cli.bench_numbers import Objective
@@ -24,17 +24,6 @@ class Results:
     """The same load on a server without a model."""
     over_peer: Sequence[Mapping[str, Any]] = ()
     """What `over_peer` found."""
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """What `as_json` has written, now or in an earlier version with fewer fields."""
-        known = {field.name for field in fields(Row)}
-        rows, client = (
-            tuple(Row(**{name: value for name, value in row.items() if name in known}) for row in data[part])
-            for part in ("rows", "client")
-        )
-        objective = Objective(**data["objective"])
-        return cls(data["machine"], data["server"], objective, rows, client, data["over_peer"])
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
