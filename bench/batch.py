@@ -37,14 +37,14 @@ from bench.harness.load import Questions
 from bench.harness.output import write_json
 from bench.harness.serving import RunningServer, machine_facts, started_server
 from bench.harness.workload import WORKLOADS, Album, Workload
-from kestrel_grpc.cli.batch import IN_FLIGHT_OF_SERVER
-from kestrel_grpc.cli.batch_callers import Caller, EngineCaller, ServerAddress, ServerCaller
-from kestrel_grpc.cli.batch_lines import Record, Template, open_source
-from kestrel_grpc.cli.batch_output import Output
-from kestrel_grpc.cli.batch_run import Run
-from kestrel_grpc.cli.bench_calls import Target
-from kestrel_grpc.cli.bench_processes import CALL_TIMEOUT_S
-from kestrel_grpc.cli.bench_processes import LoadProcesses as Processes
+from kestrel_grpc.cli.batch.callers import Caller, EngineCaller, ServerAddress, ServerCaller
+from kestrel_grpc.cli.batch.command import IN_FLIGHT_OF_SERVER
+from kestrel_grpc.cli.batch.lines import Record, Template, open_source
+from kestrel_grpc.cli.batch.output import Output
+from kestrel_grpc.cli.batch.run import Run
+from kestrel_grpc.cli.bench.calls import Target
+from kestrel_grpc.cli.bench.processes import CALL_TIMEOUT_S
+from kestrel_grpc.cli.bench.processes import LoadProcesses as Processes
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.images.image_uris import NoRemoteImages
 from kestrel_grpc.process import SWITCH_INTERVAL_S, loop_factory

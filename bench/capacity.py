@@ -44,9 +44,9 @@ from bench.harness.queueing import (
     simulate,
 )
 from bench.harness.workload import NUM_RETURNING, returning
-from kestrel_grpc.cli.bench_loops import arrivals as moments
-from kestrel_grpc.cli.bench_numbers import percentiles
-from kestrel_grpc.cli.bench_plot import number
+from kestrel_grpc.cli.bench.loops import arrivals as moments
+from kestrel_grpc.cli.bench.numbers import percentiles
+from kestrel_grpc.cli.bench.plot import number
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BALANCE_FACTOR = 2.0

@@ -48,8 +48,8 @@ from bench.harness.serving import machine_facts
 from bench.harness.workload import chart
 from kestrel_client import AsyncClient
 from kestrel_client.errors import KestrelClientError
-from kestrel_grpc.cli.bench_numbers import percentiles
-from kestrel_grpc.cli.bench_plot import number
+from kestrel_grpc.cli.bench.numbers import percentiles
+from kestrel_grpc.cli.bench.plot import number
 
 NUM_SERVERS = 4
 NUM_PICTURES = 48

@@ -30,9 +30,9 @@ from bench.harness.serving import machine_facts
 from bench.harness.summary import Row, summarise
 from bench.harness.workload import WORKLOADS, Album, Workload
 from bench.serve import ALONE
-from kestrel_grpc.cli.bench_loops import ClosedLoop, Sample, Window
-from kestrel_grpc.cli.bench_numbers import Objective
-from kestrel_grpc.cli.bench_processes import Recording
+from kestrel_grpc.cli.bench.loops import ClosedLoop, Sample, Window
+from kestrel_grpc.cli.bench.numbers import Objective
+from kestrel_grpc.cli.bench.processes import Recording
 
 PEER_FILE = "peer.safetensors"
 _TRAINING_LAYOUT = "text_model.transformer."

@@ -34,7 +34,7 @@ from bench.harness.output import write_json
 from bench.harness.ray_cluster import cluster, deploy, num_running, ray_version
 from bench.harness.serving import started_server
 from kestrel_client import AsyncClient, Client, KestrelClientError
-from kestrel_grpc.cli.bench_plot import Axis, Series, line_plot
+from kestrel_grpc.cli.bench.plot import Axis, Series, line_plot
 
 PICTURE = files("kestrel_grpc").joinpath("demo_picture.png").read_bytes()
 QUESTION = "What is in this image?"

@@ -32,7 +32,7 @@ from bench.harness.report import Results, over_peer
 from bench.harness.serving import RunningServer, machine_facts, started_server
 from bench.harness.summary import Row, summarise
 from bench.harness.workload import WORKLOADS, Workload
-from kestrel_grpc.cli.bench_numbers import Objective
+from kestrel_grpc.cli.bench.numbers import Objective
 
 FIRST_RATE, RATE_STEP, MAX_RATES = 0.4, 1.25, 9
 """The open loop starts at this share of the closed loop's best rate, and asks for so much more each time."""

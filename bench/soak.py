@@ -32,7 +32,7 @@ from bench.harness.mixed_traffic import PAUSE_S, MixedTraffic, Tally
 from bench.harness.output import write_json
 from bench.harness.serving import Holdings, ProcessVitals, Vitals, WatchedServer, machine_facts, watched_server
 from bench.harness.trend import Trend, means
-from kestrel_grpc.cli.bench_plot import Axis, Series, line_plot
+from kestrel_grpc.cli.bench.plot import Axis, Series, line_plot
 
 CYCLE_S, IDLE_SHARE = 60.0, 0.2
 """Callers come for a cycle, and are gone for this last share of it."""

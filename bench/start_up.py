@@ -31,7 +31,7 @@ from bench.harness.output import write_json
 from bench.harness.rounds import Load
 from bench.harness.serving import WatchedServer, machine_facts, watched_server
 from bench.harness.summary import summarise
-from kestrel_grpc.cli.bench_numbers import Objective
+from kestrel_grpc.cli.bench.numbers import Objective
 
 STAGES = (
     ("imports, weights", "loaded "),

@@ -111,7 +111,10 @@ TRANSPORTS = {"grpc", "grpc_health", "grpc_reflection", "google", "kestrel_clien
 WITHOUT_TRANSPORT = SERVER_ARROWS.keys() - {"frontends", "cli", "__main__"}
 # Of the runtime the server knows `api` alone; what starts an engine, compiles for one or speaks to one knows more.
 STARTING_AN_ENGINE = {
-    *(f"cli/{name}.py" for name in ("accept", "acceptance_page", "batch", "compile", "demo", "serve", "verify")),
+    *(
+        f"cli/{name}.py"
+        for name in ("accept", "acceptance_page", "batch/command", "compile", "demo", "serve", "verify")
+    ),
     *(f"multiprocess/engine_channel/{name}.py" for name in ("core_server", "engine_client")),
     *(f"multiprocess/supervision/{name}.py" for name in ("core_process", "frontend_process", "layout")),
 }

@@ -18,7 +18,7 @@ from bench.harness.queueing import Curve, Mix, distinct_servers
 from bench.harness.serving import machine_facts
 from bench.harness.summary import Row, summarise
 from bench.harness.workload import WORKLOADS
-from kestrel_grpc.cli.bench_numbers import Objective
+from kestrel_grpc.cli.bench.numbers import Objective
 
 FACTOR = 50
 """Of the time of a GPU: two processors then hold four servers, Envoy and the load, also beside other work."""

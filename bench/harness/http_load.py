@@ -18,8 +18,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from kestrel_grpc.cli.batch_callers import ServerAddress
-from kestrel_grpc.cli.bench_http import HttpConnection
+from kestrel_grpc.cli.batch.callers import ServerAddress
+from kestrel_grpc.cli.bench.http import HttpConnection
 from kestrel_grpc.frontends.openai.rendering import ChatRenderer
 from kestrel_grpc.frontends.rest.rendering import Renderer
 from kestrel_runtime.api.events import Event, Finished

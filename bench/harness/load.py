@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.harness.workload import Album, Workload
-from kestrel_grpc.cli.bench_calls import Question, Target
-from kestrel_grpc.cli.bench_processes import LoadProcesses as Processes
+from kestrel_grpc.cli.bench.calls import Question, Target
+from kestrel_grpc.cli.bench.processes import LoadProcesses as Processes
 
 
 @dataclass(frozen=True, slots=True)

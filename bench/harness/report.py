@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.harness.summary import Row
-from kestrel_grpc.cli.bench_numbers import Objective
-from kestrel_grpc.cli.bench_plot import number
-from kestrel_grpc.cli.bench_report import Table
+from kestrel_grpc.cli.bench.numbers import Objective
+from kestrel_grpc.cli.bench.plot import number
+from kestrel_grpc.cli.bench.report import Table
 
 
 @dataclass(frozen=True, slots=True)

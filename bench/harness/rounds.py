@@ -8,7 +8,7 @@ from typing import NamedTuple
 from bench.harness.load import LoadProcesses
 from bench.harness.summary import Row, summarise
 from bench.harness.workload import WORKLOADS, Workload
-from kestrel_grpc.cli.bench_numbers import Objective
+from kestrel_grpc.cli.bench.numbers import Objective
 
 _FIRST_ANSWERS_S = 90.0
 _OBJECTIVE = Objective(first_token_ms=1000.0, per_token_ms=50.0)

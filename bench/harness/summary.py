@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 
-from kestrel_grpc.cli.bench_numbers import RATES, TIMES, Objective, began_in, goodput, percentiles, rate
-from kestrel_grpc.cli.bench_processes import Recording
+from kestrel_grpc.cli.bench.numbers import RATES, TIMES, Objective, began_in, goodput, percentiles, rate
+from kestrel_grpc.cli.bench.processes import Recording
 
 PERCENTILES = (50, 90, 99)
 Percentiles = dict[str, float]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from kestrel_grpc.cli.bench_workload import QUESTIONS, TEXT_QUESTIONS, chart, with_comment
+from kestrel_grpc.cli.bench.workload import QUESTIONS, TEXT_QUESTIONS, chart, with_comment
 
 NUM_POPULAR = 1_000
 NUM_RETURNING = 64

@@ -72,8 +72,8 @@ def _other_commands() -> tuple[Callable[[Any], None], ...]:
     """Returns what adds the commands other than those of a server, which starts without their libraries."""
     from kestrel_grpc.cli.accept import add_accept_command
     from kestrel_grpc.cli.ask import add_client_commands
-    from kestrel_grpc.cli.batch import add_batch_command
-    from kestrel_grpc.cli.bench import add_bench_command
+    from kestrel_grpc.cli.batch.command import add_batch_command
+    from kestrel_grpc.cli.bench.command import add_bench_command
     from kestrel_grpc.cli.compile import add_compile_command
     from kestrel_grpc.cli.completion import add_completion_command
     from kestrel_grpc.cli.demo import add_demo_command

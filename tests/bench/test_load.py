@@ -8,9 +8,9 @@ import pytest
 from bench.harness.empty_server import empty_server
 from bench.harness.load import LoadProcesses, Questions
 from bench.harness.workload import WORKLOADS
-from kestrel_grpc.cli.bench_calls import Target
-from kestrel_grpc.cli.bench_processes import EndedEarly, Recording, Tally
-from kestrel_grpc.cli.bench_processes import LoadProcesses as Processes
+from kestrel_grpc.cli.bench.calls import Target
+from kestrel_grpc.cli.bench.processes import EndedEarly, Recording, Tally
+from kestrel_grpc.cli.bench.processes import LoadProcesses as Processes
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from bench.harness.workload import WORKLOADS, Album
 from bench.peer_kestrel import PeerEngine, peer_model, write_peer_file
 from bench.random_weights import write_random_model
-from kestrel_grpc.cli.bench_processes import Recording
+from kestrel_grpc.cli.bench.processes import Recording
 from kestrel_runtime.loading.checkpoint import find_checkpoint
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from tests.bench.small import SMALL_2, SMALL_3

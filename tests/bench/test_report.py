@@ -4,9 +4,9 @@ import pytest
 
 from bench.harness.report import over_peer
 from bench.harness.summary import Row, summarise
-from kestrel_grpc.cli.bench_loops import Sample, Window
-from kestrel_grpc.cli.bench_numbers import Objective
-from kestrel_grpc.cli.bench_processes import Recording
+from kestrel_grpc.cli.bench.loops import Sample, Window
+from kestrel_grpc.cli.bench.numbers import Objective
+from kestrel_grpc.cli.bench.processes import Recording
 
 OBJECTIVE = Objective(1000.0, 50.0)
 

@@ -5,9 +5,9 @@ from array import array
 import pytest
 
 from bench.harness.summary import Row, summarise
-from kestrel_grpc.cli.bench_loops import Sample, Window
-from kestrel_grpc.cli.bench_numbers import Objective
-from kestrel_grpc.cli.bench_processes import Recording
+from kestrel_grpc.cli.bench.loops import Sample, Window
+from kestrel_grpc.cli.bench.numbers import Objective
+from kestrel_grpc.cli.bench.processes import Recording
 
 OBJECTIVE = Objective(first_token_ms=500.0, per_token_ms=100.0)
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from bench.harness.workload import NUM_RETURNING, WORKLOADS, Album, chart
-from kestrel_grpc.cli.bench_workload import HEIGHT_PX, WIDTH_PX
+from kestrel_grpc.cli.bench.workload import HEIGHT_PX, WIDTH_PX
 from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 from tests.bench.small import SMALL_2
 

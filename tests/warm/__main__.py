@@ -42,7 +42,12 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM)
 
 PACKAGES = (
     *("uvloop", "kestrel_grpc.cli.commands", "kestrel_grpc.server"),
-    *("kestrel_grpc.cli.accept", "kestrel_grpc.cli.ask", "kestrel_grpc.cli.batch", "kestrel_grpc.cli.bench"),
+    *(
+        "kestrel_grpc.cli.accept",
+        "kestrel_grpc.cli.ask",
+        "kestrel_grpc.cli.batch.command",
+        "kestrel_grpc.cli.bench.command",
+    ),
     *("kestrel_grpc.cli.demo", "kestrel_grpc.cli.health", "kestrel_grpc.cli.status", "kestrel_grpc.cli.verify"),
     *(
         "kestrel_grpc.multiprocess.supervision.supervisor",

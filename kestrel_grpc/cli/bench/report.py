@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kestrel_grpc import __version__
-from kestrel_grpc.cli.bench_plot import number
+from kestrel_grpc.cli.bench.plot import number
 
 TIME_NAMES = {
     "ttft": "first token, ms",

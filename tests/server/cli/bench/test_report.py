@@ -14,12 +14,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kestrel_grpc.cli.bench_loops import Sample, Window
-from kestrel_grpc.cli.bench_numbers import Objective, numbers
-from kestrel_grpc.cli.bench_page import page
-from kestrel_grpc.cli.bench_plot import Axis, Series, bar_plot, line_plot
-from kestrel_grpc.cli.bench_processes import Recording
-from kestrel_grpc.cli.bench_report import comparison, document, judged, read, text
+from kestrel_grpc.cli.bench.loops import Sample, Window
+from kestrel_grpc.cli.bench.numbers import Objective, numbers
+from kestrel_grpc.cli.bench.page import page
+from kestrel_grpc.cli.bench.plot import Axis, Series, bar_plot, line_plot
+from kestrel_grpc.cli.bench.processes import Recording
+from kestrel_grpc.cli.bench.report import comparison, document, judged, read, text
 from kestrel_grpc.cli.commands import run
 from tests.reference_fixtures import CHECKOUT
 

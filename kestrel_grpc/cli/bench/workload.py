@@ -14,7 +14,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from kestrel_grpc.cli.bench_calls import Question
+from kestrel_grpc.cli.bench.calls import Question
 from kestrel_grpc.cli.common import PICTURE_SUFFIXES
 
 WIDTH_PX, HEIGHT_PX = 800, 557

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from kestrel_grpc.cli import batch_run
-from kestrel_grpc.cli.batch_callers import Caller, EngineCaller, Reply, RunEnded, Unreachable
-from kestrel_grpc.cli.batch_lines import InputUnusable, OutputLine, Record, Template, open_source
-from kestrel_grpc.cli.batch_output import Output
-from kestrel_grpc.cli.batch_run import Progress, Run
+from kestrel_grpc.cli.batch import run as batch_run
+from kestrel_grpc.cli.batch.callers import Caller, EngineCaller, Reply, RunEnded, Unreachable
+from kestrel_grpc.cli.batch.lines import InputUnusable, OutputLine, Record, Template, open_source
+from kestrel_grpc.cli.batch.output import Output
+from kestrel_grpc.cli.batch.run import Progress, Run
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.images.image_uris import NoRemoteImages
 from kestrel_runtime.api.errors import ConstraintFailed, EngineUnavailable, Overloaded, QueueTimeout

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kestrel_grpc.cli.bench_loops import ClosedLoop, OpenLoop, Sample, Window, arrivals
+from kestrel_grpc.cli.bench.loops import ClosedLoop, OpenLoop, Sample, Window, arrivals
 
 
 class Desk:

@@ -19,7 +19,7 @@ import pytest
 from tests.reference_fixtures import CHECKOUT
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("KESTREL")}
-WITH_FAKE_ENGINE = (sys.executable, "-m", "tests.server.cli.batch_program")
+WITH_FAKE_ENGINE = (sys.executable, "-m", "tests.server.cli.batch.batch_program")
 
 
 def write_lines(path: Path, lines: Sequence[Any]) -> Path:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from kestrel_grpc.cli.bench_plot import Axis, Series, bar_plot, line_plot, number
-from kestrel_grpc.cli.bench_report import (
+from kestrel_grpc.cli.bench.plot import Axis, Series, bar_plot, line_plot, number
+from kestrel_grpc.cli.bench.report import (
     TIME_NAMES,
     Table,
     load_of,

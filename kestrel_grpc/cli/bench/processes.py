@@ -2,7 +2,7 @@
 
 Pictures are read or drawn before the clock runs, so that such a process does little but send and receive. Each
 tells the processor time that it used: near 1 core a process measures itself. All processes of a machine share one
-monotonic clock. Knows requests and times; what they amount to is for `bench_numbers.py`.
+monotonic clock. Knows requests and times; what they amount to is for `numbers.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from kestrel_grpc.cli.bench_calls import TIMED_OUT, Caller, Question, Target
-from kestrel_grpc.cli.bench_loops import ClosedLoop, OpenLoop, Sample, Window, arrivals
+from kestrel_grpc.cli.bench.calls import TIMED_OUT, Caller, Question, Target
+from kestrel_grpc.cli.bench.loops import ClosedLoop, OpenLoop, Sample, Window, arrivals
 from kestrel_grpc.process import loop_factory
 
 CALL_TIMEOUT_S = 120.0

@@ -16,9 +16,9 @@ from typing import Any
 import httptools
 
 from kestrel_grpc import __version__
-from kestrel_grpc.cli.batch_callers import ServerAddress
-from kestrel_grpc.cli.bench_calls import STREAMED, TEXT_FIELDS, TIMED_OUT, Question, Target
-from kestrel_grpc.cli.bench_loops import Sample
+from kestrel_grpc.cli.batch.callers import ServerAddress
+from kestrel_grpc.cli.bench.calls import STREAMED, TEXT_FIELDS, TIMED_OUT, Question, Target
+from kestrel_grpc.cli.bench.loops import Sample
 
 _MEDIA_TYPES = (
     (b"\xff\xd8", "image/jpeg"),

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TextIO
 
-from kestrel_grpc.cli.bench_processes import Tally
+from kestrel_grpc.cli.bench.processes import Tally
 
 _SHOWN_EVERY_S = 0.5
 

@@ -1,8 +1,8 @@
 """The command `kestrel-grpc batch`: answers the lines of a file, or the pictures of a folder, into a file of lines.
 
 The engine runs in this process, or is that of the server at `--address`. Either way a line is a request of the HTTP
-port: `batch_lines.py` makes it, `batch_callers.py` has it answered, `batch_run.py` keeps many in flight, and
-`batch_output.py` writes the answers so that an interrupted run can go on.
+port: `lines.py` makes it, `callers.py` has it answered, `run.py` keeps many in flight, and
+`output.py` writes the answers so that an interrupted run can go on.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from kestrel_grpc.process import (
 from kestrel_grpc.telemetry.logs import set_up_logging
 
 if TYPE_CHECKING:
-    from kestrel_grpc.cli.batch_callers import Caller, ServerAddress
-    from kestrel_grpc.cli.batch_lines import Record, Source, Template
-    from kestrel_grpc.cli.batch_output import AnyOutput
+    from kestrel_grpc.cli.batch.callers import Caller, ServerAddress
+    from kestrel_grpc.cli.batch.lines import Record, Source, Template
+    from kestrel_grpc.cli.batch.output import AnyOutput
     from kestrel_grpc.images.image_uris import ImageSource
 
 _FAILED, _MISUSED, _BY_SIGNAL = 1, 2, 128
@@ -140,8 +140,8 @@ class _Job:
     def open_output(self, **settings: Any) -> AnyOutput:
         """The output, whose lines answer no record that is left. `settings` is what answers depend on besides the
         template. Raises `OutputRefused`, or `ConfigurationError` where every line would be refused."""
-        from kestrel_grpc.cli.batch_lines import Line, open_source
-        from kestrel_grpc.cli.batch_output import Output, RetriedOutput, StreamOutput
+        from kestrel_grpc.cli.batch.lines import Line, open_source
+        from kestrel_grpc.cli.batch.output import Output, RetriedOutput, StreamOutput
 
         given, template, path = self.arguments, self.template, Path(self.arguments.output)
         self._require_fields()
@@ -160,7 +160,7 @@ class _Job:
         return output
 
     def _require_fields(self) -> None:
-        from kestrel_grpc.cli.batch_lines import fields_that_all_lack, open_source
+        from kestrel_grpc.cli.batch.lines import fields_that_all_lack, open_source
 
         path = self.arguments.input
         if not _can_be_read_again(path):
@@ -177,8 +177,8 @@ class _Job:
 
 
 def _batch(arguments: argparse.Namespace) -> int:
-    from kestrel_grpc.cli.batch_lines import InputUnusable, Template, fields_of, open_source
-    from kestrel_grpc.cli.batch_output import OutputRefused
+    from kestrel_grpc.cli.batch.lines import InputUnusable, Template, fields_of, open_source
+    from kestrel_grpc.cli.batch.output import OutputRefused
 
     try:
         template = Template(
@@ -231,7 +231,7 @@ def _require_consistent(arguments: argparse.Namespace) -> None:
 
 def _with_server(job: _Job) -> int:
     """Run with the server at `--address`; returns the exit status."""
-    from kestrel_grpc.cli.batch_callers import RunEnded, ServerAddress, ServerCaller, Unreachable
+    from kestrel_grpc.cli.batch.callers import RunEnded, ServerAddress, ServerCaller, Unreachable
 
     arguments = job.arguments
     address: ServerAddress = ServerAddress.parse(arguments.address, tls_of(arguments))
@@ -278,7 +278,7 @@ def _with_engine(job: _Job) -> int:
 
 def _run_engine(job: _Job, config: ServerConfig, images: ImageSource, output: AnyOutput) -> int:
     """Load the model and run; returns the exit status."""
-    from kestrel_grpc.cli.batch_callers import EngineCaller
+    from kestrel_grpc.cli.batch.callers import EngineCaller
     from kestrel_runtime.api.engine import EngineStatus
     from kestrel_runtime.api.errors import CheckpointError
     from kestrel_runtime.engine.engine import LocalEngine
@@ -320,10 +320,10 @@ def _run_engine(job: _Job, config: ServerConfig, images: ImageSource, output: An
 
 async def _run(job: _Job, caller: Caller, output: AnyOutput, num_in_flight: int) -> int:
     """Run until the end of the input, a signal or a failure; returns the exit status."""
-    from kestrel_grpc.cli.batch_callers import RunEnded
-    from kestrel_grpc.cli.batch_lines import InputUnusable
-    from kestrel_grpc.cli.batch_output import Output
-    from kestrel_grpc.cli.batch_run import Progress, Run
+    from kestrel_grpc.cli.batch.callers import RunEnded
+    from kestrel_grpc.cli.batch.lines import InputUnusable
+    from kestrel_grpc.cli.batch.output import Output
+    from kestrel_grpc.cli.batch.run import Progress, Run
 
     arguments = job.arguments
     run = Run(

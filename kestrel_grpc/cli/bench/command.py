@@ -1,8 +1,8 @@
 """The command `kestrel-grpc bench`: loads a running server, measures its answers, and compares two results.
 
-`bench_workload.py` says what is asked, `bench_calls.py` and `bench_http.py` ask it over one of the APIs,
-`bench_processes.py` keeps the load up, `bench_numbers.py` says what it amounts to, and `bench_report.py` and
-`bench_page.py` show it.
+`workload.py` says what is asked, `calls.py` and `http.py` ask it over one of the APIs,
+`processes.py` keeps the load up, `numbers.py` says what it amounts to, and `report.py` and
+`page.py` show it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kestrel_client.errors import KestrelClientError
-from kestrel_grpc.cli.bench_calls import APIS, SKILLS, Target
+from kestrel_grpc.cli.bench.calls import APIS, SKILLS, Target
 from kestrel_grpc.cli.common import add_connection_arguments, add_token_argument, explain, show, tls_of
 from kestrel_grpc.process import Interruption, complain
 
 if TYPE_CHECKING:
-    from kestrel_grpc.cli.bench_numbers import Objective
-    from kestrel_grpc.cli.bench_processes import LoadProcesses, Recording
-    from kestrel_grpc.cli.bench_workload import Workload
+    from kestrel_grpc.cli.bench.numbers import Objective
+    from kestrel_grpc.cli.bench.processes import LoadProcesses, Recording
+    from kestrel_grpc.cli.bench.workload import Workload
 
 _FAILED, _MISUSED = 1, 2
 _DURATION_S, _WARM_UP_S, _TIMEOUT_S = 30.0, 10.0, 120.0
@@ -245,9 +245,9 @@ def _doubled(first: float, last: float) -> Iterator[float]:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from kestrel_grpc.cli.bench_numbers import Objective
-    from kestrel_grpc.cli.bench_processes import LoadFailed
-    from kestrel_grpc.cli.bench_report import document
+    from kestrel_grpc.cli.bench.numbers import Objective
+    from kestrel_grpc.cli.bench.processes import LoadFailed
+    from kestrel_grpc.cli.bench.report import document
 
     arguments.skill = arguments.skill or _SKILL
     try:
@@ -294,8 +294,8 @@ def _recordings(
     interruption: Interruption,
 ) -> Iterator[Recording]:
     """Of the steps, until an interruption. Raises `LoadFailed`."""
-    from kestrel_grpc.cli.bench_processes import EndedEarly, LoadProcesses
-    from kestrel_grpc.cli.bench_progress import Progress
+    from kestrel_grpc.cli.bench.processes import EndedEarly, LoadProcesses
+    from kestrel_grpc.cli.bench.progress import Progress
 
     progress = Progress(len(steps), arguments.duration, arguments.requests)
 
@@ -331,19 +331,19 @@ def _recordings(
 
 def _show(result: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Print the result and write the files. Raises OSError."""
-    from kestrel_grpc.cli.bench_report import text
+    from kestrel_grpc.cli.bench.report import text
 
     show(text(result))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if arguments.html is not None:
-        from kestrel_grpc.cli.bench_page import page
+        from kestrel_grpc.cli.bench.page import page
 
         arguments.html.write_text(page(result), encoding="utf-8")
 
 
 def _measured(step: Step, recording: Recording, objective: Objective) -> dict[str, Any]:
-    from kestrel_grpc.cli.bench_numbers import numbers
+    from kestrel_grpc.cli.bench.numbers import numbers
 
     is_open = step.rate_per_s is not None
     load = {"max_concurrency": step.concurrency, "request_rate": step.rate_per_s if is_open else "inf"}
@@ -352,7 +352,7 @@ def _measured(step: Step, recording: Recording, objective: Objective) -> dict[st
 
 def _workload(arguments: argparse.Namespace) -> Workload:
     """Raises ValueError for all that does not fit together, and OSError for pictures that cannot be read."""
-    from kestrel_grpc.cli.bench_workload import QUESTIONS, TEXT_QUESTIONS, Workload, picture_files
+    from kestrel_grpc.cli.bench.workload import QUESTIONS, TEXT_QUESTIONS, Workload, picture_files
 
     problems: list[str] = []
     has_picture = arguments.num_pictures != 0
@@ -416,7 +416,7 @@ def _model_over_http(address: str, tls: Any, token: str | None) -> str:
     """The name of the model. Raises ValueError or OSError."""
     from http.client import HTTPException
 
-    from kestrel_grpc.cli.batch_callers import ServerAddress
+    from kestrel_grpc.cli.batch.callers import ServerAddress
 
     place = ServerAddress.parse(address, tls)
     connection = place.connect(_CHECK_TIMEOUT_S)
@@ -448,7 +448,7 @@ _PLAIN = (bool, int, float, list, tuple)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from kestrel_grpc.cli.bench_report import Unreadable, comparison, read
+    from kestrel_grpc.cli.bench.report import Unreadable, comparison, read
 
     try:
         show(comparison(read(arguments.first), read(arguments.second)))
@@ -459,7 +459,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _objective(text: str) -> Objective:
-    from kestrel_grpc.cli.bench_numbers import Objective
+    from kestrel_grpc.cli.bench.numbers import Objective
 
     try:
         return Objective.parse(text)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kestrel_client.connection import ClientTls
-from kestrel_grpc.cli.batch_callers import EngineCaller, RunEnded, ServerAddress, ServerCaller, Unreachable
+from kestrel_grpc.cli.batch.callers import EngineCaller, RunEnded, ServerAddress, ServerCaller, Unreachable
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.images.image_uris import NoRemoteImages
 from kestrel_runtime.api.errors import ContextLengthExceeded, Overloaded

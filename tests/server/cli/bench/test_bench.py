@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from kestrel_grpc.cli.bench import Step, add_bench_command, steps_of
-from kestrel_grpc.cli.bench_calls import Question, Target
-from kestrel_grpc.cli.bench_loops import Sample
-from kestrel_grpc.cli.bench_processes import Tally
-from kestrel_grpc.cli.bench_progress import Progress
+from kestrel_grpc.cli.bench.calls import Question, Target
+from kestrel_grpc.cli.bench.command import Step, add_bench_command, steps_of
+from kestrel_grpc.cli.bench.loops import Sample
+from kestrel_grpc.cli.bench.processes import Tally
+from kestrel_grpc.cli.bench.progress import Progress
 from kestrel_grpc.cli.commands import run
 from kestrel_runtime.api.errors import Overloaded
 from tests.fakes import HOLD, FakeEngine, answers, fails

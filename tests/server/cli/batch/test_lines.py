@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kestrel_grpc.cli.batch_lines import (
+from kestrel_grpc.cli.batch.lines import (
     InputUnusable,
     Line,
     Record,

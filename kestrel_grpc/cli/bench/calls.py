@@ -25,7 +25,7 @@ from kestrel_client.requests import IMAGE_DIGEST_KEY
 from kestrel_client.this_machine import proxy_options
 from kestrel_client.v1 import generation_pb2, media_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
-from kestrel_grpc.cli.bench_loops import Sample
+from kestrel_grpc.cli.bench.loops import Sample
 
 APIS = ("grpc", "rest", "openai", "triton")
 SKILLS = ("query", "caption", "point", "detect", "segment")
@@ -99,7 +99,7 @@ class Target:
     async def connected(self) -> AsyncIterator[Caller]:
         """What sends the requests of one process. Raises ValueError or OSError for an unusable address or file."""
         if self.api in ("rest", "openai"):
-            from kestrel_grpc.cli.bench_http import HttpCaller  # the parser of HTTP is not needed for gRPC
+            from kestrel_grpc.cli.bench.http import HttpCaller  # the parser of HTTP is not needed for gRPC
 
             caller = HttpCaller(self)
             try:

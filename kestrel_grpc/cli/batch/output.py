@@ -18,7 +18,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from kestrel_grpc.cli.batch_lines import DIGEST_BYTES, OutputLine, Record, id_of, is_failure
+from kestrel_grpc.cli.batch.lines import DIGEST_BYTES, OutputLine, Record, id_of, is_failure
 
 _DIGEST_LINE_BYTES = 2 * DIGEST_BYTES + 1
 _FIRST_WORDS = "kestrel-grpc batch"

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from kestrel_grpc.cli.batch_callers import Caller, Reply, RunEnded, Unreachable
-from kestrel_grpc.cli.batch_lines import (
+from kestrel_grpc.cli.batch.callers import Caller, Reply, RunEnded, Unreachable
+from kestrel_grpc.cli.batch.lines import (
     InputUnusable,
     Line,
     OutputLine,
@@ -30,7 +30,7 @@ from kestrel_grpc.cli.batch_lines import (
     reason_of,
     refusal_line,
 )
-from kestrel_grpc.cli.batch_output import AnyOutput
+from kestrel_grpc.cli.batch.output import AnyOutput
 from kestrel_grpc.process import complain
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 

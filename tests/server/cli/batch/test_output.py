@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kestrel_grpc.cli.batch_lines import OutputLine, Record
-from kestrel_grpc.cli.batch_output import Output, OutputRefused, RetriedOutput
+from kestrel_grpc.cli.batch.lines import OutputLine, Record
+from kestrel_grpc.cli.batch.output import Output, OutputRefused, RetriedOutput
 
 SETTINGS = {"skill": "query", "seed": 0}
 

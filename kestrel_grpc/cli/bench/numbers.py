@@ -15,8 +15,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from kestrel_grpc.cli.bench_loops import Sample, Window
-from kestrel_grpc.cli.bench_processes import Recording
+from kestrel_grpc.cli.bench.loops import Sample, Window
+from kestrel_grpc.cli.bench.processes import Recording
 
 PERCENTILES = (50, 90, 95, 99)
 OK = "OK"
