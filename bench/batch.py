@@ -47,7 +47,7 @@ from kestrel_grpc.cli.bench.processes import CALL_TIMEOUT_S
 from kestrel_grpc.cli.bench.processes import LoadProcesses as Processes
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.images.image_uris import NoRemoteImages
-from kestrel_grpc.process import SWITCH_INTERVAL_S, loop_factory
+from kestrel_grpc.process.resources import SWITCH_INTERVAL_S, loop_factory
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query, Request, SamplingParams
 from kestrel_runtime.api.stream import Stream

@@ -72,7 +72,7 @@ from kestrel_grpc.access.token_file import Scope, line_for, new_secret
 from kestrel_grpc.multiprocess.engine_channel.core_server import CoreServer
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.supervision.child import SWITCH_INTERVAL_S as CORE_SWITCH_INTERVAL_S
-from kestrel_grpc.process import SWITCH_INTERVAL_S
+from kestrel_grpc.process.resources import SWITCH_INTERVAL_S
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Finished

@@ -41,7 +41,7 @@ from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import add_VisionServiceServicer_to_server
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.grpc import vision_service
-from kestrel_grpc.process import SWITCH_INTERVAL_S, return_free_memory, set_apart_what_stays
+from kestrel_grpc.process.resources import SWITCH_INTERVAL_S, freeze_existing_objects, return_free_memory
 from kestrel_grpc.server import Server
 from kestrel_grpc.telemetry.logs import set_up_logging
 from kestrel_runtime.api.adapters import AdapterInfo
@@ -237,7 +237,7 @@ async def serve_engine(pipe: Connection, engine: EmptyEngine, config: ServerConf
     """Our server over an engine, by default as the command sets it up when it is told nothing."""
     config = config or ServerConfig(port=0)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    set_apart_what_stays()
+    freeze_existing_objects()
     set_up_logging(config.log_level, line_format=config.log_format)
     async with Server(engine, config, at_rest=return_free_memory) as server:
         await answer(pipe, server.http_port or server.port)

@@ -90,7 +90,7 @@ class Tally:
     ends: Counter[str] = field(default_factory=Counter)
     complaints: Counter[str] = field(default_factory=Counter)
 
-    def complain(self, what: str) -> None:
+    def print_error(self, what: str) -> None:
         """Count something that must not happen."""
         self.complaints[what] += 1
 
@@ -247,24 +247,24 @@ class Callers:
                 key, answer = await ask(random.Random(chance.randrange(self._num_questions)))
             outcome = "OK"
             if self.known[f"{name} {key}"] != answer:
-                self.tally.complain(f"{name}: another answer")
+                self.tally.print_error(f"{name}: another answer")
         except TimeoutError:
             outcome = "hangs"
-            self.tally.complain(f"{name}: no end within {_TOO_LONG_S:g} s")
+            self.tally.print_error(f"{name}: no end within {_TOO_LONG_S:g} s")
         except KestrelClientError as error:
             outcome = error.code.name
             if outcome not in _ALLOWED_CODES:
-                self.tally.complain(f"{name}: {outcome} {error.reason}")
+                self.tally.print_error(f"{name}: {outcome} {error.reason}")
             elif name.startswith("client") and self.must_not_fail:
-                self.tally.complain(f"{name}: failed with {outcome} {error.reason}")
+                self.tally.print_error(f"{name}: failed with {outcome} {error.reason}")
         except grpc.RpcError as error:
             outcome = error.code().name
             if outcome not in _ALLOWED_CODES:
-                self.tally.complain(f"{name}: {outcome}")
+                self.tally.print_error(f"{name}: {outcome}")
         except urllib.error.HTTPError as error:
             outcome = str(error.code)
             if error.code not in _ALLOWED_HTTP:
-                self.tally.complain(f"{name}: {outcome}")
+                self.tally.print_error(f"{name}: {outcome}")
         except OSError as error:
             outcome = type(error).__name__
         self.tally.ends[f"{name} {outcome}"] += 1
@@ -287,7 +287,7 @@ class Callers:
             outcome = f"{error.code.name} {error.reason}"
         self.tally.ends[f"poison {outcome}"] += 1
         if outcome != "FAILED_PRECONDITION REQUEST_REFUSED":
-            self.tally.complain(f"poison: {outcome}")
+            self.tally.print_error(f"poison: {outcome}")
         return outcome
 
     def _client(self, **options: Any) -> AsyncClient:
@@ -414,7 +414,7 @@ async def recovered(server: Server, num_processes: int, tally: Tally) -> float:
             except (KestrelClientError, OSError) as error:
                 seen = type(error).__name__
         await asyncio.sleep(0.1)
-    tally.complain(f"not as before after {_RECOVERY_S:g} s: {len(server.children())} processes, {seen}")
+    tally.print_error(f"not as before after {_RECOVERY_S:g} s: {len(server.children())} processes, {seen}")
     return _RECOVERY_S
 
 
@@ -504,7 +504,7 @@ async def compare(options: Sequence[str], folder: Path, adapter: str) -> Result:
     result.tally.ends["all OK"] = sum(several.get(name) == answer for name, answer in one.items())
     for name in one.keys() | several.keys():
         if one.get(name) != several.get(name):
-            result.tally.complain(f"{name}: another answer than of one process")
+            result.tally.print_error(f"{name}: another answer than of one process")
     return result
 
 
@@ -524,7 +524,7 @@ async def kill_supervisors(num_runs: int, options: Sequence[str], folder: Path, 
             await calling
             while any("kestrel-grpc" in _title(pid) for pid in children.values()):
                 if time.monotonic() - began > _RECOVERY_S:
-                    callers.tally.complain("processes are left")
+                    callers.tally.print_error("processes are left")
                     for pid in children.values():
                         os.kill(pid, signal.SIGKILL)
                     break
@@ -564,9 +564,9 @@ async def end_with_an_error(kind: str, num_runs: int, options: Sequence[str], fo
             try:
                 status = await asyncio.to_thread(server.process.wait, _RECOVERY_S)
                 if status != 1 or "to be started again" not in server.log.read_text():
-                    callers.tally.complain(f"ended with status {status} without the reason in the log")
+                    callers.tally.print_error(f"ended with status {status} without the reason in the log")
             except subprocess.TimeoutExpired:
-                callers.tally.complain("goes on")
+                callers.tally.print_error("goes on")
             result.recovery_s.append(time.monotonic() - began)
             result.num_runs += 1
             result.tally.ends += callers.tally.ends
@@ -593,7 +593,7 @@ async def poison_cores(kind: str, num_runs: int, options: Sequence[str], folder:
             before = server.children()
             await callers.ask_for_death()
             if server.children() != before:
-                callers.tally.complain("a request that was refused has ended a process")
+                callers.tally.print_error("a request that was refused has ended a process")
             result.num_runs += 1
             result.tally.ends += callers.tally.ends
             result.tally.complaints += callers.tally.complaints

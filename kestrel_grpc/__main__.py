@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from kestrel_grpc.bytecode import use_kept_bytecode
+from kestrel_grpc.process.bytecode import use_kept_bytecode
 
 # gRPC's core writes lines in a format of its own to standard error, and reads this variable only while it is being
 # imported. Errors of calls are in their statuses; lines about clients are shown where an operator asks for them.
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if is_server and argv is None:
                 use_kept_bytecode()
             # Here, because an import takes a moment, in which Ctrl-C may be pressed too.
-            from kestrel_grpc.process import open_standard_streams
+            from kestrel_grpc.process.terminal import open_standard_streams
 
             open_standard_streams()
             from kestrel_grpc.cli.commands import run
@@ -48,15 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        from kestrel_grpc.process import complain, want_of
+        from kestrel_grpc.process.resources import missing_resource
+        from kestrel_grpc.process.terminal import print_error
 
-        want = want_of(error)
+        want = missing_resource(error)
         if not isinstance(error, BrokenPipeError) and (want is None or error.filename is not None):
             raise
         # Without this, Python reports another error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if want is not None:  # else its reader has closed it, and knows
-            complain(f"the output cannot be written: {want}")
+            print_error(f"the output cannot be written: {want}")
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED

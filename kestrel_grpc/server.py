@@ -27,9 +27,9 @@ from kestrel_grpc.frontends.grpc.frontend import GrpcFrontend
 from kestrel_grpc.frontends.http.probes import ProbePort, Probes
 from kestrel_grpc.images.image_store import CachePurges, ImageIntake, ImageStore, MemoryImages
 from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
-from kestrel_grpc.listeners import address_of, require_free_port, require_free_socket
 from kestrel_grpc.maintenance import Maintenance
-from kestrel_grpc.process import stop_signals
+from kestrel_grpc.process.free_ports import address_of, require_free_port, require_free_socket
+from kestrel_grpc.process.signals import stop_signals
 from kestrel_grpc.telemetry.logs import announce, log_end
 from kestrel_grpc.telemetry.telemetry import Telemetry
 from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus
@@ -45,25 +45,25 @@ _LAST_MESSAGES_S = 2.0
 _log = logging.getLogger(__name__)
 
 
-class Host(Protocol):
-    """What a server that is one of several processes on the same ports has from their supervisor.
+class SupervisorClient(Protocol):
+    """Connects a server that is one of several processes on the same ports with their supervisor.
 
     The supervisor reserves the ports, announces the server, and answers on the metrics port.
     """
 
     @property
     def instance_id(self) -> str:
-        """Names the start of the whole server."""
+        """The id of this start of the whole server."""
         ...
 
     @property
     def limits(self) -> Limits:
-        """Counts the calls of tokens for all processes."""
+        """The limits of tokens, for which the calls of all processes count."""
         ...
 
     @property
     def images(self) -> ImageStore:
-        """Stores images for all processes."""
+        """The store of images that all processes share."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class Host(Protocol):
         ...
 
     async def metrics(self) -> bytes:
-        """The metrics of all processes as Prometheus text. Raises `EngineUnavailable`."""
+        """Returns the metrics of all processes as Prometheus text. Raises `EngineUnavailable`."""
         ...
 
 
@@ -81,9 +81,10 @@ class Server:
 
     `async with` starts and stops it, as tests do; `serve` runs until a signal, as the command does. Belongs to the
     event loop that it was made on. `images` fetches images that requests name by a URI; by default the
-    configuration decides. `at_rest` runs in a thread of its own while no call runs. With a `host` the server is one
-    of several processes. `num_processors` is the processor time that this process may use, in seconds per second;
-    by default that of the machine. Raises `TokenFileError` or `CertificateError` if their files cannot be used.
+    configuration decides. `at_rest` runs in a thread of its own while no call runs. With a `supervisor` the server
+    is one of several processes. `num_processors` is the processor time that this process may use, in seconds per
+    second; by default that of the machine. Raises `TokenFileError` or `CertificateError` if their files cannot be
+    used.
     """
 
     def __init__(
@@ -93,37 +94,37 @@ class Server:
         *,
         images: ImageSource | None = None,
         at_rest: Callable[[], object] | None = None,
-        host: Host | None = None,
+        supervisor: SupervisorClient | None = None,
         num_processors: float | None = None,
     ) -> None:
-        self.instance_id = secrets.token_hex(8) if host is None else host.instance_id
-        self._host = host
+        self.instance_id = secrets.token_hex(8) if supervisor is None else supervisor.instance_id
+        self._supervisor = supervisor
         self._engine = engine
         self._config = config
         self._readiness = Readiness(engine)
-        self._access = _access(config, TokenLimits() if host is None else host.limits)
-        self._peers: Peers = NoPeers() if host is None else host.peers
+        self._access = _access(config, TokenLimits() if supervisor is None else supervisor.limits)
+        self._peers: Peers = NoPeers() if supervisor is None else supervisor.peers
         self._purges = CachePurges(engine)
         self._access.on_namespace_gone(self._purges.clear)
         self._own_images: MemoryImages | None = None
         self._store: ImageStore | None = None
         if config.max_stored_image_bytes:
-            if host is None:
+            if supervisor is None:
                 self._store = self._own_images = MemoryImages(config.store_limits(), self._purges.forget_image)
             else:
-                self._store = host.images
+                self._store = supervisor.images
             self._access.on_namespace_gone(self._store.drop_namespace)
         self._telemetry = Telemetry(
             engine,
             config,
             CacheLoad if self._own_images is None else self._own_images.load,
             instance_id=self.instance_id,
-            reads_engine=host is None,
+            reads_engine=supervisor is None,
         )
         self._probes = Probes(
             lambda: engine.status is not EngineStatus.DEAD, lambda: self._readiness.is_ready, self._scrape
         )
-        has_probe_port = config.metrics_port is not None and host is None
+        has_probe_port = config.metrics_port is not None and supervisor is None
         self._probe_port = ProbePort(self._probes, config.metrics_names) if has_probe_port else None
         self._maintenance = None if at_rest is None else Maintenance(engine, at_rest)
         self._images = images or image_source(config)
@@ -144,7 +145,7 @@ class Server:
             () if self._triton is None else (self._triton,),
             instance_id=self.instance_id,
             num_processors=num_processors or os.cpu_count() or 1,
-            shares_ports=host is not None,
+            shares_ports=supervisor is not None,
         )
         self._http = None if config.http_port is None else self._http_frontend(certificate)
         self._watches: list[asyncio.Task[None]] = []
@@ -193,7 +194,7 @@ class Server:
             await self._probe_port.start(config.metrics_host, config.metrics_port or 0)
             address = address_of(config.metrics_host, self.metrics_port or 0)
             _log.info("metrics and probes on http://%s", address)
-        if self._host is None:
+        if self._supervisor is None:
             self.announce()
 
     def announce(self) -> None:
@@ -238,7 +239,7 @@ class Server:
                     end = f"{signals.first.result().name}, and calls that still ran were ended"
             is_alive = not died.done()  # `stop` closes the engine, which then is dead too
             await self.stop()
-        if self._host is None:
+        if self._supervisor is None:
             log_end(end if is_alive else "the engine has failed", began=began)
         return is_alive
 
@@ -315,8 +316,8 @@ class Server:
         await self.stop()
 
     async def _scrape(self) -> bytes:
-        if self._host is not None:
-            return await self._host.metrics()
+        if self._supervisor is not None:
+            return await self._supervisor.metrics()
         return await asyncio.to_thread(self.metrics_text)
 
     async def _close_frontends(self) -> None:
@@ -358,7 +359,7 @@ class Server:
             certificate,
             self._probes,
             self._page() if self._config.page else None,
-            shares_port=self._host is not None,
+            shares_port=self._supervisor is not None,
         )
 
     def _page(self) -> Page:

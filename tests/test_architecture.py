@@ -75,37 +75,31 @@ RUNTIME_ARROWS = {
 SERVER_ARROWS = {
     "access": set[str](),
     "images": set[str](),
-    "listeners": set[str](),
-    "bytecode": set[str](),
     "process": set[str](),
     "config": {"images"},
     "evaluation": set[str](),
     "calls": {"access", "config", "images"},
     "telemetry": {"config", "process", "calls"},
     "maintenance": {"calls"},
-    "frontends": {"access", "config", "images", "listeners", "calls"},
-    "server": {
-        *("access", "config", "frontends", "images", "listeners", "maintenance", "process", "telemetry", "calls")
-    },
+    "frontends": {"access", "config", "images", "process", "calls"},
+    "server": {*("access", "config", "frontends", "images", "maintenance", "process", "telemetry", "calls")},
     "multiprocess": {
-        *("access", "bytecode", "config", "frontends", "images", "listeners", "process", "server"),
+        *("access", "config", "frontends", "images", "process", "server"),
         *("telemetry", "calls"),
     },
     "cli": {
         *(
             "access",
-            "bytecode",
             "config",
             "evaluation",
             "frontends",
             "multiprocess",
             "images",
-            "listeners",
             "process",
         ),
         *("server", "telemetry", "calls"),
     },
-    "__main__": {"bytecode", "cli", "process"},
+    "__main__": {"cli", "process"},
 }
 TRANSPORTS = {"grpc", "grpc_health", "grpc_reflection", "google", "kestrel_client"}
 WITHOUT_TRANSPORT = SERVER_ARROWS.keys() - {"frontends", "cli", "__main__"}

@@ -46,7 +46,7 @@ from bench.harness.engines import add_engine_options, closed_loop, engine_config
 from bench.harness.output import Progress, write_json
 from bench.harness.serving import machine_facts
 from bench.harness.trend import median_slope
-from kestrel_grpc.process import SWITCH_INTERVAL_S
+from kestrel_grpc.process.resources import SWITCH_INTERVAL_S
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Finished

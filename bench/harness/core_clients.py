@@ -16,7 +16,7 @@ import uvloop
 from bench.harness.workload import QUESTIONS, WORKLOADS
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.engine_client import EngineClient
-from kestrel_grpc.process import set_apart_what_stays
+from kestrel_grpc.process.resources import freeze_existing_objects
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Query, SamplingParams
 
@@ -79,7 +79,7 @@ async def _serve(
     folder: Path, index: int, pipe: Connection, num_at_once: int, image: bytes, is_streamed: bool
 ) -> None:
     client = await EngineClient.connect([CoreEndpoint(folder, 0)], f"frontend-{index}.1")
-    set_apart_what_stays()
+    freeze_existing_objects()
     is_first = True
 
     async def caller(numbers: Iterator[int]) -> None:

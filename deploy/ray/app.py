@@ -38,7 +38,7 @@ from kestrel_grpc.frontends.grpc.message_shape import check_shape, layout_of
 from kestrel_grpc.frontends.grpc.status import status_code, trailing_metadata
 from kestrel_grpc.frontends.grpc.vision_service import VisionService
 from kestrel_grpc.images.image_store import CachePurges
-from kestrel_grpc.process import SWITCH_INTERVAL_S, set_apart_what_stays
+from kestrel_grpc.process.resources import SWITCH_INTERVAL_S, freeze_existing_objects
 from kestrel_grpc.server import image_source
 from kestrel_grpc.telemetry.logs import set_up_logging
 from kestrel_grpc.telemetry.telemetry import Telemetry
@@ -89,7 +89,7 @@ class Replica:
         self._max_message_bytes = config.max_message_bytes
         self._engine = engine = await asyncio.to_thread(LocalEngine.start, config.engine_config())
         await warm_up(engine)
-        set_apart_what_stays()
+        freeze_existing_objects()
         instance_id = secrets.token_hex(8)
         access = OpenAccess() if config.tokens is None else TokenAccess(Path(config.tokens))
         self._purges = CachePurges(engine)

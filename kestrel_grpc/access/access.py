@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from kestrel_grpc.access.limits import AccessRefused, Limits, Place, TokenLimits
+from kestrel_grpc.access.limits import AccessRefused, CountedCall, Limits, TokenLimits
 from kestrel_grpc.access.reloading import RELOAD_INTERVAL_S, ReloadedFiles
 from kestrel_grpc.access.token_file import Scope, Token, hash_of, read_tokens
 from kestrel_runtime.api.requests import Priority
@@ -77,7 +77,7 @@ class ScopeRequired(AccessRefused):
         self.scopes = tuple(scope.value for scope in Scope if scope in scopes)
 
 
-class Admission(Protocol):
+class AdmittedCall(Protocol):
     """A call that has been admitted."""
 
     @property
@@ -105,8 +105,8 @@ class Access(Protocol):
 
     async def admit(
         self, method: str, metadata: Metadata, end: Callable[[AccessRefused], object], *, counts: bool = True
-    ) -> Admission:
-        """Admit a call, or raise `AccessRefused`. Who gets an `Admission` leaves it when the call has ended.
+    ) -> AdmittedCall:
+        """Admit a call, or raise `AccessRefused`. Who gets an `AdmittedCall` leaves it when the call has ended.
 
         Where the call does not count, it is not limited either. `end` ends the call, for a token that is revoked;
         it may be called before this returns. Raises `SupervisorUnavailable` where another process counts calls and
@@ -140,7 +140,7 @@ class OpenAccess:
 
     async def admit(
         self, method: str, metadata: Metadata, end: Callable[[AccessRefused], object], *, counts: bool = True
-    ) -> Admission:
+    ) -> AdmittedCall:
         """Admits."""
         return self
 
@@ -172,28 +172,28 @@ class TokenAccess:
         self._limits: Limits = limits or TokenLimits()
         self._file = ReloadedFiles((path,), lambda: read_tokens(path))
         # The calls that run, by the hash of their token.
-        self._admissions: defaultdict[bytes, set[_TokenAdmission]] = defaultdict(set)
+        self._calls: defaultdict[bytes, set[_TokenCall]] = defaultdict(set)
         self._tokens = self._file.value
         self._namespaces = _namespaces(self._tokens)
         self._callbacks: list[Callable[[str], None]] = []
 
     async def admit(
         self, method: str, metadata: Metadata, end: Callable[[AccessRefused], object], *, counts: bool = True
-    ) -> Admission:
+    ) -> AdmittedCall:
         """Admit a call, or raise an `AccessRefused`."""
         token = self.identify(metadata)
         self.authorize(token, method)
-        admissions = self._admissions[token.sha256]
-        admission = _TokenAdmission(token, method, end, admissions, is_uncounted=counts and token.limit is None)
+        calls = self._calls[token.sha256]
+        call = _TokenCall(token, method, end, calls, is_uncounted=counts and token.limit is None)
         # Before the limit is asked for: the token may be revoked meanwhile.
-        admissions.add(admission)
+        calls.add(call)
         if counts and token.limit is not None:
             try:
-                admission.place = await self._limits.enter(token.limit)
+                call.counted = await self._limits.enter(token.limit)
             except BaseException:
-                admissions.discard(admission)
+                calls.discard(call)
                 raise
-        return admission
+        return call
 
     def namespaces(self) -> Mapping[str, str]:
         """The namespace of each token, by the token's name."""
@@ -233,21 +233,21 @@ class TokenAccess:
         # Here, not in the thread: a call that is being admitted sees the tokens and their namespaces of one file.
         tokens = self._tokens = self._file.value
         before, self._namespaces = self._namespaces, _namespaces(tokens)
-        for sha256, admissions in list(self._admissions.items()):
+        for sha256, calls in list(self._calls.items()):
             token = tokens.get(sha256)
-            for admission in tuple(admissions):
+            for call in tuple(calls):
                 if token is None:
-                    admission.end(TokenInvalid())
+                    call.end(TokenInvalid())
                     continue
-                if token.limit is not None and admission.is_uncounted:
-                    admission.place = self._limits.adopt(token.limit)
-                    admission.is_uncounted = False
+                if token.limit is not None and call.is_uncounted:
+                    call.counted = self._limits.adopt(token.limit)
+                    call.is_uncounted = False
                 try:
-                    self.authorize(token, admission.method)
+                    self.authorize(token, call.method)
                 except ScopeRequired as refusal:
-                    admission.end(refusal)
-            if not admissions:
-                del self._admissions[sha256]
+                    call.end(refusal)
+            if not calls:
+                del self._calls[sha256]
         for namespace in set(before.values()) - set(self._namespaces.values()):
             for callback in self._callbacks:
                 callback(namespace)
@@ -264,17 +264,17 @@ def _namespaces(tokens: Mapping[bytes, Token]) -> Mapping[str, str]:
     return {token.name: token.namespace for token in tokens.values()}
 
 
-class _TokenAdmission:
-    """A call of a token, one of `admissions`."""
+class _TokenCall:
+    """A call of a token, one of `calls`."""
 
-    __slots__ = ("_admissions", "end", "is_uncounted", "max_priority", "method", "name", "namespace", "place")
+    __slots__ = ("_calls", "counted", "end", "is_uncounted", "max_priority", "method", "name", "namespace")
 
     def __init__(
         self,
         token: Token,
         method: str,
         end: Callable[[AccessRefused], object],
-        admissions: set[_TokenAdmission],
+        calls: set[_TokenCall],
         *,
         is_uncounted: bool,
     ) -> None:
@@ -285,13 +285,13 @@ class _TokenAdmission:
         self.end = end
         self.is_uncounted = is_uncounted
         """True while it is not counted because its token has no limit."""
-        self.place: Place | None = None
-        self._admissions = admissions
+        self.counted: CountedCall | None = None
+        self._calls = calls
 
     def leave(self) -> None:
-        self._admissions.discard(self)
-        if self.place is not None:
-            self.place.leave()
+        self._calls.discard(self)
+        if self.counted is not None:
+            self.counted.leave()
 
 
 def _secret(metadata: Metadata) -> str:

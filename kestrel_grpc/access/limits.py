@@ -51,7 +51,7 @@ class TokenLimit:
         return RateLimited(self.name, limit, wait_s)
 
 
-class Place(Protocol):
+class CountedCall(Protocol):
     """The place of a call that is counted."""
 
     def leave(self) -> None:
@@ -62,11 +62,11 @@ class Place(Protocol):
 class Limits(Protocol):
     """Counts calls of tokens."""
 
-    async def enter(self, limit: TokenLimit) -> Place:
+    async def enter(self, limit: TokenLimit) -> CountedCall:
         """Count a call, or raise `RateLimited`. Raises `SupervisorUnavailable` where the counts cannot be had."""
         ...
 
-    def adopt(self, limit: TokenLimit) -> Place:
+    def adopt(self, limit: TokenLimit) -> CountedCall:
         """Count a call that runs already: its token has had no limit before."""
         ...
 
@@ -85,11 +85,11 @@ class TokenLimits:
         """Of tokens that have been used."""
         return len(self._accounts)
 
-    async def enter(self, limit: TokenLimit) -> Place:
+    async def enter(self, limit: TokenLimit) -> CountedCall:
         """Count a call, or raise `RateLimited`."""
         return self.take(limit)
 
-    def take(self, limit: TokenLimit) -> Place:
+    def take(self, limit: TokenLimit) -> CountedCall:
         """Count a call, or raise `RateLimited`."""
         account = self._account(limit)
         if limit.concurrency is not None and account.num_calls >= limit.concurrency:
@@ -101,7 +101,7 @@ class TokenLimits:
         account.num_calls += 1
         return account
 
-    def adopt(self, limit: TokenLimit) -> Place:
+    def adopt(self, limit: TokenLimit) -> CountedCall:
         """Count a call that runs already."""
         account = self._account(limit)
         account.num_calls += 1

@@ -27,7 +27,7 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Self
 
-from kestrel_grpc.access.access import Access, Admission, TokenInvalid
+from kestrel_grpc.access.access import Access, AdmittedCall, TokenInvalid
 from kestrel_grpc.access.limits import AccessRefused
 from kestrel_grpc.access.sources import SourceNotAllowed
 from kestrel_grpc.calls.call_context import (
@@ -198,14 +198,14 @@ class CallAdmission:
 class _Admitted(AbstractAsyncContextManager[None]):
     """A call from its admission to its end. A class and no generator, which would take longer for each call."""
 
-    __slots__ = ("_access", "_admission", "_call", "_counts", "_has_place", "_limit")
+    __slots__ = ("_access", "_admitted", "_call", "_counts", "_has_place", "_limit")
 
     def __init__(self, call: CallContext, access: Access, limit: FairLimit, *, counts: bool) -> None:
         self._call = call
         self._access = access
         self._limit = limit
         self._counts = counts
-        self._admission: Admission | None = None
+        self._admitted: AdmittedCall | None = None
         self._has_place = False
 
     async def __aenter__(self) -> None:
@@ -213,12 +213,12 @@ class _Admitted(AbstractAsyncContextManager[None]):
         interruptible = call.interruptible
         interruptible.__enter__()
         try:
-            self._admission = admission = await self._access.admit(
+            self._admitted = admitted = await self._access.admit(
                 call.method, call.headers, interruptible.interrupt, counts=self._counts
             )
-            principal = call.principal = admission.name
-            call.namespace = admission.namespace
-            call.max_priority = admission.max_priority
+            principal = call.principal = admitted.name
+            call.namespace = admitted.namespace
+            call.max_priority = admitted.max_priority
             self._has_place = limit.take(principal)
             if not self._has_place:
                 raise TooManyCalls(f"all of the {limit.limit} calls that may be open, or this caller's share")
@@ -238,8 +238,8 @@ class _Admitted(AbstractAsyncContextManager[None]):
         if self._has_place:
             self._limit.give_back(call.principal)
             call.release()
-        if self._admission is not None:
-            self._admission.leave()
+        if self._admitted is not None:
+            self._admitted.leave()
         call.interruptible.__exit__(kind, error, traceback)
 
 

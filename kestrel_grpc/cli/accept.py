@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from kestrel_grpc import __version__
 from kestrel_grpc.cli.common import PICTURE_SUFFIXES, refuse
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, named_values
-from kestrel_grpc.process import complain
+from kestrel_grpc.process.terminal import print_error
 from kestrel_runtime.api.config import BUILT_IN_MODEL, EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
 
@@ -103,11 +103,11 @@ def _accept(arguments: argparse.Namespace) -> int:
     except ConfigurationError as error:
         return refuse(error)
     except CheckpointError as error:
-        complain(str(error))
+        print_error(str(error))
     except BrokenPipeError:
         raise
     except OSError as error:
-        complain(f"{error.filename}: {error.strerror}")
+        print_error(f"{error.filename}: {error.strerror}")
     finally:
         if arguments.html.is_file() and not arguments.html.stat().st_size:
             arguments.html.unlink()
@@ -251,7 +251,7 @@ class _Acceptance:
             raise _NoReference("transformers is not installed")
         if status != 0:
             for line in errors.read_text(errors="replace").splitlines()[-_LAST_ERRORS:]:
-                complain(line)
+                print_error(line)
             why = f"{python} has no transformers" if status == _reference_not_installed() else f"status {status}"
             raise CheckpointError(f"the reference did not answer: {why}; --no-reference leaves it out")
         told: dict[str, Any] = json.loads((self.folder / "reference.json").read_text())

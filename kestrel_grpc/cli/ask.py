@@ -46,7 +46,7 @@ from kestrel_grpc.cli.common import (
     show,
     show_json,
 )
-from kestrel_grpc.process import complain
+from kestrel_grpc.process.terminal import print_error
 
 NO_IMAGE = "-"
 """The value of IMAGE for a question without an image."""
@@ -250,7 +250,7 @@ def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) 
     for image, target, outcome in zip(images, targets, outcomes, strict=True):
         if outcome.result is None:
             assert outcome.error is not None, "a job has a result or an error"
-            complain(f"{image}: {explain(outcome.error)}")
+            print_error(f"{image}: {explain(outcome.error)}")
             status = 1
             continue
         if arguments.json:
@@ -406,15 +406,15 @@ def _show(arguments: argparse.Namespace, image: str, result: PointResult | Detec
     elif lines:
         show(*lines)
     else:
-        complain(f"no {'target' if isinstance(result, GazeResult) else result.object} found")
+        print_error(f"no {'target' if isinstance(result, GazeResult) else result.object} found")
     _draw(arguments.draw, image, result)
 
 
 def _complain_of_outline(arguments: argparse.Namespace, result: SegmentResult) -> None:
     if not result.segments:
-        complain(f"no {arguments.object} found")
+        print_error(f"no {arguments.object} found")
     elif result.segments[0].is_partial:
-        complain("the outline is not complete")
+        print_error("the outline is not complete")
 
 
 def _print_json(result: Result) -> None:
@@ -435,4 +435,4 @@ def _draw(target: Path | None, image: str, result: PointResult | DetectResult | 
         drawn.save(target)
     except (KeyError, ValueError) as error:  # an ending that Pillow does not know, or cannot write
         raise ValueError(f"{target}: is no name of a picture, such as drawn.png or drawn.jpg") from error
-    complain(f"drawn in {target}")
+    print_error(f"drawn in {target}")

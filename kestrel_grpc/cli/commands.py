@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from kestrel_grpc import __version__
 from kestrel_grpc.cli.serve import add_serve_command
-from kestrel_grpc.process import complain, printable
+from kestrel_grpc.process.terminal import print_error, printable
 from kestrel_runtime.api.errors import did_you_mean
 
 _MISUSED = 2
@@ -38,7 +38,7 @@ def run(words: Sequence[str]) -> int:
         parser.print_help()
         return 0
     if not words[0].startswith("-") and words[0] not in commands.choices:
-        complain(f"{words[0]}: is no command{did_you_mean(words[0], commands.choices)}")
+        print_error(f"{words[0]}: is no command{did_you_mean(words[0], commands.choices)}")
         return _MISUSED
     asking = commands.choices.get(words[0])
     if asking is not None and asking.get_default("skill") is not None:
@@ -54,7 +54,7 @@ def run(words: Sequence[str]) -> int:
             kind = "option" if word.startswith("-") else "argument"
             if kind == "argument" and before.startswith("-") and "=" not in before:
                 continue  # it may be the value of that option
-            complain(f"{name}: is no {kind} of {arguments.command}{did_you_mean(name, flags)}")
+            print_error(f"{name}: is no {kind} of {arguments.command}{did_you_mean(name, flags)}")
         return _MISUSED
     return arguments.run(arguments)
 

@@ -13,7 +13,7 @@ from kestrel_client import Client, KestrelClientError, ServerError
 from kestrel_client.connection import DEFAULT_TIMEOUT_S, ClientTls, address_of
 from kestrel_grpc.config.options import ConfigurationError
 from kestrel_grpc.config.sources import environment_name
-from kestrel_grpc.process import complain, printable, printable_json
+from kestrel_grpc.process.terminal import print_error, printable, printable_json
 
 Command = Callable[[Client, argparse.Namespace], int | None]
 """Runs with a client; returns the exit status, None for 0."""
@@ -26,7 +26,7 @@ PICTURE_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", 
 def refuse(error: ConfigurationError) -> int:
     """Print a line for each problem; returns the exit status."""
     for problem in error.problems:
-        complain(problem)
+        print_error(problem)
     return 2
 
 
@@ -77,7 +77,7 @@ def run_with_client(command: Command, arguments: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (KestrelClientError, OSError, ValueError) as error:  # a number too large for its field is a ValueError
-        complain(explain(error))
+        print_error(explain(error))
         return 1
     except KeyboardInterrupt:
         return 130

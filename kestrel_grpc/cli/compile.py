@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 
 from kestrel_grpc.config.options import ServerConfig
-from kestrel_grpc.process import complain
+from kestrel_grpc.process.terminal import print_error
 from kestrel_runtime.api.errors import CheckpointError
 
 CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
@@ -51,7 +51,7 @@ def _compile(arguments: argparse.Namespace) -> int:
                 settings = ServerConfig.parse({"model": model, "precision": precision}, {}).engine_config()
                 num_kernels, folder = compile_ahead(model, settings, capability, arguments.into)
             except (CheckpointError, OSError) as error:
-                complain(f"{model}, {precision}, {target}: {error}")
+                print_error(f"{model}, {precision}, {target}: {error}")
                 return 1
             print(f"{model}, {precision}, {target}: {num_kernels} kernels in {folder}", flush=True)
     return 0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kestrel_client import Client, DetectResult, Job, Outcome, PointResult, Progress, QueryResult
 from kestrel_client.errors import KestrelClientError
 from kestrel_grpc.cli.common import add_client_arguments, explain, run_with_client, show
-from kestrel_grpc.process import complain
+from kestrel_grpc.process.terminal import print_error
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -96,20 +96,20 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     try:
         problems = list(_problems(arguments))
         for problem in problems:
-            complain(problem)
+            print_error(problem)
         if problems:
             return _MISUSED
         task = _open(arguments)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("pyarrow", "pycocotools"):
             raise
-        complain(f"{error.name.partition('.')[0]} is not installed: pip install 'kestrel-grpc[evaluate]'")
+        print_error(f"{error.name.partition('.')[0]} is not installed: pip install 'kestrel-grpc[evaluate]'")
         return _MISUSED
     except SetUnusable as error:
-        complain(str(error))
+        print_error(str(error))
         return _MISUSED
     except OSError as error:
-        complain(explain(error))
+        print_error(explain(error))
         return _MISUSED
     return run_with_client(partial(_run, task), arguments)
 
@@ -168,14 +168,14 @@ def _run(task: Task, client: Client, arguments: argparse.Namespace) -> int:
     _print_scores(report.scores)
     errors = [answer.error for answer in answers if answer.error]
     if errors:
-        complain(f"{len(errors)} of {len(answers)} calls failed and count as wrong; the first: {errors[0]}")
+        print_error(f"{len(errors)} of {len(answers)} calls failed and count as wrong; the first: {errors[0]}")
     if arguments.html is not None:
         from kestrel_client.label_fonts import LabelFonts
-        from kestrel_grpc.evaluation.page import TEXT_PX, Drawing, page
+        from kestrel_grpc.evaluation.html_report import TEXT_PX, Drawing, html_page
 
         title = f"{arguments.task}: {facts['model']}"
         drawing = Drawing(_open_picture, LabelFonts(TEXT_PX).line)
-        arguments.html.write_text(page(title, report, facts, arguments.worst, drawing), encoding="utf-8")
+        arguments.html.write_text(html_page(title, report, facts, arguments.worst, drawing), encoding="utf-8")
     if arguments.json is not None:
         _write_json(arguments.json, arguments.task, facts, report, len(errors))
     return _FAILED if errors else 0
@@ -240,7 +240,7 @@ def _show_progress(progress: Progress) -> None:
 
 
 def _print_scores(scores: Iterable[Score]) -> None:
-    from kestrel_grpc.evaluation.page import score_cells
+    from kestrel_grpc.evaluation.html_report import score_cells
 
     rows = [("score", "value", "95 % interval", "of"), *map(score_cells, scores)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -23,8 +23,8 @@ from kestrel_client.connection import ADDRESS_VARIABLE, ClientTls, Connection, w
 from kestrel_client.this_machine import proxy_options
 from kestrel_grpc.cli.common import add_connection_arguments, refuse, tls_of
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
-from kestrel_grpc.listeners import address_of
-from kestrel_grpc.process import complain
+from kestrel_grpc.process.free_ports import address_of
+from kestrel_grpc.process.terminal import print_error
 
 _CONNECT_TIMEOUT_S = 2.0
 
@@ -54,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> int:
     except ConfigurationError as error:
         return refuse(error)
     except (OSError, ValueError) as error:
-        complain(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error))
+        print_error(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error))
         return 1
 
 
@@ -80,7 +80,7 @@ def _ask(target: Target, arguments: argparse.Namespace) -> int:
         except grpc.RpcError as error:
             # The stub raises only calls, which carry a status; the type does not say so.
             code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-            complain(_explain(code, target, arguments.timeout))
+            print_error(_explain(code, target, arguments.timeout))
             return 1
     print(HealthCheckResponse.ServingStatus.Name(response.status))
     return 0 if response.status == HealthCheckResponse.SERVING else 1

@@ -9,25 +9,23 @@ import logging
 import os
 import sys
 
-from kestrel_grpc.bytecode import keep_bytecode
 from kestrel_grpc.cli.common import refuse
 from kestrel_grpc.config.listing import add_serve_arguments, effective_values
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, option_names, settings_of
 from kestrel_grpc.config.sources import environment_warnings
-from kestrel_grpc.process import (
-    END_TIMEOUT_S,
+from kestrel_grpc.process.bytecode import keep_bytecode
+from kestrel_grpc.process.exit import END_TIMEOUT_S, end_now, end_within
+from kestrel_grpc.process.resources import (
     SWITCH_INTERVAL_S,
-    complain,
-    end_now,
-    end_within,
+    freeze_existing_objects,
     loop_factory,
     lower_grpc_threads,
+    missing_resource,
     raise_descriptor_limit,
     return_free_memory,
     return_large_blocks,
-    set_apart_what_stays,
-    want_of,
 )
+from kestrel_grpc.process.terminal import print_error
 from kestrel_grpc.telemetry.logs import report, set_up_logging
 
 _log = logging.getLogger(__name__)
@@ -60,7 +58,7 @@ def _config(arguments: argparse.Namespace) -> int:
     try:
         print(effective_values(vars(arguments), os.environ, device_type))
         for warning in environment_warnings(option_names(), os.environ):
-            complain(warning)
+            print_error(warning)
     except ConfigurationError as error:
         return refuse(error)
     return 0
@@ -85,7 +83,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from kestrel_grpc.access.tls import CertificateError
     from kestrel_grpc.access.token_file import TokenFileError
     from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
-    from kestrel_grpc.listeners import PortUnavailable
+    from kestrel_grpc.process.free_ports import PortUnavailable
     from kestrel_grpc.server import require_usable
     from kestrel_grpc.telemetry.tracing import TracingUnavailable, require_tracing
     from kestrel_runtime.api.errors import CheckpointError
@@ -106,7 +104,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         report(str(error))
         return 1
     except (OSError, MemoryError) as error:
-        if (want := want_of(error)) is None:
+        if (want := missing_resource(error)) is None:
             raise
         report(f"the system does not give what a server needs: {want}")
         return 1
@@ -166,7 +164,7 @@ def _run_server(config: ServerConfig) -> int:
 
     async def run() -> tuple[bool, bool]:
         await warm_up(engine)
-        set_apart_what_stays()
+        freeze_existing_objects()
         server = Server(engine, config, at_rest=at_rest, num_processors=processor_quota())
         lower_grpc_threads()
         keep_bytecode()

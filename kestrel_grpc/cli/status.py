@@ -10,7 +10,7 @@ from typing import Any
 
 from kestrel_client import Adapter, Client, EngineLoad, MemoryPlan
 from kestrel_grpc.cli.common import add_client_arguments, run_with_client, show, show_json
-from kestrel_grpc.process import complain
+from kestrel_grpc.process.terminal import print_error
 
 _NOTHING = "-"
 """In place of what the server does not know."""
@@ -62,7 +62,7 @@ def _print_adapters(client: Client, arguments: argparse.Namespace) -> None:
     for name in others:
         show(f"{name:<36} not loaded")
     if not loaded and not others:
-        complain("the server has no adapters; `kestrel-grpc serve --adapters FOLDER` has")
+        print_error("the server has no adapters; `kestrel-grpc serve --adapters FOLDER` has")
 
 
 def _print_loaded(client: Client, arguments: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from kestrel_grpc.access.token_file import Scope, line_for, new_secret
-from kestrel_grpc.process import complain
+from kestrel_grpc.process.terminal import print_error
 
 
 def add_token_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,7 +34,7 @@ def _new(arguments: argparse.Namespace) -> int:
     try:
         line = line_for(arguments.name, secret, scopes)
     except ValueError as error:
-        complain(str(error))
+        print_error(str(error))
         return 2
     print(secret)
     # On stderr, so that the secret alone can be piped.

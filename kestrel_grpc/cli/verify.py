@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kestrel_grpc.cli.common import refuse
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, named_values
-from kestrel_grpc.process import complain
+from kestrel_grpc.process.terminal import print_error
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
 
@@ -41,7 +41,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     except ConfigurationError as error:
         return refuse(error)
     except CheckpointError as error:
-        complain(str(error))
+        print_error(str(error))
         return 1
     print(f"{num_passed} passed, {num_failed} failed")
     return 1 if num_failed else 0

@@ -20,7 +20,7 @@ from kestrel_grpc.evaluation.tasks import (
     Call,
     Case,
     Label,
-    Place,
+    Position,
     Report,
     Score,
     SetUnusable,
@@ -39,7 +39,7 @@ class _Expression:
     image: Path
     text: str
     box: BoxSides
-    outlines: Sequence[Sequence[Place]]
+    outlines: Sequence[Sequence[Position]]
     """Empty where the object has no outline: the box alone then counts."""
 
 

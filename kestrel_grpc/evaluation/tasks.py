@@ -13,7 +13,7 @@ from kestrel_grpc.evaluation.intervals import Interval, mean_interval
 Item = TypeVar("Item")
 BoxSides = tuple[float, float, float, float]
 """Left, top, right and bottom in fractions of the image's width and height."""
-Place = tuple[float, float]
+Position = tuple[float, float]
 """x and y in fractions of the image's width and height."""
 _SAMPLE_SEED = 0
 
@@ -37,7 +37,7 @@ class Answer:
     """What came of a call: an answer of its skill, or else `error`, one line that says why there is none."""
 
     text: str = ""
-    points: tuple[Place, ...] = ()
+    points: tuple[Position, ...] = ()
     boxes: tuple[BoxSides, ...] = ()
     error: str | None = None
 
@@ -62,9 +62,9 @@ class Label:
     """Something to draw into a picture: its name, and a point, a box or outlines."""
 
     name: str
-    point: Place | None = None
+    point: Position | None = None
     box: BoxSides | None = None
-    outlines: Sequence[Sequence[Place]] = ()
+    outlines: Sequence[Sequence[Position]] = ()
 
 
 @dataclass(frozen=True, slots=True)

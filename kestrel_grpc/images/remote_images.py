@@ -65,7 +65,7 @@ class RemoteImages:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._data_uris = DataUris(max_bytes)
-        self._places = _Places(MAX_CONCURRENT_FETCHES)
+        self._fetches = _FetchLimit(MAX_CONCURRENT_FETCHES)
         self._network = _CheckedNetwork(allows_address)
         self._pool = httpcore2.AsyncConnectionPool(
             ssl_context=ssl_context,
@@ -83,7 +83,7 @@ class RemoteImages:
             return await self._data_uris.decode(uri)
         target = allowed_target(uri, self._hosts)
         try:
-            async with asyncio.timeout(self._timeout_s), self._place(tenant):
+            async with asyncio.timeout(self._timeout_s), self._turn(tenant):
                 return await self._follow(target)
         except TimeoutError:
             raise ImageFetchFailed(f"took longer than {self._timeout_s:g} s") from None
@@ -98,8 +98,8 @@ class RemoteImages:
         self._network.close()
 
     @asynccontextmanager
-    async def _place(self, tenant: str) -> AsyncGenerator[None, None]:
-        await self._places.take(tenant)
+    async def _turn(self, tenant: str) -> AsyncGenerator[None, None]:
+        await self._fetches.take(tenant)
         loop = asyncio.get_running_loop()
         with self._network.watched() as resolutions:
             try:
@@ -108,9 +108,9 @@ class RemoteImages:
                 # A thread that resolves a name cannot be stopped: the place is free when it has ended.
                 running = next((item for item in resolutions if not item.done()), None)
                 if running is None:
-                    self._places.give_back(tenant)
+                    self._fetches.give_back(tenant)
                 else:
-                    running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._places.give_back, tenant))
+                    running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._fetches.give_back, tenant))
 
     async def _follow(self, target: Target) -> bytes:
         """The content of the target, or of what it redirects to on the same host."""
@@ -147,7 +147,7 @@ class RemoteImages:
             raise ImageError(f"is larger than {self._max_bytes} bytes", too_large=True)
 
 
-class _Places:
+class _FetchLimit:
     """Places of fetches, which tenants share as `FairLimit` says. Belongs to one event loop."""
 
     def __init__(self, limit: int) -> None:

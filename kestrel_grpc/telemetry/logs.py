@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TextIO
 
 from kestrel_grpc.calls.call_context import AUDITED_METHODS, CallContext, Outcome
 from kestrel_grpc.calls.caller_address import CallerAddresses
-from kestrel_grpc.process import complain, printable, printable_json
+from kestrel_grpc.process.terminal import print_error, printable, printable_json
 
 MAX_WAITING_LINES = 16_384
 """Lines that wait to be written; a waiting line takes about a kilobyte."""
@@ -174,9 +174,9 @@ def log_end(why: str, *, began: float) -> None:
 
 
 def report(line: str) -> None:
-    """Say on standard error why a command ends: as `complain` does, or in the log where that is JSON."""
+    """Say on standard error why a command ends: as `print_error` does, or in the log where that is JSON."""
     if _json_formatter() is None:
-        complain(line)
+        print_error(line)
     else:
         _log.error("%s", line)
 

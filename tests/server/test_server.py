@@ -21,8 +21,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.config.options import ServerConfig
-from kestrel_grpc.listeners import PortUnavailable
-from kestrel_grpc.process import lower_grpc_threads
+from kestrel_grpc.process.free_ports import PortUnavailable
+from kestrel_grpc.process.resources import lower_grpc_threads
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.events import Started, TextChannel, TextDelta, Usage
 from tests.fakes import HOLD, FakeEngine, answers, much_text

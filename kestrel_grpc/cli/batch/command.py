@@ -25,18 +25,16 @@ from kestrel_grpc.cli.common import add_connection_arguments, add_token_argument
 from kestrel_grpc.config.listing import add_engine_arguments
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, option_names
 from kestrel_grpc.config.sources import flag_name
-from kestrel_grpc.process import (
-    END_TIMEOUT_S,
+from kestrel_grpc.process.exit import END_TIMEOUT_S, end_now, end_within
+from kestrel_grpc.process.resources import (
     SWITCH_INTERVAL_S,
-    complain,
-    end_now,
-    end_within,
+    freeze_existing_objects,
     loop_factory,
     raise_descriptor_limit,
     return_large_blocks,
-    set_apart_what_stays,
-    stop_signals,
 )
+from kestrel_grpc.process.signals import stop_signals
+from kestrel_grpc.process.terminal import print_error
 from kestrel_grpc.telemetry.logs import set_up_logging
 
 if TYPE_CHECKING:
@@ -191,10 +189,10 @@ def _batch(arguments: argparse.Namespace) -> int:
     except ConfigurationError as error:
         return refuse(error)
     except (InputUnusable, OutputRefused, ValueError) as error:
-        complain(str(error))
+        print_error(str(error))
         return _MISUSED
     except OSError as error:
-        complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         return _MISUSED
 
 
@@ -243,7 +241,7 @@ def _with_server(job: _Job) -> int:
             await caller.check()
             return await _run(job, caller, output, num_in_flight)
         except (Unreachable, RunEnded) as error:
-            complain(f"{arguments.address}: {error}")
+            print_error(f"{arguments.address}: {error}")
             return _FAILED
         finally:
             caller.close()
@@ -268,7 +266,7 @@ def _with_engine(job: _Job) -> int:
         require_usable_engine(config)
         images = image_source(config)
     except RemoteImagesUnavailable as error:
-        complain(str(error))
+        print_error(str(error))
         return _FAILED
     engine = config.engine_config()
     formats = [config.precision, engine.dtype, engine.text_path, engine.vision_path]
@@ -290,7 +288,7 @@ def _run_engine(job: _Job, config: ServerConfig, images: ImageSource, output: An
     try:
         engine = LocalEngine.start(config.engine_config())
     except CheckpointError as error:
-        complain(str(error))
+        print_error(str(error))
         return _FAILED
     _log.info("%s", config.precision_line())
     engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
@@ -298,7 +296,7 @@ def _run_engine(job: _Job, config: ServerConfig, images: ImageSource, output: An
 
     async def run() -> int:
         await warm_up(engine)
-        set_apart_what_stays()
+        freeze_existing_objects()
         caller = EngineCaller(engine, config, images, timeout_s=job.arguments.timeout)
         try:
             return await _run(job, caller, output, num_in_flight)
@@ -310,7 +308,7 @@ def _run_engine(job: _Job, config: ServerConfig, images: ImageSource, output: An
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             status = runner.run(run())
     except WarmUpFailed as error:
-        complain(str(error))
+        print_error(str(error))
     finally:
         engine.close()
         if not engine.has_ended:
@@ -350,16 +348,16 @@ async def _run(job: _Job, caller: Caller, output: AnyOutput, num_in_flight: int)
                 is_complete = await run.run()
             if is_complete:
                 output.finish()
-            complain(progress.line())
+            print_error(progress.line())
         except BrokenPipeError:  # the reader of OUT has closed it, as `head` does
             return _FAILED
         except (RunEnded, InputUnusable, OSError) as error:
-            complain(f"stopped: {error}; {again}")
+            print_error(f"stopped: {error}; {again}")
             return _FAILED
         if is_complete:
             return _FAILED if output.num_failures else 0
         number = signals.first.result()
-        complain(f"stopped by {signal.Signals(number).name}; {again}")
+        print_error(f"stopped by {signal.Signals(number).name}; {again}")
         return _BY_SIGNAL + number
 
 

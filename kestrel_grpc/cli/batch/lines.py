@@ -25,7 +25,7 @@ from kestrel_grpc.frontends.http.output_json import to_json
 from kestrel_grpc.frontends.rest.rendering import failure_body
 from kestrel_grpc.frontends.rest.requests import ROUTES
 from kestrel_grpc.images.data_urls import is_data_url
-from kestrel_grpc.process import complain
+from kestrel_grpc.process.terminal import print_error
 from kestrel_runtime.api.errors import InvalidRequest, Violation, did_you_mean
 
 OWN_FIELDS = ("id", "skill", "image")
@@ -148,7 +148,7 @@ def _pictures_in(folder: Path) -> Iterator[str]:
     def report(error: OSError) -> None:
         if error.filename == os.fspath(folder):
             raise error
-        complain(f"{error.filename}: {error.strerror}; its pictures are left out")
+        print_error(f"{error.filename}: {error.strerror}; its pictures are left out")
 
     for place, folders, names in os.walk(folder, onerror=report):
         folders[:] = [name for name in folders if not name.startswith(".")]

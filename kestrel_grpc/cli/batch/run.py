@@ -31,7 +31,7 @@ from kestrel_grpc.cli.batch.lines import (
     refusal_line,
 )
 from kestrel_grpc.cli.batch.output import AnyOutput
-from kestrel_grpc.process import complain
+from kestrel_grpc.process.terminal import print_error
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 _WINDOW = 16
@@ -238,7 +238,7 @@ class Progress:
         if self._is_terminal:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
-        complain(text)
+        print_error(text)
 
     async def _show(self) -> None:
         while True:

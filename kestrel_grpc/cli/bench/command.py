@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from kestrel_client.errors import KestrelClientError
 from kestrel_grpc.cli.bench.calls import APIS, SKILLS, Target
 from kestrel_grpc.cli.common import add_connection_arguments, add_token_argument, explain, show, tls_of
-from kestrel_grpc.process import Interruption, complain
+from kestrel_grpc.process.signals import Interruption
+from kestrel_grpc.process.terminal import print_error
 
 if TYPE_CHECKING:
     from kestrel_grpc.cli.bench.numbers import Objective
@@ -254,10 +255,10 @@ def _bench(arguments: argparse.Namespace) -> int:
         workload = _workload(arguments)
         target = _target(arguments)
     except ValueError as error:
-        complain(str(error))
+        print_error(str(error))
         return _MISUSED
     except (KestrelClientError, OSError) as error:
-        complain(f"{arguments.address or 'the server'}: {explain(error)}")
+        print_error(f"{arguments.address or 'the server'}: {explain(error)}")
         return _FAILED
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     steps = steps_of(arguments)
@@ -265,13 +266,13 @@ def _bench(arguments: argparse.Namespace) -> int:
         try:
             recordings = list(_recordings(steps, target, workload, arguments, interruption))
         except LoadFailed as error:
-            complain(str(error))
+            print_error(str(error))
             return _FAILED
         objective = arguments.slo or Objective()
         found = [_measured(*measured, objective) for measured in zip(steps, recordings, strict=False)]
         by_signal = interruption.number
         if by_signal is not None:
-            complain(f"ended by {by_signal.name}" + ("" if found else " before anything was measured"))
+            print_error(f"ended by {by_signal.name}" + ("" if found else " before anything was measured"))
         if found:
             is_complete = len(found) == len(steps) and not recordings[-1].is_partial
             options = _options(arguments, target)
@@ -279,7 +280,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             try:
                 _show(result, arguments)
             except OSError as error:
-                complain(explain(error))
+                print_error(explain(error))
                 return _FAILED
     if by_signal is not None:
         return _BY_SIGNAL + by_signal
@@ -303,7 +304,7 @@ def _recordings(
         if interruption.number is None:
             return False
         progress.close()
-        complain("ending the measurement; a second Ctrl-C ends the command at once, without a result")
+        print_error("ending the measurement; a second Ctrl-C ends the command at once, without a result")
         return True
 
     try:
@@ -453,7 +454,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     try:
         show(comparison(read(arguments.first), read(arguments.second)))
     except (Unreadable, OSError) as error:
-        complain(explain(error))
+        print_error(explain(error))
         return _MISUSED
     return 0
 

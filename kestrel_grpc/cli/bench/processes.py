@@ -22,7 +22,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from kestrel_grpc.cli.bench.calls import TIMED_OUT, Caller, Question, Target
 from kestrel_grpc.cli.bench.loops import ClosedLoop, OpenLoop, Sample, Window, arrivals
-from kestrel_grpc.process import loop_factory
+from kestrel_grpc.process.resources import loop_factory
 
 CALL_TIMEOUT_S = 120.0
 LAST_ANSWERS_S = 10.0

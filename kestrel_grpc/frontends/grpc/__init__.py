@@ -1,1 +1,1 @@
-"""The gRPC frontend: services, interceptors, health and reflection."""
+"""The gRPC frontend: services, method handlers, health and reflection."""

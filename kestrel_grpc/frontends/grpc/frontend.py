@@ -34,8 +34,8 @@ from kestrel_grpc.frontends.grpc.connections import Connections
 from kestrel_grpc.frontends.grpc.engine_service import EngineService
 from kestrel_grpc.frontends.grpc.health import Health
 from kestrel_grpc.frontends.grpc.image_service import ImageService
-from kestrel_grpc.frontends.grpc.interceptors import AdmittedServices, FailureTranslator
 from kestrel_grpc.frontends.grpc.load_reports import LoadReports
+from kestrel_grpc.frontends.grpc.method_handlers import AdmittedServices, FailureTranslator
 from kestrel_grpc.frontends.grpc.ports import open_port, open_unix_socket, server_options
 from kestrel_grpc.frontends.grpc.reflection import add_reflection
 from kestrel_grpc.frontends.grpc.vision_service import VisionService

@@ -13,7 +13,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from kestrel_grpc.calls.call_context import CallContext
 from kestrel_grpc.calls.readiness import Readiness, ServiceUnknown
-from kestrel_grpc.frontends.grpc.interceptors import AdmittedServices
+from kestrel_grpc.frontends.grpc.method_handlers import AdmittedServices
 
 
 class Health:

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from kestrel_grpc.access.tls import CertificateFiles, Pem
-from kestrel_grpc.listeners import PortUnavailable, address_of, require_free_port, require_free_socket
+from kestrel_grpc.process.free_ports import PortUnavailable, address_of, require_free_port, require_free_socket
 
 MAX_CONCURRENT_STREAMS = 100
 """Calls that one connection may have open. Further ones wait in the client, which is told the number at first."""

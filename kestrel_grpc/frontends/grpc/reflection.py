@@ -20,7 +20,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection import aio
 
-from kestrel_grpc.frontends.grpc.interceptors import AdmittedServices
+from kestrel_grpc.frontends.grpc.method_handlers import AdmittedServices
 
 V1 = "grpc.reflection.v1.ServerReflection"
 V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"

@@ -29,7 +29,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from kestrel_grpc.listeners import PortUnavailable, address_of, require_free_port
+from kestrel_grpc.process.free_ports import PortUnavailable, address_of, require_free_port
 
 App = Callable[..., Any]
 """An ASGI application."""

@@ -1,7 +1,7 @@
 """Runs every operation over HTTP through `CallAdmission`: reads its body, writes its response or its failure.
 
-The counterpart of `frontends/grpc/interceptors.py`. The caller is authenticated from the headers before the body is
-read. The response begins with the first event of a stream: until then a refusal has its own status.
+`frontends/grpc/method_handlers.py` does the same over gRPC. The caller is authenticated from the headers before the
+body is read. The response begins with the first event of a stream: until then a refusal has its own status.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import gc
 import sys
 from typing import NoReturn
 
-from kestrel_grpc.bytecode import use_kept_bytecode
+from kestrel_grpc.process.bytecode import use_kept_bytecode
 
 
 def run() -> NoReturn:
@@ -21,13 +21,14 @@ def run() -> NoReturn:
         from kestrel_grpc.multiprocess.supervision.core_process import main
     else:
         from kestrel_grpc.multiprocess.supervision.frontend_process import main
-    from kestrel_grpc.process import end_now, want_of
+    from kestrel_grpc.process.exit import end_now
+    from kestrel_grpc.process.resources import missing_resource
     from kestrel_grpc.telemetry.logs import report
 
     try:
         status = main()
     except (OSError, MemoryError) as error:
-        if (want := want_of(error)) is None:
+        if (want := missing_resource(error)) is None:
             raise
         report(f"the system does not give what a process of the server needs: {want}")
         status = 1

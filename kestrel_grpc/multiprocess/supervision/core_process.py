@@ -15,19 +15,14 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import generate_latest
 
-from kestrel_grpc.bytecode import keep_bytecode
 from kestrel_grpc.calls.readiness import death_of
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.supervision.child import begin, ended_with_supervisor, memory_returner, new_link
 from kestrel_grpc.multiprocess.supervision.messages import Begin, FrontendGone, FrontendStuck, Ready, Stop
 from kestrel_grpc.multiprocess.supervision.stored_images import forget_when_told
-from kestrel_grpc.process import (
-    END_TIMEOUT_S,
-    end_now,
-    end_within,
-    loop_factory,
-    set_apart_what_stays,
-)
+from kestrel_grpc.process.bytecode import keep_bytecode
+from kestrel_grpc.process.exit import END_TIMEOUT_S, end_now, end_within
+from kestrel_grpc.process.resources import freeze_existing_objects, loop_factory
 from kestrel_grpc.telemetry.logs import report
 from kestrel_grpc.telemetry.metrics import EngineReader, Reading, new_registry
 from kestrel_runtime.api.engine import EngineStatus
@@ -85,7 +80,7 @@ async def _serve(engine: LocalEngine, endpoint: CoreEndpoint, said: Begin, conne
     loop = asyncio.get_running_loop()
     with ended_with_supervisor(connection):
         await warm_up(engine)
-    set_apart_what_stays()
+    freeze_existing_objects()
     if said.index == 0:
         _log.info("%s", said.config.precision_line())
     reader = EngineReader(engine)

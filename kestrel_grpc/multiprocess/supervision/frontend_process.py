@@ -13,9 +13,7 @@ from pathlib import Path
 
 from kestrel_grpc.access.tls import CertificateError
 from kestrel_grpc.access.token_file import TokenFileError
-from kestrel_grpc.bytecode import keep_bytecode
 from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
-from kestrel_grpc.listeners import PortUnavailable
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.engine_client import BuildMismatch, EngineClient
 from kestrel_grpc.multiprocess.supervision.child import OTHER_BUILD, begin, memory_returner, new_link
@@ -33,14 +31,10 @@ from kestrel_grpc.multiprocess.supervision.messages import (
     Withdraw,
 )
 from kestrel_grpc.multiprocess.supervision.sharing import Shared
-from kestrel_grpc.process import (
-    END_TIMEOUT_S,
-    end_now,
-    end_within,
-    loop_factory,
-    lower_grpc_threads,
-    set_apart_what_stays,
-)
+from kestrel_grpc.process.bytecode import keep_bytecode
+from kestrel_grpc.process.exit import END_TIMEOUT_S, end_now, end_within
+from kestrel_grpc.process.free_ports import PortUnavailable
+from kestrel_grpc.process.resources import freeze_existing_objects, loop_factory, lower_grpc_threads
 from kestrel_grpc.server import Server
 from kestrel_grpc.telemetry.logs import report
 from kestrel_grpc.telemetry.tracing import TracingUnavailable
@@ -77,7 +71,7 @@ def main() -> int:
 
 
 class _Frontend:
-    """A server over the engine cores. It is the `Host` of that server."""
+    """A server over the engine cores. It is the `SupervisorClient` of that server."""
 
     def __init__(self, said: Begin) -> None:
         self.instance_id = said.instance_id
@@ -123,13 +117,13 @@ class _Frontend:
             self._core_gone(note) if isinstance(note, CoreGone) else self._core_ready(note)
         at_rest = memory_returner()
         self._server = server = Server(
-            client, said.config, at_rest=at_rest, host=self, num_processors=processor_quota()
+            client, said.config, at_rest=at_rest, supervisor=self, num_processors=processor_quota()
         )
         link.on(Withdraw, lambda _: server.withdraw())
         link.on(ReadAgain, lambda _: server.read_again())
         link.on(Announce, lambda _: server.announce())
         client.on_status_change(lambda now: link.tell(Serving(now is EngineStatus.SERVING)))
-        set_apart_what_stays()
+        freeze_existing_objects()
         lower_grpc_threads()
         await server.start()
         link.tell(Serving(client.status is EngineStatus.SERVING))

@@ -33,7 +33,6 @@ from setproctitle import setproctitle
 
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.http.probes import ProbePort, Probes
-from kestrel_grpc.listeners import address_of, reserved_port
 from kestrel_grpc.multiprocess.engine_channel.messages import build_id
 from kestrel_grpc.multiprocess.supervision.child import OTHER_BUILD, STOP_SIGNALS
 from kestrel_grpc.multiprocess.supervision.folder import private_folder, touch
@@ -57,7 +56,10 @@ from kestrel_grpc.multiprocess.supervision.messages import (
 )
 from kestrel_grpc.multiprocess.supervision.metrics import joined
 from kestrel_grpc.multiprocess.supervision.sharing import Owner
-from kestrel_grpc.process import END_TIMEOUT_S, loop_factory, set_apart_what_stays, stop_signals
+from kestrel_grpc.process.exit import END_TIMEOUT_S
+from kestrel_grpc.process.free_ports import address_of, reserved_port
+from kestrel_grpc.process.resources import freeze_existing_objects, loop_factory
+from kestrel_grpc.process.signals import stop_signals
 from kestrel_grpc.telemetry.logs import log_end
 from kestrel_grpc.telemetry.metrics import Reading, new_registry, not_ready_text
 
@@ -259,7 +261,7 @@ class Supervisor:
             await self._probe_port.start(config.metrics_host, config.metrics_port)
             address = address_of(config.metrics_host, self._probe_port.port or 0)
             _log.info("metrics and probes of all processes on http://%s", address)
-        set_apart_what_stays()
+        freeze_existing_objects()
         self._frontends[0].tell(Announce())
 
     async def _keep(self, child: _Child) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable
 
 import msgspec
 
-from kestrel_grpc.access.limits import Place, RateLimited, TokenLimit, TokenLimits
+from kestrel_grpc.access.limits import CountedCall, RateLimited, TokenLimit, TokenLimits
 from kestrel_grpc.multiprocess.supervision.link import ANSWER_TIMEOUT_S, Link
 
 
@@ -53,7 +53,7 @@ class SharedLimits:
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
 
-    async def enter(self, limit: TokenLimit) -> Place:
+    async def enter(self, limit: TokenLimit) -> CountedCall:
         """Count a call. Raises `RateLimited`, or `SupervisorUnavailable` where there is no answer in time."""
         place = _SharedPlace(self._link, next(self._numbers))
         try:
@@ -66,7 +66,7 @@ class SharedLimits:
             raise RateLimited(limit.name, verdict.limit, verdict.retry_after_s)
         return place
 
-    def adopt(self, limit: TokenLimit) -> Place:
+    def adopt(self, limit: TokenLimit) -> CountedCall:
         """Count a call that runs already."""
         place = _SharedPlace(self._link, next(self._numbers))
         self._link.tell(AdoptCall(place.number, limit))
@@ -92,7 +92,7 @@ class LimitOwner:
     def __init__(self, limits: TokenLimits) -> None:
         self._limits = limits
         # The places that calls of each front end have, by their numbers.
-        self._places: dict[str, dict[int, Place]] = {}
+        self._places: dict[str, dict[int, CountedCall]] = {}
 
     def join(self, identity: str, link: Link) -> None:
         """Answer a new front end."""

@@ -426,7 +426,7 @@ def test_lines_of_a_forked_process_are_written(tmp_path):
 
 @pytest.mark.parametrize(
     ("end", "status"),
-    [("raise SystemExit(3)", 3), ("1/0", 1), ("from kestrel_grpc.process import end_now; end_now(4)", 4)],
+    [("raise SystemExit(3)", 3), ("1/0", 1), ("from kestrel_grpc.process.exit import end_now; end_now(4)", 4)],
 )
 def test_what_was_logged_before_the_end_of_the_process_is_written(end, status):
     script = (
@@ -461,7 +461,8 @@ def test_a_server_without_standard_error_serves():
 @pytest.mark.parametrize("errors", ["2>/dev/full", "2>&-"])
 def test_lines_that_cannot_be_written_are_lost_and_reach_no_other_file(errors, tmp_path):
     script = (
-        "import logging, os, sys; from kestrel_grpc.process import open_standard_streams; open_standard_streams()\n"
+        "import logging, os, sys; from kestrel_grpc.process.terminal import open_standard_streams\n"
+        "open_standard_streams()\n"
         "from kestrel_grpc.telemetry.logs import set_up_logging; set_up_logging('info')\n"
         "file = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)\n"
         "logging.info('a line'); logging.getLogger().handlers[0].flush(); logging.info('another')\n"

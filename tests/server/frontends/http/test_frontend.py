@@ -14,7 +14,7 @@ import trustme
 from kestrel_grpc.access import reloading
 from kestrel_grpc.calls import refusals
 from kestrel_grpc.config.options import ServerConfig
-from kestrel_grpc.listeners import PortUnavailable
+from kestrel_grpc.process.free_ports import PortUnavailable
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.engine import EngineStatus
 from tests.fakes import HOLD, FakeEngine, answers

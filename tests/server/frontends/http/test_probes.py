@@ -11,7 +11,7 @@ import pytest
 from kestrel_grpc.calls.readiness import Readiness
 from kestrel_grpc.frontends.http import connection as connection_module
 from kestrel_grpc.frontends.http.probes import MAX_CONNECTIONS, ProbePort, Probes
-from kestrel_grpc.listeners import PortUnavailable
+from kestrel_grpc.process.free_ports import PortUnavailable
 from kestrel_runtime.api.engine import EngineStatus
 from tests.fakes import FakeEngine
 

@@ -101,7 +101,7 @@ async def sharing(folder: Path, engine: Core | None = None, *, num: int = 2, **o
             host = FrontEnd(theirs, ours, folder, identity, num)
             await start()
             hosts.append(host)
-            server = await stack.enter_async_context(Server(engine, config, host=host))
+            server = await stack.enter_async_context(Server(engine, config, supervisor=host))
             channel = await stack.enter_async_context(open_channel(server))
             servers.append(Serving(server, engine, channel))
         yield Rig(owner, engine, hosts, servers)

@@ -20,7 +20,7 @@ from kestrel_client.v1 import engine_service_pb2, vision_service_pb2
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.access.token_file import Scope, line_for
-from kestrel_grpc.listeners import PortUnavailable, reserved_port
+from kestrel_grpc.process.free_ports import PortUnavailable, reserved_port
 from tests import warm
 from tests.server.multiprocess.supervision.host_process import (
     MAX_WAIT_S,

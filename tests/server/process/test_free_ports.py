@@ -24,7 +24,7 @@ from kestrel_grpc.__main__ import main
 from kestrel_grpc.access.tls import CertificateError
 from kestrel_grpc.access.token_file import Scope, TokenFileError, hash_of, line_for, read_tokens
 from kestrel_grpc.config.options import ServerConfig
-from kestrel_grpc.listeners import PortUnavailable, require_free_socket
+from kestrel_grpc.process.free_ports import PortUnavailable, require_free_socket
 from kestrel_grpc.server import Server, require_usable
 from tests.fakes import FakeEngine
 from tests.server.certificates import Pair, trusting

@@ -19,7 +19,7 @@ from kestrel_client.v1 import engine_service_pb2, vision_service_pb2_grpc
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.calls import call_groups
 from kestrel_grpc.calls.call_admission import CallAdmission
-from kestrel_grpc.frontends.grpc.interceptors import AdmittedServices
+from kestrel_grpc.frontends.grpc.method_handlers import AdmittedServices
 from kestrel_grpc.frontends.grpc.ports import UNREAD_BYTES
 from kestrel_runtime.api.errors import EngineUnavailable
 from kestrel_runtime.api.events import Box, OutlineBox, Started, TextChannel, TextDelta, Usage

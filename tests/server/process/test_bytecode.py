@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = """
 import sys
-from kestrel_grpc.bytecode import keep_bytecode, use_kept_bytecode
+from kestrel_grpc.process.bytecode import keep_bytecode, use_kept_bytecode
 use_kept_bytecode()
 prefix = sys.pycache_prefix
 import other, torch

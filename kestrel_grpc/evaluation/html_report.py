@@ -1,6 +1,7 @@
-"""The page of `kestrel-grpc evaluate`: one HTML file with scores, failures, and the worst cases with pictures.
+"""Makes the report of `kestrel-grpc evaluate` as one HTML file.
 
-The pictures are in the file as `data:` URLs; the page loads nothing and runs no script.
+It shows scores, failures, and the worst cases with pictures. The pictures are in the file as `data:` URLs; the file
+loads nothing and runs no script.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Protocol
 
 from PIL import Image, ImageDraw
 
-from kestrel_grpc.evaluation.tasks import Case, Label, Place, Report, Score
+from kestrel_grpc.evaluation.tasks import Case, Label, Position, Report, Score
 
 _LARGEST_SIDE_PX = 560
 _TRUTH, _FOUND, _RIM = (26, 127, 55), (207, 34, 46), (255, 255, 255)
@@ -62,7 +63,7 @@ class LabelLine(Protocol):
     def height(self) -> float:
         """Height in pixels."""
 
-    def draw(self, pencil: ImageDraw.ImageDraw, corner: Place, ink: tuple[int, int, int]) -> None:
+    def draw(self, pencil: ImageDraw.ImageDraw, corner: Position, ink: tuple[int, int, int]) -> None:
         """Draw it with its upper left corner at a place."""
 
 
@@ -76,8 +77,11 @@ class Drawing:
     """A text in the size `TEXT_PX`."""
 
 
-def page(title: str, report: Report, facts: Mapping[str, str], num_worst: int, drawing: Drawing) -> str:
-    """The whole page. `facts` says what was asked of which server; `num_worst` bounds the cases that are shown."""
+def html_page(title: str, report: Report, facts: Mapping[str, str], num_worst: int, drawing: Drawing) -> str:
+    """Returns the whole report as HTML.
+
+    `facts` are lines about the run, such as the server and the set. At most `num_worst` cases are shown.
+    """
     worst = report.worst(num_worst)
     failed = [case for case in report.cases if case.error]
     failure_line = f"Cases with a failed call, which counts as a wrong answer: {len(failed)}."
@@ -157,12 +161,12 @@ def _draw(
         pencil.circle(_pixel(size, label.point), _SPOT_PX, fill=colour, outline=_RIM, width=2)
 
 
-def _ordered(first: Place, last: Place) -> tuple[Place, Place]:
+def _ordered(first: Position, last: Position) -> tuple[Position, Position]:
     xs, ys = sorted((first[0], last[0])), sorted((first[1], last[1]))
     return (xs[0], ys[0]), (xs[1], ys[1])
 
 
-def _write(pencil: ImageDraw.ImageDraw, line: LabelLine, corner: Place, colour: tuple[int, int, int]) -> None:
+def _write(pencil: ImageDraw.ImageDraw, line: LabelLine, corner: Position, colour: tuple[int, int, int]) -> None:
     size = pencil.im.size
     width, height = line.width + 4, line.height + 4
     x = max(0.0, min(corner[0], size[0] - width))
@@ -171,7 +175,7 @@ def _write(pencil: ImageDraw.ImageDraw, line: LabelLine, corner: Place, colour: 
     line.draw(pencil, (x + 2, y + 2), _RIM)
 
 
-def _pixel(size: tuple[int, int], place: Place) -> Place:
+def _pixel(size: tuple[int, int], place: Position) -> Position:
     """A place in pixels; what a model or a file puts outside is moved to the edge."""
     x, y = (0.0 if math.isnan(number) else min(max(number, 0.0), 1.0) for number in place)
     return x * (size[0] - 1), y * (size[1] - 1)
