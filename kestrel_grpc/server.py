@@ -36,8 +36,8 @@ from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus
 
 if TYPE_CHECKING:
     from kestrel_grpc.frontends.http.frontend import HttpFrontend
-    from kestrel_grpc.frontends.page.page import Page
     from kestrel_grpc.frontends.triton.service import TritonService
+    from kestrel_grpc.frontends.web_ui.web_ui import WebUi
 
 # After a request has ended, its last message may still be on its way to the client.
 _LAST_MESSAGES_S = 2.0
@@ -358,15 +358,15 @@ class Server:
             services,
             certificate,
             self._probes,
-            self._page() if self._config.page else None,
+            self._web_ui() if self._config.page else None,
             shares_port=self._supervisor is not None,
         )
 
-    def _page(self) -> Page:
-        from kestrel_grpc.frontends.page.page import Page
+    def _web_ui(self) -> WebUi:
+        from kestrel_grpc.frontends.web_ui.web_ui import WebUi
 
         config = self._config
-        return Page(
+        return WebUi(
             self._engine,
             grpc_port=lambda: self._frontend.port,
             is_encrypted=config.tls_certificate is not None,

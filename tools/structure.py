@@ -30,7 +30,7 @@ FEATURES = (
     ("several processes", r"/host/|/processes/|supervis|engine_channel|multiprocess|front_?end_process"),
     ("Triton's API", r"/frontends/triton|tests/.*triton(?!_)"),
     ("OpenAI's API", r"openai"),
-    ("the page for browsers", r"/page/|_page\.py|/page\.py"),
+    ("the page for browsers", r"/web_ui/|/page/|_page\.py|/page\.py"),
     ("REST and HTTP", r"/frontends/(http|rest)|/http"),
     ("gRPC", r"/frontends/grpc"),
     ("batch", r"/batch"),

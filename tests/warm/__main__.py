@@ -60,7 +60,7 @@ PACKAGES = (
         "kestrel_grpc.multiprocess.engine_channel.core_server",
     ),
     "kestrel_runtime.models.background_load",
-    *("kestrel_grpc.frontends.http.frontend", "kestrel_grpc.frontends.page.page"),
+    *("kestrel_grpc.frontends.http.frontend", "kestrel_grpc.frontends.web_ui.web_ui"),
     *("kestrel_grpc.frontends.openai.service", "kestrel_grpc.frontends.rest.service"),
     *("kestrel_grpc.frontends.triton.service", "uvicorn.lifespan.off"),
     *("kestrel_runtime.models.moondream.family", "kestrel_runtime.models.moondream.prepared"),

@@ -1,4 +1,4 @@
-"""The HTTP port: routes requests to the services on it, and answers probes."""
+"""Serves the HTTP port: routes requests to the services on it, and answers probes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kestrel_runtime.api.engine import Engine
 
 
 class HttpService(Protocol):
-    """One API on the port."""
+    """Describes one API on the port: its operations and the form of its failures."""
 
     @property
     def dialect(self) -> Dialect: ...
@@ -35,26 +35,24 @@ class HttpService(Protocol):
     def operations(self) -> Sequence[Operation]: ...
 
 
-class Page(Protocol):
-    """A page for people on the port."""
+class WebUi(Protocol):
+    """Describes the web UI that the port serves to browsers."""
 
     @property
     def files(self) -> Mapping[str, App]:
-        """By path, what answers GET and HEAD with a file, to everybody."""
+        """The applications that answer GET and HEAD with a file, by path. They ask for no token."""
         ...
 
     @property
     def description(self) -> Operation:
-        """What tells the page about the server."""
+        """The operation that describes the server to the scripts of the web UI."""
         ...
 
 
 class HttpFrontend:
     """Serves `services` on one port. Refusals of unknown paths use the dialect of the first service.
 
-    With a `page` requests of pages that this port has served are answered, too.
-
-    Belongs to the event loop of its calls.
+    With a `web_ui`, requests whose `Origin` is this port are answered, too. Belongs to the event loop of its calls.
     """
 
     def __init__(
@@ -65,11 +63,11 @@ class HttpFrontend:
         services: Sequence[HttpService],
         certificate: CertificateFiles | None,
         probes: Probes,
-        page: Page | None,
+        web_ui: WebUi | None,
         *,
         shares_port: bool = False,
     ) -> None:
-        """With `shares_port` other processes of this server listen on the same port."""
+        """If `shares_port` is True, other processes of this server listen on the same port."""
         self._engine = engine
         self._shares_port = shares_port
         self._refusals = groups.refusals
@@ -78,12 +76,12 @@ class HttpFrontend:
         self._certificate = certificate
         self._probes = probes
         self._probe_apps = probes.apps()
-        self._page = page
+        self._web_ui = web_ui
         described = [
             (item, service.dialect.failure_description) for service in services for item in service.operations
         ]
         self._document = openapi.document(described, engine.info.model)
-        self._guard = SourceGuard(_hosts(config), config.http_origins or (), has_pages=page is not None)
+        self._guard = SourceGuard(_hosts(config), config.http_origins or (), has_pages=web_ui is not None)
         handlers = self._handlers(groups)
         # Most paths have no variable parts and need no search through the patterns of the router.
         self._fixed = {path: handler for path, handler in handlers.items() if "{" not in path}
@@ -93,22 +91,22 @@ class HttpFrontend:
 
     @property
     def port(self) -> int | None:
-        """The port that is listened on; None before `start`."""
+        """The TCP port; None before `start`."""
         return self._listener.port
 
     async def start(self) -> None:
-        """Listen and serve. Raises `PortUnavailable`."""
+        """Listens and serves. Raises `PortUnavailable`."""
         context = None if self._certificate is None else _following(self._certificate)
         config = self._config
         await self._listener.start(config.host, config.http_port or 0, context, is_shared=self._shares_port)
 
     async def close(self) -> None:
-        """Stop listening and end all connections. May be repeated."""
+        """Stops listening and ends all connections. May be repeated."""
         await self._listener.close()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         probe = self._probe_apps.get(scope["path"])
-        if probe is not None:  # whoever asks: load balancers name hosts that are none of ours, or no host
+        if probe is not None:  # without a check of `Host`: load balancers send foreign names or none
             await probe(scope, receive, send)
             return
         try:
@@ -124,7 +122,7 @@ class HttpFrontend:
     async def _refuse(
         self, error: Exception, scope: Scope, receive: Receive, send: Send, dialect: Dialect | None = None
     ) -> None:
-        """Refuse a request before it becomes a call."""
+        """Refuses a request before it becomes a call."""
         exchange = Exchange(scope, receive, send)
         request_id = CallContext(exchange.headers, None, "").request_id
         exchange.connection.note_refusal()
@@ -139,7 +137,7 @@ class HttpFrontend:
         await exchange.respond(failure.http_status, body, request_id, headers=failure_headers(failure))
 
     def _handlers(self, groups: CallGroups) -> Mapping[str, App]:
-        """The ASGI application of each path; paths may have variable parts."""
+        """Returns the ASGI application of each path. Paths may have variable parts, as `/v1/images/{image_id}`."""
         paths: dict[str, _Path] = {}
 
         def add(operation: Operation, admission: CallAdmission, dialect: Dialect) -> None:
@@ -167,9 +165,9 @@ class HttpFrontend:
                 groups.unrecorded(needs_token=self._config.reflection == "token"),
                 own,
             )
-        if self._page is not None:
-            add(self._page.description, groups.unrecorded(needs_token=True), own)
-            for name, file in self._page.files.items():
+        if self._web_ui is not None:
+            add(self._web_ui.description, groups.unrecorded(needs_token=True), own)
+            for name, file in self._web_ui.files.items():
                 paths[name] = path = _Path(self._refuse, own)
                 path.endpoints.update(GET=file, HEAD=file)
         for path in paths.values():
@@ -185,7 +183,7 @@ class HttpFrontend:
 
 
 class _Path:
-    """An ASGI application for all verbs of one path."""
+    """Routes the requests for one path by their verb, as an ASGI application."""
 
     def __init__(self, refuse: Callable[..., Any], dialect: Dialect) -> None:
         self.endpoints: dict[str, App] = {}
@@ -201,7 +199,7 @@ class _Path:
 
 
 def _with_cors(app: App, config: ServerConfig) -> App:
-    """The application, which also answers pages of the allowed origins."""
+    """Returns the application, wrapped so that browsers let pages of the allowed origins call it (CORS)."""
     return CORSMiddleware(
         app,
         allow_origins=config.http_origins or (),
@@ -212,13 +210,14 @@ def _with_cors(app: App, config: ServerConfig) -> App:
 
 
 def _hosts(config: ServerConfig) -> tuple[str, ...] | None:
+    """Returns the names that `Host` may have; None if it may have any."""
     if config.http_hosts is not None:
         return (*config.http_hosts, config.host)
     return None if config.tokens is not None else (config.host,)
 
 
 def _following(certificate: CertificateFiles) -> ssl.SSLContext:
-    """A context that gives each new connection the certificate that was read last."""
+    """Returns a TLS context that gives each new connection the certificate that was read last."""
     first = certificate.value.context
 
     def choose(connection: Any, name: str | None, context: ssl.SSLContext) -> None:

@@ -1,7 +1,7 @@
-"""Serves the files of the page, and tells the page what the server offers.
+"""Serves the files of the web UI and describes the server to it.
 
 The files are public: they come with the package, and say nothing about the server but whether it asks for tokens.
-What the page asks for after that needs a token where tokens are asked for.
+All further requests of the web UI need a token if the server asks for tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kestrel_grpc.frontends.http.output_json import to_json
 from kestrel_runtime.api.engine import Engine
 
 ROOT = "/page/"
-"""The beginning of the paths of all files but `index.html`, which is at `/`."""
+"""The prefix of the paths of all files but `index.html`, which is at `/`."""
 _MEDIA_TYPES: Mapping[str, str] = MappingProxyType(
     {
         "html": "text/html; charset=utf-8",
@@ -42,7 +42,7 @@ _POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        # Scripts of the page may not turn text into HTML or code.
+        # Scripts may not turn text into HTML or code.
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     )
@@ -62,8 +62,8 @@ _HEADERS: tuple[Header, ...] = (
 )
 
 
-class Page:
-    """The files by their paths, and the operation that describes the server to the page."""
+class WebUi:
+    """Holds the files by their paths, and the operation that describes the server to the scripts."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Page:
         self._grpc_port = grpc_port
         self._is_encrypted = is_encrypted
         self._stores_images = stores_images
-        # In a file of its own, so that the page knows without a request that is refused.
+        # A file of its own, so that the scripts learn it without a request that is refused.
         access = _StaticFile(to_json({"asks_for_tokens": asks_for_tokens}), _MEDIA_TYPES["json"])
         self.files: Mapping[str, App] = {**dict(_files()), f"{ROOT}access.json": access}
         self.description = Operation("GET", f"{ROOT}server.json", "http/page", None, self._describe)
@@ -130,7 +130,7 @@ class _StaticFile:
 
 
 def _files() -> Iterator[tuple[str, _StaticFile]]:
-    for item in files("kestrel_grpc.frontends.page").joinpath("static").iterdir():
+    for item in files("kestrel_grpc.frontends.web_ui").joinpath("static").iterdir():
         path = "/" if item.name == "index.html" else f"{ROOT}{item.name}"
         yield path, _StaticFile(item.read_bytes(), _MEDIA_TYPES[item.name.rpartition(".")[2]])
     example = files("kestrel_grpc").joinpath("demo_picture.png")
@@ -138,5 +138,5 @@ def _files() -> Iterator[tuple[str, _StaticFile]]:
 
 
 def _tags(header: str | None) -> set[str]:
-    """The tags of an `If-None-Match`."""
+    """Returns the tags of an `If-None-Match` header."""
     return {tag.strip().removeprefix("W/") for tag in (header or "").split(",")}

@@ -16,7 +16,7 @@ from tests.server.frontends.http.test_frontend import bearer, tokens_in
 from tests.server.http_calls import Connection, HttpServing, serving_http
 
 QUERY = {"question": "?"}
-STATIC = files("kestrel_grpc.frontends.page").joinpath("static")
+STATIC = files("kestrel_grpc.frontends.web_ui").joinpath("static")
 MAX_WEIGHT_BYTES = 200_000
 
 

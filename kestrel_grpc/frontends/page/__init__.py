@@ -1,1 +1,0 @@
-"""The page at `/` of the HTTP port, on which people ask the model about a picture."""

@@ -1,0 +1,1 @@
+"""Serves the web UI at `/` of the HTTP port, on which people ask the model about a picture."""
