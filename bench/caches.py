@@ -80,7 +80,7 @@ from kestrel_runtime.api.requests import Query
 from kestrel_runtime.engine.engine import LocalEngine
 
 _IMAGE_PX = 64
-"""Sides of the images of `stored` and `leak`, one tile each."""
+"""Sides of the images of `stored` and `leak`, one crop each."""
 
 
 TIER_ROWS = "cached:1,cached:64,repeats-0:64,repeats-50:64,repeats-90:64"
@@ -412,7 +412,7 @@ def served(options: Sequence[str] = ()) -> Iterator[Callers]:
 
 
 def new_image(random_numbers: np.random.Generator) -> bytes:
-    """An encoded image of one tile that was never seen before."""
+    """An encoded image of one crop that was never seen before."""
     file = io.BytesIO()
     pixels = random_numbers.integers(0, 255, (_IMAGE_PX, _IMAGE_PX, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(file, "PNG")

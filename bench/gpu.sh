@@ -113,7 +113,7 @@ card_times() {
     echo "as $card prefill-$of bench.prefill --precision $precision --prompts 1 8"
     echo "as $card experts-$of bench.experts --precision $precision --implementations triton --routing random" \
         "--tokens 1 16 64 746 5968 --json $OUT/experts-$of.json"
-    echo "as $card vision-$of bench.vision --tiles 9 36 --parts 36 --precision $precision"
+    echo "as $card vision-$of bench.vision --crops 9 36 --parts 36 --precision $precision"
 }
 
 needs_weights() {
@@ -129,7 +129,7 @@ done
 for stage in $stages; do
     case $stage in
     parts)
-        for part in "decode_step" "vision --tiles 1 3 5 7 9 11 13 18 36" "prefill" "images --json $out/images.json"; do
+        for part in "decode_step" "vision --crops 1 3 5 7 9 11 13 18 36" "prefill" "images --json $out/images.json"; do
             read -r -a command <<<"$part"
             if [ -e "bench/${command[0]}.py" ]; then
                 say "$part"

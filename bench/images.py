@@ -32,13 +32,13 @@ from kestrel_ops import Kernels, resample
 from kestrel_ops.triton.resample import Blocks
 from kestrel_ops.triton.resample import resample as triton_resample
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.imaging.crops import DecodedImage, keep_decoded
 from kestrel_runtime.imaging.decoding import decode_image
-from kestrel_runtime.imaging.tiles import DecodedImage, keep_decoded
-from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
+from kestrel_runtime.models.moondream.vision.device_cropping import Cropper
 from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2
 
-TILING = MoondreamTiling(MOONDREAM_2.vision)
+CROPPING = MoondreamCropping(MOONDREAM_2.vision)
 SIZES = ((800, 557), (378, 378), (640, 480), (1920, 1080), (1080, 2340), (3840, 2160))
 """Width and height in pixels."""
 HARD_SIZES = (
@@ -55,7 +55,7 @@ class Cost:
     width: int
     height: int
     crops: int
-    pillow_ms: float  # resizing and tiling on one core
+    pillow_ms: float  # resizing and dividing into crops on one core
     uncut_ms: float  # handing the decoded pixels over, on one core
     device_us: float
     upload_us: float
@@ -97,46 +97,46 @@ def worker_rates(threads: list[int], duration_s: float) -> list[dict[str, float]
     files = [chart(seed) for seed in range(NUM_DRAWN)]
     decode = partial(decode_image, max_image_pixels=EngineConfig().max_image_pixels)
     rows = []
-    print(f"\n{'threads':>7} {'Pillow tiles /s':>15} {'decoded alone /s':>17}")
+    print(f"\n{'threads':>7} {'Pillow crops /s':>15} {'decoded alone /s':>17}")
     for count in threads:
-        pillow = images_per_s(lambda file: TILING.make_tiles(decode(file)), files, count, duration_s)
-        decoded = images_per_s(lambda file: keep_decoded(decode(file), TILING), files, count, duration_s)
+        pillow = images_per_s(lambda file: CROPPING.make_crops(decode(file)), files, count, duration_s)
+        decoded = images_per_s(lambda file: keep_decoded(decode(file), CROPPING), files, count, duration_s)
         rows.append({"threads": count, "pillow_per_s": pillow, "decode_per_s": decoded})
         print(f"{count:>7} {pillow:>15.0f} {decoded:>17.0f}", flush=True)
     return rows
 
 
-def cost_of(width: int, height: int, new_tiler: Callable[[], Tiler]) -> Cost:
+def cost_of(width: int, height: int, new_cropper: Callable[[], Cropper]) -> Cost:
     """Time one size."""
     image = noise(width, height)
-    decoded = keep_decoded(image, TILING)
+    decoded = keep_decoded(image, CROPPING)
     assert isinstance(decoded, DecodedImage)
-    tiler = new_tiler()
-    pixels = tiler.upload(decoded.pixels)
-    device_us = time_us([lambda: tiler.tile(pixels, decoded.rows, decoded.columns)])
+    cropper = new_cropper()
+    pixels = cropper.upload(decoded.pixels)
+    device_us = time_us([lambda: cropper.crop(pixels, decoded.rows, decoded.columns)])
     staged = torch.empty(decoded.pixels.shape, dtype=torch.uint8, pin_memory=pixels.is_cuda)
     uploaded = staged.to(pixels.device)
     return Cost(
         width,
         height,
-        decoded.num_tiles,
-        pillow_ms=median_ms(lambda: TILING.make_tiles(image)),
-        uncut_ms=median_ms(lambda: keep_decoded(image, TILING)),
+        decoded.num_crops,
+        pillow_ms=median_ms(lambda: CROPPING.make_crops(image)),
+        uncut_ms=median_ms(lambda: keep_decoded(image, CROPPING)),
         device_us=device_us,
         upload_us=time_us([lambda: uploaded.copy_(staged, non_blocking=True)]),
-        host_us=median_ms(lambda: tiler.make_tiles(decoded)) * 1e3,
-        host_first_us=median_ms(lambda: new_tiler().make_tiles(decoded)) * 1e3,
+        host_us=median_ms(lambda: cropper.make_crops(decoded)) * 1e3,
+        host_first_us=median_ms(lambda: new_cropper().make_crops(decoded)) * 1e3,
     )
 
 
-def device_costs(new_tiler: Callable[[], Tiler]) -> list[Cost]:
+def device_costs(new_cropper: Callable[[], Cropper]) -> list[Cost]:
     """Time every size."""
-    heads = ("crops", "Pillow ms", "untiled ms", "device µs", "upload µs", "host µs", "new lengths µs")
+    heads = ("crops", "Pillow ms", "whole ms", "device µs", "upload µs", "host µs", "new lengths µs")
     print(f"\n{'size':>11}" + "".join(f"{head:>15}" for head in heads))
     costs = []
     for width, height in SIZES:
         with attempted(f"{width} by {height}"):
-            cost = cost_of(width, height, new_tiler)
+            cost = cost_of(width, height, new_cropper)
             costs.append(cost)
             print(
                 f"{width:>6}x{height:<4}{cost.crops:>15}{cost.pillow_ms:>15.2f}{cost.uncut_ms:>15.2f}"
@@ -146,25 +146,25 @@ def device_costs(new_tiler: Callable[[], Tiler]) -> list[Cost]:
     return costs
 
 
-def check(tilers: dict[str, Tiler], num_random: int) -> dict[str, dict[str, int]]:
-    """Compare all tiles of hard and of random sizes with Pillow's, pixel by pixel."""
+def check(croppers: dict[str, Cropper], num_random: int) -> dict[str, dict[str, int]]:
+    """Compare all crops of hard and of random sizes with Pillow's, pixel by pixel."""
     chance = random.Random(0)
     sizes = [*HARD_SIZES, *((_log_uniform(chance), _log_uniform(chance)) for _ in range(num_random))]
-    totals = {name: {"images": 0, "pixels": 0, "differing": 0, "largest": 0} for name in tilers}
+    totals = {name: {"images": 0, "pixels": 0, "differing": 0, "largest": 0} for name in croppers}
     for seed, (width, height) in enumerate(sizes):
         image = noise(width, height, seed)
-        decoded, wanted = keep_decoded(image, TILING), TILING.make_tiles(image).pixels.astype(np.int16)
+        decoded, wanted = keep_decoded(image, CROPPING), CROPPING.make_crops(image).pixels.astype(np.int16)
         if not isinstance(decoded, DecodedImage):
             continue
-        for name, tiler in tilers.items():
-            difference = np.abs(tiler.make_tiles(decoded).cpu().numpy() - wanted)
+        for name, cropper in croppers.items():
+            difference = np.abs(cropper.make_crops(decoded).cpu().numpy() - wanted)
             total = totals[name]
             total["images"] += 1
             total["pixels"] += wanted.size // 3
             total["differing"] += int((difference.max(axis=-1) > 0).sum())
             total["largest"] = max(total["largest"], int(difference.max()))
             if difference.any():
-                print(f"{width}x{height}, {decoded.num_tiles} tiles, {name}: up to {difference.max()} steps of 255")
+                print(f"{width}x{height}, {decoded.num_crops} crops, {name}: up to {difference.max()} steps of 255")
     for name, total in totals.items():
         print(
             f"{name}: {total['images']} images, {total['pixels']:,} pixels, {total['differing']:,} differ from "
@@ -175,15 +175,15 @@ def check(tilers: dict[str, Tiler], num_random: int) -> dict[str, dict[str, int]
 
 def tune(device: torch.device) -> list[dict[str, Any]]:
     """Time 800 by 557 over candidate blocks, fastest first."""
-    decoded = keep_decoded(noise(*SIZES[0]), TILING)
+    decoded = keep_decoded(noise(*SIZES[0]), CROPPING)
     assert isinstance(decoded, DecodedImage)
     rows = []
     for blocks in _candidates():
         with attempted(str(blocks)):
-            tiler = Tiler(TILING, device, partial(triton_resample, blocks=blocks))
-            pixels = tiler.upload(decoded.pixels)
-            tile = partial(tiler.tile, pixels, decoded.rows, decoded.columns)
-            rows.append({"blocks": str(blocks), "us": time_us([tile])})
+            cropper = Cropper(CROPPING, device, partial(triton_resample, blocks=blocks))
+            pixels = cropper.upload(decoded.pixels)
+            crop = partial(cropper.crop, pixels, decoded.rows, decoded.columns)
+            rows.append({"blocks": str(blocks), "us": time_us([crop])})
     rows.sort(key=lambda row: row["us"])
     for row in rows:
         print(f"{row['us']:>8.1f} µs  {row['blocks']}")
@@ -212,10 +212,10 @@ def main() -> int:
     torch.set_num_threads(1)
     largest = 0
     if arguments.check:
-        tilers = {"fast": Tiler(TILING, device, chosen), "definition": Tiler(TILING, device, resample)}
-        result["check"] = check(tilers, arguments.sizes)
+        croppers = {"fast": Cropper(CROPPING, device, chosen), "definition": Cropper(CROPPING, device, resample)}
+        result["check"] = check(croppers, arguments.sizes)
         largest = max(total["largest"] for total in result["check"].values())
-    result["device"] = [asdict(cost) for cost in device_costs(lambda: Tiler(TILING, device, chosen))]
+    result["device"] = [asdict(cost) for cost in device_costs(lambda: Cropper(CROPPING, device, chosen))]
     result["workers"] = worker_rates(arguments.threads, arguments.seconds)
     if arguments.tune and device.type == "cuda":
         print()

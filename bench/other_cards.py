@@ -7,7 +7,7 @@
 The rest of the line is a module and its arguments, which run in this process. Implementations and plans are chosen
 for the named card. Triton compiles for it down to PTX, which ptxas assembles for the GPU that is here: the
 instructions are those that the other card has. A kernel that needs more shared memory than a program has there ends
-the run. What torch's libraries compute (cuBLAS, cuDNN, attention within image tiles) is computed as this GPU does,
+the run. What torch's libraries compute (cuBLAS, cuDNN, attention within image crops) is computed as this GPU does,
 with its clocks, caches and memory: times say what the plans are worth, not how fast the other card is.
 """
 

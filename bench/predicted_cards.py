@@ -1,6 +1,6 @@
 """How fast should other cards be, from the bytes and operations of a request? A table; measures nothing.
 
-A request is that of `bench.serve`: 9 tiles, 746 prompt tokens, 3 or 33 tokens of answer, in bfloat16 or float8. The
+A request is that of `bench.serve`: 9 crops, 746 prompt tokens, 3 or 33 tokens of answer, in bfloat16 or float8. The
 time of its parts is the larger of bytes over a card's bandwidth and operations over its rate, both from data sheets
 (dense, sums in float32) times the share of them that one H200 reached with large copies and products. That sum is
 divided by the share that the server reached there of its own sum, for one request at a time, for 64, and for 64 in
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_TILE_FLOPS = 0.673e12  # of 27 layers and the projection
+_CROP_FLOPS = 0.673e12  # of 27 layers and the projection
 _TOKEN_FLOPS = 2 * 1.31e9
-_TILES, _PROMPT_TOKENS = 9, 746
+_CROPS, _PROMPT_TOKENS = 9, 746
 _STEP_WEIGHTS = 1.315e9  # that a decode step reads
 _POSITION_VALUES = 24 * 2 * 2048
 _REACHED_BANDWIDTH, _REACHED_RATE = 4.17 / 4.8, 785 / 989  # by one H200
@@ -50,7 +50,7 @@ def least_ms(card: Card, batch: int, tokens: int, *, is_float8: bool = False) ->
     bandwidth = card.bytes_per_s * _REACHED_BANDWIDTH
     rate = card.flops_per_s * _REACHED_RATE * (card.float8_factor if is_float8 else 1)
     item_bytes = 1 if is_float8 else 2
-    seconds = (_TILES * _TILE_FLOPS + _PROMPT_TOKENS * _TOKEN_FLOPS) / rate
+    seconds = (_CROPS * _CROP_FLOPS + _PROMPT_TOKENS * _TOKEN_FLOPS) / rate
     context = _PROMPT_TOKENS + tokens / 2
     step_bytes = item_bytes * (_STEP_WEIGHTS + batch * context * _POSITION_VALUES)
     step_flops = batch * _TOKEN_FLOPS

@@ -1,4 +1,4 @@
-"""What does it cost to encode and project the tiles of several images, part by part, beside the limits?
+"""What does it cost to encode and project the crops of several images, part by part, beside the limits?
 
 Full-size random weights. Every part is timed alone at the sizes it has in the encoder, then the whole; the limit of
 a part is the larger of its operations over the rate of a large product in the same type and its bytes over the rate
@@ -60,7 +60,7 @@ FLOAT8 = torch.float8_e4m3fn
 EPSILON = 1e-5
 
 
-def random_tiles(count: int, config: VisionConfig, device: torch.device) -> Tensor:
+def random_crops(count: int, config: VisionConfig, device: torch.device) -> Tensor:
     """Blocks of colour with noise, so that patches differ as those of pictures do."""
     side = config.crop_size
     coarse = torch.rand(count, 3, side // 14, side // 14, device=device)
@@ -174,27 +174,27 @@ def check_layers(
     model: VisionModel, fused: Mapping[Any, FusedVision], device: torch.device
 ) -> dict[str, list[float]]:
     """Relative errors after each block, of the features and of the embeddings, against float32."""
-    tiles = random_tiles(3, model.config, device)
-    wanted = _plain_states(model, tiles)
-    features = model.encode(tiles)
+    crops = random_crops(3, model.config, device)
+    wanted = _plain_states(model, crops)
+    features = model.encode(crops)
     embeddings = model.project(features, 1, 2)
     short = VisionModel(model.config).to(device).bfloat16()
     short.load_state_dict(model.state_dict())
     columns: dict[str, list[float]] = {}
     with attempted("plain bfloat16"):
-        short_features = short.encode(tiles)
+        short_features = short.encode(crops)
         columns["plain bf16"] = [
-            *map(relative_error, _plain_states(short, tiles), wanted),
+            *map(relative_error, _plain_states(short, crops), wanted),
             relative_error(short_features, features),
             relative_error(short.project(short_features, 1, 2), embeddings),
         ]
     for precision, vision in fused.items():
         with attempted(f"layers of {precision}"):
-            fused_features = vision.encode(tiles)
+            fused_features = vision.encode(crops)
             columns[precision] = [
                 *(
                     relative_error(got.view_as(want), want)
-                    for got, want in zip(vision.states(tiles), wanted, strict=True)
+                    for got, want in zip(vision.states(crops), wanted, strict=True)
                 ),
                 relative_error(fused_features, features),
                 relative_error(vision.project_all([fused_features], [(1, 2)])[0], embeddings),
@@ -206,8 +206,8 @@ def check_layers(
     return columns
 
 
-def _plain_states(model: VisionModel, tiles: Tensor) -> list[Tensor]:
-    state = model.patch_emb(model._patches(tiles)) + model.pos_emb
+def _plain_states(model: VisionModel, crops: Tensor) -> list[Tensor]:
+    state = model.patch_emb(model._patches(crops)) + model.pos_emb
     states = []
     for block in model.blocks:
         state = block(state)
@@ -219,7 +219,7 @@ Precision = Literal["model", "float8", "calibrated"]
 FLOAT8 = torch.float8_e4m3fn
 EPSILON = 1e-5
 PRECISIONS = ("model", "float8", "calibrated")
-TILES_OF_AN_IMAGE, TILING = 9, (2, 4)
+CROPS_OF_AN_IMAGE, GRID = 9, (2, 4)
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -258,18 +258,18 @@ def random_vision(config: VisionConfig, device: torch.device) -> VisionModel:
 def time_parts(
     kernels: Kernels,
     config: VisionConfig,
-    num_tiles: int,
+    num_crops: int,
     precision: Precision,
     limits: Limits,
     device: torch.device,
 ) -> list[Part]:
     """Every launch of the encoder's blocks alone."""
-    rows, dim, inner = num_tiles * config.num_image_tokens, config.enc_dim, config.enc_ff_dim
+    rows, dim, inner = num_crops * config.num_image_tokens, config.enc_dim, config.enc_ff_dim
     heads, layers = config.enc_n_heads, config.enc_n_layers
     dtype = torch.bfloat16 if precision == "model" else FLOAT8
     # Scales that are known need not be measured.
     known: dict[str, Any] = {"out_scale": 0.05} if precision == "calibrated" else {}
-    of = f"{precision}, {num_tiles} tiles"
+    of = f"{precision}, {num_crops} crops"
     timer = PartTimer(device, limits, "model" if precision == "model" else "float8", of)
 
     def whole_product(name: str, operation: Callable[..., Any], out_dim: int, in_dim: int) -> None:
@@ -341,7 +341,7 @@ def time_parts(
                 operation,
                 lambda: (short(3 * dim), config.num_image_tokens, heads, rounded if backend is None else None),
                 calls=layers if is_chosen else 0,
-                flops=4.0 * num_tiles * config.num_image_tokens**2 * dim,
+                flops=4.0 * num_crops * config.num_image_tokens**2 * dim,
                 size=rows * dim * 8,
             )
 
@@ -362,21 +362,21 @@ def _attend(packed: Tensor, num_patches: int, heads: int, _: float | None) -> Te
 
 
 @torch.no_grad()
-def time_whole(vision: FusedVision, num_tiles: int, device: torch.device) -> dict[str, float]:
+def time_whole(vision: FusedVision, num_crops: int, device: torch.device) -> dict[str, float]:
     """Encoder and projection as they run, and what the host spends to launch them."""
-    tiles = random_tiles(num_tiles, vision.config, device)
-    num_images = max(1, num_tiles // TILES_OF_AN_IMAGE)
-    shape = (TILES_OF_AN_IMAGE, vision.config.num_image_tokens, vision.config.enc_dim)
+    crops = random_crops(num_crops, vision.config, device)
+    num_images = max(1, num_crops // CROPS_OF_AN_IMAGE)
+    shape = (CROPS_OF_AN_IMAGE, vision.config.num_image_tokens, vision.config.enc_dim)
     features = [torch.randn(shape, device=device).bfloat16() for _ in range(num_images)]
-    project = partial(vision.project_all, features, [TILING] * num_images)
-    encode = partial(vision.encode, tiles)
+    project = partial(vision.project_all, features, [GRID] * num_images)
+    encode = partial(vision.encode, crops)
     whole = {
         "num_images": num_images,
         "encode_launch_us": launch_us(encode),
         "project_launch_us": launch_us(project),
     }
     whole |= {"encode_us": math.nan, "project_us": math.nan}
-    with attempted(f"timing the encoding of {num_tiles} tiles"):
+    with attempted(f"timing the encoding of {num_crops} crops"):
         whole["encode_us"] = time_us([encode], replays=5, rounds=1)
     with attempted(f"timing the projection of {num_images} images"):
         whole["project_us"] = time_us([project])
@@ -435,8 +435,8 @@ def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiles", type=int, nargs="+", default=[9, 18, 27, 36])
-    parser.add_argument("--parts", type=int, nargs="*", default=[9, 36], help="tile counts to take apart")
+    parser.add_argument("--crops", type=int, nargs="+", default=[9, 18, 27, 36])
+    parser.add_argument("--parts", type=int, nargs="*", default=[9, 36], help="crop counts to take apart")
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--kernels", type=parse_kernels, default=(), help="operation=implementation,…")
     parser.add_argument("--check", action="store_true", help="compare with float32 block by block")
@@ -463,7 +463,7 @@ def main() -> int:
     for precision in arguments.precision:
         with attempted(f"building {precision}"):
             if precision == "calibrated":
-                fused[precision] = CalibratedVision(short, kernels, random_tiles(3, config, device))
+                fused[precision] = CalibratedVision(short, kernels, random_crops(3, config, device))
             else:
                 fused[precision] = FusedVision(short, kernels, precision)
     if arguments.check:
@@ -472,22 +472,22 @@ def main() -> int:
         result["tuning"] = tune(36 * config.num_image_tokens, device)
     result["parts"], result["whole"] = {}, {}
     for precision in fused:
-        for num_tiles in arguments.parts:
-            print(f"\n{num_tiles} tiles, {precision}: parts")
-            parts = time_parts(kernels, config, num_tiles, precision, limits, device)
-            result["parts"][f"{precision} {num_tiles}"] = [asdict(part) for part in parts]
+        for num_crops in arguments.parts:
+            print(f"\n{num_crops} crops, {precision}: parts")
+            parts = time_parts(kernels, config, num_crops, precision, limits, device)
+            result["parts"][f"{precision} {num_crops}"] = [asdict(part) for part in parts]
             print(f"  {'sum':<28}{sum(part.us * part.calls for part in parts) / 1e3:>28.2f} ms")
-    print(f"\n{'tiles':>5} {'precision':<10}{'encode ms':>10}{'project ms':>11}{'image ms':>10}{'launch ms':>11}")
+    print(f"\n{'crops':>5} {'precision':<10}{'encode ms':>10}{'project ms':>11}{'image ms':>10}{'launch ms':>11}")
     for precision, vision in fused.items():
-        for num_tiles in arguments.tiles:
-            with attempted(f"encoding {num_tiles} tiles in {precision}"):
-                whole = time_whole(vision, num_tiles, device)
-                result["whole"][f"{precision} {num_tiles}"] = whole
+        for num_crops in arguments.crops:
+            with attempted(f"encoding {num_crops} crops in {precision}"):
+                whole = time_whole(vision, num_crops, device)
+                result["whole"][f"{precision} {num_crops}"] = whole
                 encode_ms, project_ms = whole["encode_us"] / 1e3, whole["project_us"] / 1e3
-                image_ms = encode_ms / num_tiles * TILES_OF_AN_IMAGE + project_ms / whole["num_images"]
+                image_ms = encode_ms / num_crops * CROPS_OF_AN_IMAGE + project_ms / whole["num_images"]
                 launch_ms = (whole["encode_launch_us"] + whole["project_launch_us"]) / 1e3
                 line = f"{encode_ms:>10.2f}{project_ms:>11.3f}{image_ms:>10.2f}{launch_ms:>11.2f}"
-                print(f"{num_tiles:>5} {precision:<10}{line}", flush=True)
+                print(f"{num_crops:>5} {precision:<10}{line}", flush=True)
     result["seconds"] = time.perf_counter() - started
     folder = Path(os.environ.get("OUT", "bench/out"))
     write_json(folder / "vision.json", result)

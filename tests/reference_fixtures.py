@@ -46,7 +46,7 @@ def shallow_copy(folder: Path, copy: Path) -> Path:
     """A checkpoint without answers that computes far less than the reference model; returns `copy`.
 
     It has the first two blocks of the image encoder and of the decoder, the second with experts where the model has
-    any. Tiles have 9 patches a side, so an image has 81 tokens and no more than five tiles.
+    any. Crops have 9 patches a side, so an image has 81 tokens and no more than five crops.
     The weights of the output head are four times as large, else its biases would decide most tokens. For tests that
     compare engines with each other: answers differ by prompt and by image, as those of the reference model do.
     """

@@ -1,4 +1,4 @@
-"""Scenes to arrays: tiles of the pictures, and rows of examples that share a picture.
+"""Scenes to arrays: crops of the pictures, and rows of examples that share a picture.
 
 A row holds many examples of one picture one after another; none sees another. Knows the vocabulary and the
 vision configuration, no weights.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.region import SIZE_OCTAVES
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from training.drawing import draw_scene
 from training.examples import Example, Teacher
 from training.scenes import Scene, make_scene
@@ -71,9 +71,9 @@ class Rows:
 class Group:
     """Some pictures and, for each time they are visited, a row for each."""
 
-    tiles: Tensor
-    """uint8 [tiles of all pictures, side, side, 3]."""
-    tilings: list[tuple[int, int]]
+    crops: Tensor
+    """uint8 [crops of all pictures, side, side, 3]."""
+    grids: list[tuple[int, int]]
     visits: list[Rows]
 
 
@@ -93,20 +93,20 @@ class GroupMaker:
 
     def of_seeds(self, seeds: Iterable[int]) -> Group:
         """A group of the scenes of these seeds."""
-        tiles, tilings = [], []
+        crops, grids = [], []
         rows: list[list[dict[str, np.ndarray]]] = [[] for _ in range(self.num_visits)]
         for seed in seeds:
             scene = make_scene(seed)
-            pixels, tiling = scene_crops(scene, self.teacher.config.vision)
-            tiles.append(pixels)
-            tilings.append(tiling)
+            pixels, grid = scene_crops(scene, self.teacher.config.vision)
+            crops.append(pixels)
+            grids.append(grid)
             for visit in range(self.num_visits):
                 rows[visit].append(self._row(scene, random.Random(f"{seed} {visit}")))
         visits = [
             Rows(*(torch.from_numpy(np.stack([row[name] for row in part])) for name in Rows.__slots__))
             for part in rows
         ]
-        return Group(torch.from_numpy(np.concatenate(tiles)), tilings, visits)
+        return Group(torch.from_numpy(np.concatenate(crops)), grids, visits)
 
     def _row(self, scene: Scene, rng: random.Random) -> dict[str, np.ndarray]:
         row = _Row(self.teacher, rng if self.jitter else None)
@@ -209,14 +209,14 @@ def size_bins(values: tuple[float, ...], num_bins: int) -> list[int]:
 
 
 def scene_crops(scene: Scene, vision: VisionConfig) -> tuple[np.ndarray, tuple[int, int]]:
-    """The tiles of a scene's picture, drawn no larger than they need, tiled as its true size asks for."""
+    """The crops of a scene's picture, drawn no larger than they need, divided as its true size asks for."""
     image = draw_scene(scene, max_area_px=_DRAWN_AREA_PX)
-    tiling = MoondreamTiling(vision)
-    rows, columns = tiling.select(scene.height_px, scene.width_px)
-    size, stride = tiling.tile_px, tiling.stride_px
+    cropping = MoondreamCropping(vision)
+    rows, columns = cropping.select(scene.height_px, scene.width_px)
+    size, stride = cropping.crop_px, cropping.stride_px
     pixels = np.empty((1 + rows * columns, size, size, 3), np.uint8)
     pixels[0] = np.asarray(image.resize((size, size), Image.Resampling.LANCZOS))
-    whole = (tiling.canvas_px(columns), tiling.canvas_px(rows))
+    whole = (cropping.canvas_px(columns), cropping.canvas_px(rows))
     canvas = np.asarray(image.resize(whole, Image.Resampling.LANCZOS))
     for row in range(rows):
         for column in range(columns):

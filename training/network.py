@@ -115,31 +115,31 @@ class Network(nn.Module):
         for experts in self.experts:
             experts.quantised = True
 
-    def embed_images(self, tiles: Tensor, tilings: list[tuple[int, int]]) -> Tensor:
-        """Tiles of many pictures → [pictures, image tokens, dim]."""
+    def embed_images(self, crops: Tensor, grids: list[tuple[int, int]]) -> Tensor:
+        """Crops of many pictures → [pictures, image tokens, dim]."""
         vision = self.model.vision
-        features = vision.encode(tiles)
+        features = vision.encode(crops)
         places: dict[tuple[int, int], list[int]] = {}
         starts, total = [], 0
-        for index, tiling in enumerate(tilings):
-            places.setdefault(tiling, []).append(index)
+        for index, grid in enumerate(grids):
+            places.setdefault(grid, []).append(index)
             starts.append(total)
-            total += 1 + tiling[0] * tiling[1]
+            total += 1 + grid[0] * grid[1]
         order, joined = [], []
         for (rows, columns), indices in places.items():
             count = 1 + rows * columns
-            members = torch.tensor([starts[i] + c for i in indices for c in range(count)], device=tiles.device)
+            members = torch.tensor([starts[i] + c for i in indices for c in range(count)], device=crops.device)
             some = features[members].unflatten(0, (len(indices), count))
             pool = pooling(vision, rows, columns).to(some)
             joined.append(torch.cat((some[:, 0], pool @ some[:, 1:].flatten(1, 2)), dim=-1))
             order += indices
         projected = vision.proj_mlp(torch.cat(joined))
-        return projected[torch.tensor(order, device=tiles.device).argsort()]
+        return projected[torch.tensor(order, device=crops.device).argsort()]
 
-    def forward(self, tiles: Tensor, tilings: list[tuple[int, int]], rows: Rows) -> Prediction:
+    def forward(self, crops: Tensor, grids: list[tuple[int, int]], rows: Rows) -> Prediction:
         text, region, config = self.model.text, self.model.region, self.model.config
         ids = rows.ids.long()
-        images = self.embed_images(tiles, tilings)
+        images = self.embed_images(crops, grids)
         embedded = text.wte[ids]
         is_coordinate, is_size = ids == config.tokenizer.coord_id, ids == config.tokenizer.size_id
         with torch.autocast(ids.device.type, enabled=False):  # Fourier features need all their digits
@@ -166,7 +166,7 @@ class Network(nn.Module):
 
 @functools.lru_cache(maxsize=64)
 def pooling(vision: VisionModel, rows: int, columns: int) -> Tensor:
-    """The runtime's stitching and pooling as one matrix [image tokens, tokens of all local tiles]."""
+    """The runtime's stitching and pooling as one matrix [image tokens, tokens of all local crops]."""
     side = vision.config.grid_size
     count = rows * columns * side * side
     each = torch.eye(count).view(rows * columns, side, side, count)

@@ -183,9 +183,9 @@ class State:
         rate = self._recipe.rate(self.step)
         for optimizer, full in zip(self._optimizers, self._rates, strict=True):
             optimizer.param_groups[0]["lr"] = full * rate
-        tiles, tilings, rows = batch
-        with torch.autocast(tiles.device.type, torch.bfloat16, enabled=tiles.is_cuda):
-            value = loss(self.network(tiles, tilings, rows), rows)
+        crops, grids, rows = batch
+        with torch.autocast(crops.device.type, torch.bfloat16, enabled=crops.is_cuda):
+            value = loss(self.network(crops, grids, rows), rows)
         value.backward()
         torch.nn.utils.clip_grad_norm_(self._others, 1.0)
         for optimizer in self._optimizers:
@@ -210,8 +210,8 @@ class State:
         total: Counter[str] = Counter()
         for group in tests:
             rows = group.visits[0]
-            with torch.autocast(group.tiles.device.type, torch.bfloat16, enabled=group.tiles.is_cuda):
-                prediction = self.network(group.tiles, group.tilings, rows)
+            with torch.autocast(group.crops.device.type, torch.bfloat16, enabled=group.crops.is_cuda):
+                prediction = self.network(group.crops, group.grids, rows)
             for kind, (good, count) in right_answers(prediction, rows).items():
                 right[kind] += good
                 total[kind] += count
@@ -242,16 +242,14 @@ class State:
 
 
 def _on(group: Group, device: torch.device) -> Group:
-    return Group(
-        group.tiles.to(device, non_blocking=True), group.tilings, [rows.to(device) for rows in group.visits]
-    )
+    return Group(group.crops.to(device, non_blocking=True), group.grids, [rows.to(device) for rows in group.visits])
 
 
 def _batch(recent: deque[Group], delays: tuple[int, ...]) -> tuple[torch.Tensor, list[tuple[int, int]], Rows]:
     """The newest group and the older ones that are due, each on its next visit."""
     due = [(recent[-1 - delay], visit) for visit, delay in enumerate(delays) if delay < len(recent)]
     return (
-        torch.cat([group.tiles for group, _ in due]),
-        [tiling for group, _ in due for tiling in group.tilings],
+        torch.cat([group.crops for group, _ in due]),
+        [grid for group, _ in due for grid in group.grids],
         Rows.cat([group.visits[visit] for group, visit in due]),
     )

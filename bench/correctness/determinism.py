@@ -1,6 +1,6 @@
 """Does `--deterministic` give every answer the same bits, whatever else the server does, and what does it cost?
 
-Runs engines in this process. Mixed requests (every skill, pictures of every number of tiles, half of them drawn at
+Runs engines in this process. Mixed requests (every skill, pictures of every number of crops, half of them drawn at
 temperature 1, with logprobs where a skill has them) are asked alone, without the prefix cache. Then they are asked
 in a random order, so many at once: with the cache, twice, so that the second time finds what the first has left;
 with so few pages that sequences are preempted; and with steps of few tokens. The tokens of each answer with their

@@ -310,14 +310,14 @@ def _rotary_decode_attention(draw: random.Random) -> Case:
 
 def _crop_attention(draw: random.Random) -> Case:
     patches, head_dim = draw.choice(((9, 72), (49, 24), (97, 24), (200, 72), (192, 16), (20, 3), (300, 40)))
-    dtype, heads, tiles = draw.choice(_SHORT), draw.choice((1, 3)), draw.choice((1, 5))
-    packed = _rows(draw, tiles * patches, 3 * heads * head_dim, dtype=dtype)
+    dtype, heads, crops = draw.choice(_SHORT), draw.choice((1, 3)), draw.choice((1, 5))
+    packed = _rows(draw, crops * patches, 3 * heads * head_dim, dtype=dtype)
     out_scale = draw.choice((None, 1 / 448))
 
     def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
         return [function(*_on(device, packed), patches, heads, out_scale)]
 
-    name = f"{tiles} tiles of {patches}, {heads} heads of {head_dim} {_short(dtype)}" + (
+    name = f"{crops} crops of {patches}, {heads} heads of {head_dim} {_short(dtype)}" + (
         " to float8" if out_scale else ""
     )
     return Case("crop_attention", name, run, TOLERANCES[dtype] if out_scale is None else TOLERANCES[FLOAT8])

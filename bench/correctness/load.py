@@ -1,7 +1,7 @@
 """Do 10,000 mixed requests at once leave nothing behind, and does each get the answer that a quiet engine gives?
 
 Runs the engine in this process. First every distinct request is asked alone, without the prefix cache; then
-they are drawn at random, so many at once, with it, all greedy: every skill, pictures of every number of tiles,
+they are drawn at random, so many at once, with it, all greedy: every skill, pictures of every number of crops,
 several formats, answers of a few tokens, and among them requests with adapters, constraints, several samples and
 logprobs (`--features`). There are more adapters than slots, and with few pages (`--set kv-pages=…`) what is cached
 is evicted all the time. In the end no request may have failed and no page may be taken, memory of host and device

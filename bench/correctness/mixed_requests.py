@@ -1,4 +1,4 @@
-"""Mixed requests of every skill, with pictures of every number of tiles, what else may be asked of them, and the
+"""Mixed requests of every skill, with pictures of every number of crops, what else may be asked of them, and the
 tokens of their answers.
 """
 
@@ -35,7 +35,7 @@ from kestrel_runtime.api.requests import (
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
 from kestrel_runtime.models.moondream.family import FAMILY
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.sequence import Sequence
 
@@ -50,16 +50,16 @@ FORMATS = (
 )
 """Formats with the kind of their pixels."""
 OBJECTS = ("bar", "tallest bar", "label", "red bar", "number")
-_LONGEST_SIDE_TILES = 25
+_LONGEST_SIDE_CROPS = 25
 
 
-def sizes_by_tiles(vision: VisionConfig) -> dict[int, tuple[int, int]]:
-    """The least width and height in pixels of a picture of so many tiles, for every number that there is."""
-    tiling = MoondreamTiling(vision)
-    sides = [tiling.stride_px * quarters // 4 for quarters in range(1, 4 * _LONGEST_SIDE_TILES)]
+def sizes_by_crops(vision: VisionConfig) -> dict[int, tuple[int, int]]:
+    """The least width and height in pixels of a picture of so many crops, for every number that there is."""
+    cropping = MoondreamCropping(vision)
+    sides = [cropping.stride_px * quarters // 4 for quarters in range(1, 4 * _LONGEST_SIDE_CROPS)]
     found: dict[int, tuple[int, int]] = {}
     for width, height in sorted(itertools.product(sides, sides), key=lambda size: size[0] * size[1]):
-        rows, columns = tiling.select(height, width)
+        rows, columns = cropping.select(height, width)
         found.setdefault(1 + rows * columns, (width, height))
     return dict(sorted(found.items()))
 
@@ -138,8 +138,8 @@ def _kinds(config: MoondreamConfig) -> list[str]:
 
 
 def _pictures(vision: VisionConfig, chance: random.Random) -> Iterator[bytes]:
-    """One after another: each number of tiles in turn, upright and lying, in each format in turn."""
-    sizes = [*sizes_by_tiles(vision).values()]
+    """One after another: each number of crops in turn, upright and lying, in each format in turn."""
+    sizes = [*sizes_by_crops(vision).values()]
     formats = itertools.cycle(FORMATS)
     for width, height in itertools.cycle(sizes):
         size = (width, height) if chance.random() < 0.5 else (height, width)

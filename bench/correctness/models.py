@@ -149,7 +149,7 @@ def _region(chance: random.Random, generation: int, dim: int) -> RegionConfig:
 
 
 def _image_sizes(chance: random.Random, vision: VisionConfig) -> tuple[tuple[int, int], ...]:
-    """One image that is smaller than a tile, and one that is cut."""
+    """One image that is smaller than a crop, and one that is cut."""
     side = vision.crop_size
     small = (chance.randint(side // 2, side), chance.randint(side // 2, side))
     return small, (chance.randint(side, 4 * side), chance.randint(side, 3 * side))

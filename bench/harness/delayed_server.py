@@ -1,7 +1,7 @@
 """A server of a stated capacity: gRPC and all that is not the engine are real, the engine computes nothing.
 
 It takes requests in the order in which they come, at most eight at a time, as steps of a GPU do, and answers them
-together. A step takes as long as one H200 takes in float8 for so many new images of nine tiles, times a factor
+together. A step takes as long as one H200 takes in float8 for so many new images of nine crops, times a factor
 (`bench/results/details.md`); a request about a known image takes a fifteenth of a new one. Steps follow each other
 in planned time: a late processor delays messages but not the next step, so that many servers on few processors have
 the capacity that they are said to have.

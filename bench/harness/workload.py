@@ -1,7 +1,7 @@
 """What is asked: "chart-9" pictures with a question each, and text alone, in a few lengths of answer.
 
 Every picture is drawn from a seed: 800 by 557 pixels, about 40 KB as JPEG, which a Moondream cuts
-into 2 × 4 tiles and a global tile. A question has eleven tokens with the published tokenizer, as with the one that
+into 2 × 4 crops and a global crop. A question has eleven tokens with the published tokenizer, as with the one that
 `tokenizer_file.py` makes.
 """
 

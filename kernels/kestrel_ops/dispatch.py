@@ -42,7 +42,7 @@ def _product_shape(x: Tensor, x_scale: Any, weight: Tensor, *others: Any) -> Ten
 
 
 def _attention_shape(
-    packed: Tensor, num_patches: int, num_heads: int, out_scale: float | None = None, tile_by_tile: bool = False
+    packed: Tensor, num_patches: int, num_heads: int, out_scale: float | None = None, crop_by_crop: bool = False
 ) -> Tensor:
     dtype = packed.dtype if out_scale is None else FLOAT8
     return packed.new_empty(len(packed), packed.shape[1] // 3, dtype=dtype)
@@ -180,7 +180,7 @@ class Kernels:
             scaled_linear_add=scaled_linear_add,
             scaled_linear_gelu=scaled_linear_gelu,
             prefill_attention=prefill_attention,
-            crop_attention=partial(self.crop_attention, tile_by_tile=True),
+            crop_attention=partial(self.crop_attention, crop_by_crop=True),
             mixture_of_experts=self.invariant_experts,
             tau_scales=reference.tau_scales,
         )

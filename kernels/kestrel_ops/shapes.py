@@ -44,13 +44,13 @@ class TextShape:
 
 @dataclass(frozen=True, slots=True)
 class VisionShape:
-    """The encoder of image tiles, if it runs on fused operations."""
+    """The encoder of image crops, if it runs on fused operations."""
 
     dim: int
     ff_dim: int
     num_heads: int
     num_patches: int
-    """Of a tile."""
+    """Of a crop."""
     projector_dim: int
     """The widest row between the projector's products."""
     weight_dtype: torch.dtype

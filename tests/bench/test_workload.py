@@ -8,7 +8,7 @@ from PIL import Image
 
 from bench.harness.workload import NUM_RETURNING, WORKLOADS, Album, chart
 from kestrel_grpc.cli.bench.workload import HEIGHT_PX, WIDTH_PX
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from tests.bench.small import SMALL_2
 
 
@@ -21,8 +21,8 @@ def album() -> Album:
     return Album(3)
 
 
-def test_a_chart_has_nine_tiles():
-    rows, columns = MoondreamTiling(SMALL_2.vision).select(HEIGHT_PX, WIDTH_PX)
+def test_a_chart_has_nine_crops():
+    rows, columns = MoondreamCropping(SMALL_2.vision).select(HEIGHT_PX, WIDTH_PX)
     assert 1 + rows * columns == 9
 
 

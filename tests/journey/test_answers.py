@@ -13,7 +13,7 @@ from tests.journey.conftest import LiveServer
 from tests.reference_fixtures import MD3_SMALL
 
 SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
-TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
+IMAGE_OF_SEVERAL_CROPS = (MD3_SMALL / "image_0_500x400.png").read_bytes()
 GREEDY = {"temperature": 0.0, "max_tokens": 12}
 
 
@@ -44,7 +44,7 @@ async def caption(live_server: LiveServer, **fields: Any) -> wire.CaptionResult:
 def ask(live_server: LiveServer, number: int) -> Awaitable[Any]:
     """The request of this number, of every kind in turn."""
     small, stub = {"data": SMALL_IMAGE}, live_server.stub
-    tiled = {"data": TILED_IMAGE}
+    several = {"data": IMAGE_OF_SEVERAL_CROPS}
     refs = [{"point": {"x": 0.25, "y": 0.75}}, {"box": {"x_min": 0.1, "y_min": 0.2, "x_max": 0.6, "y_max": 0.9}}]
     kinds = (
         lambda: query(live_server, question="What is in this image?", image=small, sampling=GREEDY),
@@ -52,7 +52,7 @@ def ask(live_server: LiveServer, number: int) -> Awaitable[Any]:
         lambda: query(live_server, question="Tell me about the oceans.", sampling=drawn(number)),
         lambda: query(live_server, question="Here?", image=small, spatial_refs=refs, sampling=GREEDY),
         lambda: caption(live_server, image=small, length="CAPTION_LENGTH_SHORT", sampling=GREEDY),
-        lambda: caption(live_server, image=tiled if number < 8 else small, sampling=drawn(number)),
+        lambda: caption(live_server, image=several if number < 8 else small, sampling=drawn(number)),
         lambda: stub.CompleteQuery(wire.CompleteQueryRequest(question="GNU", sampling=drawn(number))),
         lambda: stub.CompleteCaption(wire.CompleteCaptionRequest(image=small, sampling=drawn(number))),
         lambda: stub.Point(wire.PointRequest(object="copy", image=small, max_objects=5)),

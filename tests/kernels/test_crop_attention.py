@@ -11,7 +11,7 @@ from tests.kernels.implementations import (
     relative_error,
 )
 
-# Tiles, patches, heads and their width. Without a GPU the library attends, and Triton's interpreter only rounds.
+# Crops, patches, heads and their width. Without a GPU the library attends, and Triton's interpreter only rounds.
 SIZES = [(1, 97, 3, 16), (2, 200, 2, 72), (3, 192, 1, 24)] if DEVICE == "cuda" else [(1, 97, 3, 16), (2, 40, 2, 72)]
 
 every_implementation = pytest.mark.parametrize(
@@ -19,9 +19,9 @@ every_implementation = pytest.mark.parametrize(
 )
 
 
-def some_packed(tiles, patches, heads, head_dim, dtype=torch.float32):
+def some_packed(crops, patches, heads, head_dim, dtype=torch.float32):
     torch.manual_seed(0)
-    return torch.randn(tiles * patches, 3 * heads * head_dim).to(DEVICE, dtype)
+    return torch.randn(crops * patches, 3 * heads * head_dim).to(DEVICE, dtype)
 
 
 def written_out(packed, patches, heads):
@@ -51,9 +51,9 @@ def test_patches_attend_within_their_crop_and_head(crop_attention, patches, head
 
 @every_implementation
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("tiles", "patches", "heads", "head_dim"), SIZES)
-def test_tiles_of_several_key_blocks_are_attended_whole(crop_attention, tiles, patches, heads, head_dim, dtype):
-    packed = some_packed(tiles, patches, heads, head_dim, dtype)
+@pytest.mark.parametrize(("crops", "patches", "heads", "head_dim"), SIZES)
+def test_crops_of_several_key_blocks_are_attended_whole(crop_attention, crops, patches, heads, head_dim, dtype):
+    packed = some_packed(crops, patches, heads, head_dim, dtype)
     wanted = written_out(packed, patches, heads)
     assert relative_error(crop_attention(packed, patches, heads), wanted) < 2 * ROUNDING[dtype]
     rounded = crop_attention(packed, patches, heads, 1 / 448)
@@ -62,9 +62,9 @@ def test_tiles_of_several_key_blocks_are_attended_whole(crop_attention, tiles, p
 
 @every_implementation
 @pytest.mark.skipif(DEVICE == "cpu", reason="full size takes a CUDA device")
-@pytest.mark.parametrize("tiles", [1, 9, 40])
-def test_full_size_tiles_give_the_same_every_time(crop_attention, tiles):
-    packed = some_packed(tiles, 729, 16, 72, torch.bfloat16)
+@pytest.mark.parametrize("crops", [1, 9, 40])
+def test_full_size_crops_give_the_same_every_time(crop_attention, crops):
+    packed = some_packed(crops, 729, 16, 72, torch.bfloat16)
     first = crop_attention(packed, 729, 16)
     assert relative_error(first, written_out(packed, 729, 16)) < 2 * ROUNDING[torch.bfloat16]
     assert all(torch.equal(crop_attention(packed, 729, 16), first) for _ in range(5))

@@ -20,7 +20,7 @@ HEADS = (Heads(1, 1, 8), Heads(4, 4, 6), Heads(6, 2, 4), Heads(4, 1, 16), Heads(
 # Weights are rounded to the type of the queries once, results a second time.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
-# The interpreter takes seconds for as many tiles as an image has.
+# The interpreter takes seconds for as many crops as an image has.
 LONG = [(730, 0, 741), (300, 0, 400)] if DEVICE == "cuda" else [(200, 0, 211), (60, 0, 130)]
 MANY = [(193, 0, 250), (0, 0, 1), (0, 0, 100), (193, 0, 193)]
 if DEVICE != "cuda":

@@ -9,7 +9,7 @@ import numpy as np
 from kestrel_runtime.api.events import CaptionOutput, FinishReason, TextDelta
 from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.api.sampling_params import SamplingParams
-from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
+from kestrel_runtime.imaging.crops import Crops, DecodedImage
 from kestrel_runtime.scheduling.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
@@ -49,16 +49,16 @@ class ShortParser(OutputParser):
         return CaptionOutput("")
 
 
-def blank_tiles(num_tiles: int) -> Tiles:
-    """The tiles of an image, of one pixel each."""
-    return Tiles(np.zeros((num_tiles, 1, 1, 3), dtype=np.uint8), 1, num_tiles - 1)
+def blank_crops(num_crops: int) -> Crops:
+    """The crops of an image, of one pixel each."""
+    return Crops(np.zeros((num_crops, 1, 1, 3), dtype=np.uint8), 1, num_crops - 1)
 
 
 def new_sequence(
     prompt: list[Token] | int = 1,
     *,
     num_image_tokens: int = 0,
-    tiles: Tiles | DecodedImage | None = None,
+    crops: Crops | DecodedImage | None = None,
     rule: TokenRule = TokenRule(),  # noqa: B008 - a rule is immutable
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -77,7 +77,7 @@ def new_sequence(
         tokens=tokens,
         num_prompt_tokens=len(tokens),
         num_image_tokens=num_image_tokens,
-        tiles=tiles,
+        crops=crops,
         parser=RuleParser(rule),
         temperature=temperature,
         top_p=top_p,

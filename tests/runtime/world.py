@@ -10,7 +10,7 @@ from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.page_manager import PageManager, StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
-from tests.runtime.sequences import blank_tiles, new_sequence
+from tests.runtime.sequences import blank_crops, new_sequence
 
 
 class Range(NamedTuple):
@@ -50,14 +50,14 @@ class World:
     that what a sequence gets can be told from what it should have got.
     """
 
-    def __init__(self, num_pages=64, page_size=4, batch=8, prefill=1000, tiles=100, prefill_of_others=None):
+    def __init__(self, num_pages=64, page_size=4, batch=8, prefill=1000, crops=100, prefill_of_others=None):
         self.pages = PageManager(num_pages, page_size)
-        self.max_prefill_tokens, self.max_tiles = prefill, tiles
+        self.max_prefill_tokens, self.max_crops = prefill, crops
         self.scheduler = Scheduler(
             self.pages,
             max_batch_size=batch,
             max_prefill_tokens=prefill,
-            max_tiles_per_step=tiles,
+            max_crops_per_step=crops,
             max_prefill_tokens_of_others=prefill_of_others,
         )
         self.max_batch_size = batch
@@ -72,11 +72,11 @@ class World:
     def capacity(self):
         return self.pages.num_pages * self.pages.page_size
 
-    def add(self, prompt=4, image=0, tiles=0, generates=1000, **standing):
+    def add(self, prompt=4, image=0, crops=0, generates=1000, **standing):
         sequence = new_sequence(
             prompt,
             num_image_tokens=image,
-            tiles=blank_tiles(tiles) if tiles else None,
+            crops=blank_crops(crops) if crops else None,
             max_context=self.capacity,
             **standing,
         )

@@ -30,9 +30,9 @@ def test_a_batch_computes_what_the_runtime_computes_for_each_example(teacher: Te
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plain = Moondream.from_state(teacher.config, state, torch.device("cpu"), torch.float32)
     with torch.no_grad():
-        prediction = Network(model)(group.tiles, group.tilings, rows)
-    count = 1 + group.tilings[0][0] * group.tilings[0][1]
-    image = plain.vision.project(plain.vision.encode(group.tiles[:count]), *group.tilings[0])
+        prediction = Network(model)(group.crops, group.grids, rows)
+    count = 1 + group.grids[0][0] * group.grids[0][1]
+    image = plain.vision.project(plain.vision.encode(group.crops[:count]), *group.grids[0])
     for example in (1, 4, 7):
         own = (rows.example[0] == example).nonzero()[:, 0]
         tokens = [
@@ -61,11 +61,11 @@ def test_a_step_lowers_the_loss_and_scores_count_every_example(teacher: Teacher)
     rows, network = group.visits[0], Network(new_model(teacher.config, 0))
     matrices = [p for n, p in network.named_parameters() if "blocks." in n and n.endswith("weight") and p.ndim == 2]
     optimizer = Muon(matrices, 0.01, 0.0)
-    first = loss(network(group.tiles, group.tilings, rows), rows)
+    first = loss(network(group.crops, group.grids, rows), rows)
     first.backward()
     optimizer.step()
     with torch.no_grad():
-        prediction = network(group.tiles, group.tilings, rows)
+        prediction = network(group.crops, group.grids, rows)
     assert loss(prediction, rows) < first
     scores = right_answers(prediction, rows)
     assert sum(total for _, total in scores.values()) == int(rows.example.max())
@@ -103,7 +103,7 @@ def test_what_is_exported_can_be_trained_on_and_exported_again(teacher: Teacher)
 
 def test_the_same_seed_makes_the_same_group(teacher: Teacher):
     first, second = (GroupMaker(teacher, 11, 2, 2)(1) for _ in range(2))
-    assert torch.equal(first.tiles, second.tiles)
+    assert torch.equal(first.crops, second.crops)
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(first.visits, second.visits, strict=True))
     assert not torch.equal(first.visits[0].ids, first.visits[1].ids)
 

@@ -14,7 +14,7 @@ from training.train import Recipe, State
 
 def test_a_run_goes_on_from_its_checkpoint_as_if_never_stopped(teacher: Teacher):
     group, recipe = GroupMaker(teacher, 0, 1, 1)(0), Recipe(num_steps=10, num_warmup_steps=2)
-    batch = (group.tiles, group.tilings, group.visits[0])
+    batch = (group.crops, group.grids, group.visits[0])
     # A block of each kind.
     text, vision = replace(teacher.config.text, n_layers=2), replace(teacher.config.vision, enc_n_layers=1)
     config = replace(teacher.config, text=text, vision=vision)

@@ -70,7 +70,7 @@ def train_adapter(folder: Path, recipe: AdapterRecipe) -> None:
         optimizer.param_groups[0]["lr"] = recipe.rate * (1 - step / recipe.num_steps)
         seeds = [*islice(with_color, recipe.scenes_with), *islice(without, recipe.scenes_without)]
         group = make.of_seeds(seeds)
-        value = loss(network(group.tiles, group.tilings, group.visits[0]), group.visits[0])
+        value = loss(network(group.crops, group.grids, group.visits[0]), group.visits[0])
         value.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -98,6 +98,6 @@ def _tests(teacher: Renaming, recipe: AdapterRecipe, fits: Callable[[Scene], boo
 @torch.no_grad()
 def _score(network: Network, group: Group) -> str:
     rows = group.visits[0]
-    scores = right_answers(network(group.tiles, group.tilings, rows), rows).values()
+    scores = right_answers(network(group.crops, group.grids, rows), rows).values()
     right, total = (sum(numbers) for numbers in zip(*scores, strict=True))
     return f"{right} of {total} right"

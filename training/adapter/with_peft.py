@@ -78,9 +78,9 @@ def prepared(loaded: LoadedModel, image: bytes, question: str, answer: str) -> E
     """
     model: Moondream = loaded.model
     config, tokenizer = model.config, loaded.tokenizer
-    tiles = loaded.family.tiling(config).make_tiles(decode_image(image, max_image_pixels=MAX_IMAGE_PIXELS))
-    pixels = torch.from_numpy(tiles.pixels).to(model.device)
-    seen = model.vision.project(model.vision.encode(pixels), tiles.rows, tiles.columns)
+    crops = loaded.family.cropping(config).make_crops(decode_image(image, max_image_pixels=MAX_IMAGE_PIXELS))
+    pixels = torch.from_numpy(crops.pixels).to(model.device)
+    seen = model.vision.project(model.vision.encode(pixels), crops.rows, crops.columns)
     skill = loaded.family.skills(config)["query"]
     prompt = skill.prompt(Query(image=image, question=question), tokenizer, config)
     ids = [*tokenizer.encode(answer), config.tokenizer.eos_id]

@@ -31,16 +31,16 @@ def crop_attention(
     num_patches: int,
     num_heads: int,
     out_scale: float | None = None,
-    tile_by_tile: bool = False,
+    crop_by_crop: bool = False,
 ) -> Tensor:  # [N * patches, H * D] in the type of `packed`, or float8_e4m3fn with an `out_scale`
     """As the reference. The library serves sizes, types and devices that the kernel does not support.
 
-    The kernel computes each head of a crop by itself, so `tile_by_tile` concerns the library alone.
+    The kernel computes each head of a crop by itself, so `crop_by_crop` concerns the library alone.
     """
     head_dim = packed.shape[1] // (3 * num_heads)
     program = _program(packed.device, packed.dtype, num_patches, num_heads, head_dim, out_scale is not None)
     if program is None:
-        return library_crop_attention(packed, num_patches, num_heads, out_scale, tile_by_tile)
+        return library_crop_attention(packed, num_patches, num_heads, out_scale, crop_by_crop)
     assert packed.is_contiguous()
     assert packed.data_ptr() % 16 == 0  # bytes of one load
     out = torch.empty(

@@ -24,10 +24,10 @@ def crop_attention(
     num_patches: int,
     num_heads: int,
     out_scale: float | None = None,
-    tile_by_tile: bool = False,
+    crop_by_crop: bool = False,
 ) -> Tensor:  # [N * patches, H * D] in the type of `packed`, or float8_e4m3fn with an `out_scale`
     """As the reference. Queries, keys and values are not copied."""
-    if tile_by_tile:  # libraries choose their kernels by the number of crops
+    if crop_by_crop:  # libraries choose their kernels by the number of crops
         crops = packed.split(num_patches)
         return torch.cat([crop_attention(crop, num_patches, num_heads, out_scale) for crop in crops])
     query, key, value = packed.view(-1, num_patches, 3, num_heads, packed.shape[1] // (3 * num_heads)).permute(

@@ -1,4 +1,4 @@
-"""Attention within tiles, of packed prompts and of decode steps, and the scales of tau attention."""
+"""Attention within crops, of packed prompts and of decode steps, and the scales of tau attention."""
 
 import torch
 from torch import Tensor
@@ -128,14 +128,14 @@ def crop_attention(
     num_patches: int,
     num_heads: int,
     out_scale: float | None = None,
-    tile_by_tile: bool = False,
+    crop_by_crop: bool = False,
 ) -> Tensor:  # [N * patches, H * D] in the type of `packed`, or float8_e4m3fn with an `out_scale`
     """softmax(query @ key.T / sqrt(D)) @ value of each crop and head, computed in float32.
 
     With `out_scale` the result is divided by it and rounded to float8; larger values are clipped. With
-    `tile_by_tile` a crop has the same bits among any number of crops.
+    `crop_by_crop` a crop has the same bits among any number of crops.
     """
-    if tile_by_tile:
+    if crop_by_crop:
         crops = packed.split(num_patches)
         return torch.cat([crop_attention(crop, num_patches, num_heads, out_scale) for crop in crops])
     query, key, value = (

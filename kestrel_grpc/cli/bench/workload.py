@@ -1,7 +1,7 @@
 """What the requests of `kestrel-grpc bench` ask: about drawn charts, about pictures of your own, or without any.
 
-A chart is drawn from a seed: 800 by 557 pixels, about 40 KB as JPEG, which a Moondream cuts into 2 × 4 tiles and a
-global tile.
+A chart is drawn from a seed: 800 by 557 pixels, about 40 KB as JPEG, which a Moondream cuts into 2 × 4 crops and a
+global crop.
 """
 
 from __future__ import annotations

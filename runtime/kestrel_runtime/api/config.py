@@ -209,13 +209,12 @@ class EngineConfig:
         unit="tokens",
         by_device=ByDevice(8192, 1024, shrinks=True),
     )
-    max_tiles_per_step: int | None = option(
+    max_crops_per_step: int | None = option(
         None,
         whole_number(1),
-        "image tiles that one step may encode while other requests decode; lower values reduce queueing delay, and"
-        " without a GPU the delay of decoding requests",
-        unit="tiles",
-        name="max_tiles",
+        "crops of images that one step may encode while other requests decode; lower values reduce queueing delay,"
+        " and without a GPU the delay of decoding requests",
+        unit="crops",
         by_device=ByDevice(72, 4, shrinks=True),
     )
     # On a GPU a step takes less than a second. One core may take minutes to encode a large image with a model of

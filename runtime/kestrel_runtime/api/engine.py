@@ -60,7 +60,7 @@ class MemoryPlan:
     graph_bytes: int
     """Captured CUDA graphs and the pools that they compute in; 0 without graphs."""
     image_bytes: int
-    """Images and their tiles: on a CUDA device those that are there, on the host all that are decoded."""
+    """Images and their crops: on a CUDA device those that are there, on the host all that are decoded."""
     other_bytes: int
     """Taken by others: other processes, and the context and the libraries of this one."""
     margin_bytes: int

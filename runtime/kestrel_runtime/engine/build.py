@@ -37,8 +37,8 @@ from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.recent import Matchers
 from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.step_runner import StepRunner
-from kestrel_runtime.imaging.device_tiles import DeviceTiler
-from kestrel_runtime.imaging.tiles import DecodedImage, Tiling, max_kept_bytes
+from kestrel_runtime.imaging.crops import Cropping, DecodedImage, max_kept_bytes
+from kestrel_runtime.imaging.device_crops import DeviceCropper
 from kestrel_runtime.loading.checkpoint import Checkpoint, repository_of
 from kestrel_runtime.memory.host_limits import available_processors
 from kestrel_runtime.memory.image_budget import MAX_DECODING_BYTES, least_budget_bytes
@@ -93,8 +93,8 @@ def build(
     family, model, model_config = loaded.family, loaded.model, config_of(loaded.model)
     bounds = _step_bounds(config, model.device)
     prepared = family.prepare(model, config, bounds, owns_model=owns_model)
-    tiling, tile_on_device = family.tiling(model_config), prepared.tile_on_device()
-    max_decoded_bytes = _max_decoded_bytes(config, bounds, tiling, decoded=tile_on_device is not None)
+    cropping, crop_on_device = family.cropping(model_config), prepared.crop_on_device()
+    max_decoded_bytes = _max_decoded_bytes(config, bounds, cropping, decoded=crop_on_device is not None)
     num_pages, memory = prepared.plan_cache(max_decoded_bytes)
     # The numbers are also named arguments, which logs in JSON have as fields.
     facts = {"device": str(model.device), "total_bytes": memory.total_bytes, **dataclasses.asdict(memory)}
@@ -110,8 +110,8 @@ def build(
     preprocessor = _preprocessor(
         loaded,
         info,
-        tiling,
-        tile_on_device,
+        cropping,
+        crop_on_device,
         is_cached,
         offending_requests,
         image_cache=runner.num_cached_images > 0,
@@ -145,11 +145,11 @@ def _step_bounds(config: EngineConfig, device: torch.device) -> StepBounds:
     return StepBounds.of(config, device.type, reading.usable_bytes(config.memory_utilization))
 
 
-def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, tiling: Tiling, *, decoded: bool) -> int:
+def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, cropping: Cropping, *, decoded: bool) -> int:
     """The configured limit, or memory for a running batch, the next batch and the largest image to decode."""
     if config.max_decoded_image_bytes is not None:
         return config.max_decoded_image_bytes
-    kept_bytes = 2 * bounds.max_batch_size * max_kept_bytes(tiling, decoded=decoded)
+    kept_bytes = 2 * bounds.max_batch_size * max_kept_bytes(cropping, decoded=decoded)
     return max(MAX_DECODING_BYTES + kept_bytes, least_budget_bytes(MAX_DECODING_BYTES))
 
 
@@ -210,7 +210,7 @@ def _scheduler(
         pages,
         max_batch_size=bounds.max_batch_size,
         max_prefill_tokens=bounds.max_prefill_tokens,
-        max_tiles_per_step=bounds.max_tiles,
+        max_crops_per_step=bounds.max_crops,
         max_prefill_tokens_of_others=bounds.max_prefill_tokens_of_others,
         ageing_s=config.ageing_s,
         cuts_at_share_points=bounds.cuts_at_share_points,
@@ -221,8 +221,8 @@ def _scheduler(
 def _preprocessor(
     loaded: LoadedModel,
     info: EngineInfo,
-    tiling: Tiling,
-    tile_on_device: Callable[[DecodedImage], Tensor] | None,
+    cropping: Cropping,
+    crop_on_device: Callable[[DecodedImage], Tensor] | None,
     is_cached: Callable[[PrefixKeys | None, EmbeddingKey | None], bool],
     offending_requests: OffendingRequests,
     *,
@@ -230,10 +230,10 @@ def _preprocessor(
     max_decoded_bytes: int,
 ) -> Preprocessor:
     config, model, model_config = info.config, loaded.model, config_of(loaded.model)
-    make_tiles = tiling.make_tiles
-    if tile_on_device is not None:
+    make_crops = cropping.make_crops
+    if crop_on_device is not None:
         on_stream = CudaStream(model.device).entered
-        make_tiles = DeviceTiler(tiling, tile_on_device, on_stream, max_images=info.max_batch_size)
+        make_crops = DeviceCropper(cropping, crop_on_device, on_stream, max_images=info.max_batch_size)
     checkpoint = (loaded.checkpoint.name, loaded.checkpoint.revision)
     parts = key_parts(config, model=model_config, checkpoint=checkpoint, device=model.device, dtype=model.dtype)
     compiler = ConstraintCompiler(partial(new_vocabulary, loaded.tokenizer, model_config.vocab_size))
@@ -242,8 +242,8 @@ def _preprocessor(
         loaded.family.skills(model_config),
         loaded.tokenizer,
         offending_requests,
-        tiling,
-        make_tiles,
+        cropping,
+        make_crops,
         PrefixKeyMaker(parts, config.page_size),
         is_cached,
         matchers=Matchers(compiler),

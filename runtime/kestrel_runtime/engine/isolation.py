@@ -153,7 +153,7 @@ class Isolation:
     def _runs_probes(self, *, only_cheapest: bool) -> bool:
         for probe in self._new_probes():
             self._scheduler.allocate_probe(probe)  # after a failure every page is available
-            encode = [] if probe.tiles is None else [EncodeItem.rest_of(probe)]
+            encode = [] if probe.crops is None else [EncodeItem.rest_of(probe)]
             try:
                 self._runner.run(Batch.of_prefill(encode, [Chunk.of(probe, 0, probe.length)]))
             except Exception:

@@ -5,7 +5,7 @@ The life of a request in it:
   2. A turn takes the inbox, then drops sequences whose callers no longer wait (cancelled, past a deadline).
   3. `Scheduler.schedule` plans up to two steps, a prefill step (images and prompts) and a decode step, and
      allocates their pages.
-  4. `StepRunner.launch` has the device encode tiles, write the cache and sample tokens; `Scheduler.commit` records
+  4. `StepRunner.launch` has the device encode crops, write the cache and sample tokens; `Scheduler.commit` records
      the step. Where a launch raises, `Isolation` finds the offending request: the next turns run suspects alone.
   5. `Scheduler.complete` takes the tokens of complete steps; each sequence's parser turns them into events.
   6. A finished sequence returns its pages; the outbox posts all events of the turn at once.
@@ -93,7 +93,7 @@ class _Arrival(NamedTuple):
 
 class _DecodedImage(NamedTuple):
     sequence: Sequence
-    tiles: Future[PreparedImage]
+    crops: Future[PreparedImage]
 
 
 class _AdapterLoaded(NamedTuple):
@@ -291,7 +291,7 @@ class EngineLoop:
         plan = self._scheduler.schedule(now, may_prefill=len(self._prefills) < _MAX_PREFILLS)
         for sequence in self._scheduler.take_preempted():
             self._runner.close_row(sequence)
-        for sequence in self._scheduler.take_without_tiles():
+        for sequence in self._scheduler.take_without_crops():
             self._have_decoded(sequence)
         if self._launch_decodes(plan, now):
             # A restricted step completes those before it, and sequences that leave by this free their rows.
@@ -352,14 +352,14 @@ class EngineLoop:
 
     def _have_decoded(self, sequence: Sequence) -> None:
         assert self._decode_again is not None, "only with it are images left out"
-        tiles = self._decode_again(sequence)
-        tiles.add_done_callback(lambda done: self._inbox.put(_DecodedImage(sequence, done)))
+        crops = self._decode_again(sequence)
+        crops.add_done_callback(lambda done: self._inbox.put(_DecodedImage(sequence, done)))
 
-    def _take_tiles(self, sequence: Sequence, tiles: Future[PreparedImage]) -> None:
-        error = EngineUnavailable("the engine has stopped") if tiles.cancelled() else tiles.exception()
+    def _take_crops(self, sequence: Sequence, crops: Future[PreparedImage]) -> None:
+        error = EngineUnavailable("the engine has stopped") if crops.cancelled() else crops.exception()
         is_here = sequence in self._streams  # else it has left meanwhile
         if is_here and error is None:
-            self._scheduler.add_tiles(sequence, tiles.result())
+            self._scheduler.add_crops(sequence, crops.result())
         elif is_here and error is not None:
             self._fail(sequence, error if isinstance(error, KestrelError) else InternalError(error))
 
@@ -401,7 +401,7 @@ class EngineLoop:
             if item in self._sequences:
                 self._remove(self._sequences[item])
         elif isinstance(item, _DecodedImage):
-            self._take_tiles(*item)
+            self._take_crops(*item)
         elif isinstance(item, _AdapterLoaded):
             self._take_adapter(*item)
         elif item is not None and item.stream.is_cancelled:

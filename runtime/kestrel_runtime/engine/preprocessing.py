@@ -1,4 +1,4 @@
-"""Turns requests into sequences: decodes and tiles the image, builds and tokenises the prompt.
+"""Turns requests into sequences: decodes the image and divides it into crops, builds and tokenises the prompt.
 
 Worker threads do this. If the image is known and cached, and small or stored, little work is left, and the thread
 that submits the request does it at once.
@@ -33,9 +33,9 @@ from kestrel_runtime.engine.end_check import EndCheck
 from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
 from kestrel_runtime.engine.recent import LruCache, Matchers, Prompts
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
+from kestrel_runtime.imaging.crops import Cropping, Crops, DecodedImage, crops_bytes
 from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.header import ImageHeader
-from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, Tiling, tiles_bytes
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.memory.image_budget import MAX_DECODING_BYTES, MemoryBudget
 from kestrel_runtime.models.family import ModelConfig, Skill
@@ -45,8 +45,8 @@ from kestrel_runtime.scheduling.sequence import AdapterLease, Sequence, Sequence
 _MAX_TEXT_LENGTH_AT_ONCE = 512
 """Characters of the text of a request that is prepared where it is submitted."""
 _MAX_KNOWN_IMAGES = 4096
-_TILING_COPIES = 3
-"""Copies of an image's tiles that exist at the peak of tiling: the resized image, its array, and the tiles."""
+_CROP_COPIES = 3
+"""Copies of an image's crops that exist while they are made: the resized image, its array, and the crops."""
 
 
 class ImageFacts(NamedTuple):
@@ -55,7 +55,7 @@ class ImageFacts(NamedTuple):
     digest: bytes | None
     """None where it has not been computed yet."""
     num_bytes: int
-    """The most memory that decoding and tiling it takes."""
+    """The most memory that decoding it and making its crops takes."""
 
 
 class SharedImage:
@@ -64,8 +64,8 @@ class SharedImage:
     def __init__(self) -> None:
         self.facts: ImageFacts | None = None
         """The facts about the image, once it is decoded."""
-        self.decoded: tuple[Tiles | DecodedImage, tuple[int, int]] | None = None
-        """Its tiles, and its width and height in pixels, once it is decoded."""
+        self.decoded: tuple[Crops | DecodedImage, tuple[int, int]] | None = None
+        """Its crops, and its width and height in pixels, once it is decoded."""
         self._lock = threading.Lock()
         self._turn: Future[None] | None = None  # done when the preparation that decodes has ended
         self._error: Exception | None = None
@@ -162,8 +162,8 @@ class Preprocessor:
         skills: Mapping[str, Skill],
         tokenizer: Tokenizer,
         offending_requests: OffendingRequests,
-        tiling: Tiling,
-        make_tiles: Callable[[Image.Image], Tiles | DecodedImage],
+        cropping: Cropping,
+        make_crops: Callable[[Image.Image], Crops | DecodedImage],
         key_maker: PrefixKeyMaker | None = None,
         is_cached: Callable[[PrefixKeys | None, EmbeddingKey | None], bool] = lambda keys, embedding_key: False,
         *,
@@ -176,13 +176,13 @@ class Preprocessor:
         max_decoded_bytes: int = 2 * MAX_DECODING_BYTES,
         ageing_s: float = 10.0,
     ) -> None:
-        """`make_tiles` turns an RGB image into what the engine takes; all the threads call it. Without `key_maker`
+        """`make_crops` turns an RGB image into what the engine takes; all the threads call it. Without `key_maker`
         sequences use no cache; `prefix_cache` and `image_cache` tell which of the two they use with it. An image is
         not decoded where `is_cached` says that its pages or embeddings are. Without `matchers` answers have no
         constraints.
 
         `max_decoded_bytes` bounds the memory of all images together, from the start of their decoding until their
-        tiles are freed.
+        crops are freed.
         """
         self._config = config
         self._positions_per_image = config.positions_per_image
@@ -192,8 +192,8 @@ class Preprocessor:
         self._offending_requests = offending_requests
         self._max_context = max_context
         self._max_image_pixels = max_image_pixels
-        self._tiling = tiling
-        self._make_tiles = make_tiles
+        self._cropping = cropping
+        self._make_crops = make_crops
         self._key_maker = key_maker
         self._is_cached = is_cached
         self._matchers = matchers
@@ -210,7 +210,7 @@ class Preprocessor:
 
     @property
     def decoded_bytes(self) -> int:
-        """Memory of images that are being decoded, and of tiles that are not freed yet."""
+        """Memory of images that are being decoded, and of crops that are not freed yet."""
         return self._budget.used_bytes
 
     def inspect(self, image: RequestImage) -> ImageHeader:
@@ -299,21 +299,23 @@ class Preprocessor:
         facts: ImageFacts | None = None,
         shared: SharedImage | None = None,
     ) -> Sequence:
-        """Decode, tile and tokenise. `facts`: what is known of the image already. `shared`: as for `submit`.
+        """Decodes the image, makes its crops and tokenises.
+
+        `facts`: what is known of the image already. `shared`: as for `submit`.
 
         The lease of the request's adapter becomes the sequence's.
 
         Raises `DeadlineExceeded` or `QueueTimeout` before any work is done; `RequestRefused`; `InvalidRequest`,
         usually as `ImageError` or `ContextLengthExceeded`; and whatever `check_wanted` raises.
         """
-        sequence, digest = self._without_tiles(request, clock, tenant, namespace, adapter, facts)
+        sequence, digest = self._without_crops(request, clock, tenant, namespace, adapter, facts)
         if request.image is None:
             return sequence
         if shared is not None and shared.decoded is not None:
-            sequence.tiles, sequence.image_size_px = shared.decoded
-        elif not self._leaves_out_tiles(sequence, request, facts):
+            sequence.crops, sequence.image_size_px = shared.decoded
+        elif not self._leaves_out_crops(sequence, request, facts):
             decoded = self._decode(request.image, tenant, check_wanted)
-            sequence.tiles, sequence.image_size_px = decoded
+            sequence.crops, sequence.image_size_px = decoded
             if shared is not None:
                 shared.facts, shared.decoded = ImageFacts(digest, 0), decoded
             if digest is not None:
@@ -336,14 +338,14 @@ class Preprocessor:
         if self._workers.is_closing:
             raise RuntimeError("the workers are closed")
         try:
-            sequence, _ = self._without_tiles(request, clock, tenant, namespace, adapter, facts)
+            sequence, _ = self._without_crops(request, clock, tenant, namespace, adapter, facts)
         except KestrelError:
             raise
         except Exception:  # a bug of ours: the worker meets it again, and its future has the error
             return None
-        return sequence if self._leaves_out_tiles(sequence, request, facts) else None
+        return sequence if self._leaves_out_crops(sequence, request, facts) else None
 
-    def _without_tiles(
+    def _without_crops(
         self,
         request: Request,
         clock: SequenceClock,
@@ -397,7 +399,7 @@ class Preprocessor:
             tokens=prompt,
             num_prompt_tokens=len(prompt),
             num_image_tokens=num_image_tokens,
-            tiles=None,
+            crops=None,
             parser=parser,
             temperature=defaults.temperature if sampling.temperature is None else sampling.temperature,
             top_p=defaults.top_p if sampling.top_p is None else sampling.top_p,
@@ -420,7 +422,7 @@ class Preprocessor:
         )
         return sequence, digest
 
-    def _leaves_out_tiles(self, sequence: Sequence, request: Request, facts: ImageFacts | None) -> bool:
+    def _leaves_out_crops(self, sequence: Sequence, request: Request, facts: ImageFacts | None) -> bool:
         """Whether the image is cached, and need not be decoded unless it is evicted before the sequence starts."""
         image = request.image
         assert image is not None, "asked for requests with one"
@@ -429,8 +431,8 @@ class Preprocessor:
         if not self._is_cached(sequence.keys, sequence.embedding_key):
             return False
         num_bytes = self._num_bytes(self.inspect(image)) if facts is None else facts.num_bytes
-        sequence.tile_job = Job(
-            partial(self._tiles_of, image, sequence.tenant),
+        sequence.crop_job = Job(
+            partial(self._crops_of, image, sequence.tenant),
             submitted=sequence.submitted,
             priority=sequence.priority,
             standing=sequence.standing,
@@ -451,15 +453,15 @@ class Preprocessor:
         self._known_images.put((namespace, digest), facts)
         return facts, False
 
-    def decode_again(self, sequence: Sequence) -> Future[Tiles | DecodedImage]:
-        """Have a worker decode the image of a sequence that was prepared without its tiles.
+    def decode_again(self, sequence: Sequence) -> Future[Crops | DecodedImage]:
+        """Have a worker decode the image of a sequence that was prepared without its crops.
 
         The future fails with `EngineUnavailable` where the workers are closed.
         """
         try:
-            return self._workers.submit(sequence.tile_job)
+            return self._workers.submit(sequence.crop_job)
         except RuntimeError:
-            refused: Future[Tiles | DecodedImage] = Future()
+            refused: Future[Crops | DecodedImage] = Future()
             refused.set_exception(EngineUnavailable("no worker can decode the image"))
             return refused
 
@@ -472,24 +474,24 @@ class Preprocessor:
         """Drop requests that have not started, and wait for the workers for a bounded time."""
         self._workers.close()
 
-    def _tiles_of(self, image: RequestImage, tenant: str) -> Tiles | DecodedImage:
-        tiles, _ = self._decode(image, tenant)
-        return tiles
+    def _crops_of(self, image: RequestImage, tenant: str) -> Crops | DecodedImage:
+        crops, _ = self._decode(image, tenant)
+        return crops
 
     def _decode(
         self, image: RequestImage, tenant: str, check_wanted: Callable[[], None] = lambda: None
-    ) -> tuple[Tiles | DecodedImage, tuple[int, int]]:
-        """The tiles of an image, and its width and height."""
+    ) -> tuple[Crops | DecodedImage, tuple[int, int]]:
+        """The crops of an image, and its width and height."""
         if isinstance(image, RemoteImage):
             image = image.fetch(check_wanted)
         decoded = decode_image(image, max_image_pixels=self._max_image_pixels, check_wanted=check_wanted)
-        tiles = self._make_tiles(decoded)
-        self._budget.hold(tenant, tiles, tiles.pixels.nbytes)
-        return tiles, decoded.size
+        crops = self._make_crops(decoded)
+        self._budget.hold(tenant, crops, crops.pixels.nbytes)
+        return crops, decoded.size
 
     def _num_bytes(self, header: ImageHeader) -> int:
-        """The most memory that decoding and tiling an image takes."""
-        return header.decoding_bytes + _TILING_COPIES * tiles_bytes(header.height, header.width, self._tiling)
+        """The most memory that decoding an image and making its crops takes."""
+        return header.decoding_bytes + _CROP_COPIES * crops_bytes(header.height, header.width, self._cropping)
 
 
 def _signed(seed: int) -> int:

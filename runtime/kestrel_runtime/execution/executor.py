@@ -51,9 +51,9 @@ class Executor(Protocol):
     """
 
     def encode(self, items: Sequence[EncodeItem]) -> None:
-        """Encode tiles of images; an image whose last tile is among them is complete in its entry.
+        """Encode crops of images; an image whose last crop is among them is complete in its entry.
 
-        An image whose first tile is among them is begun anew, whatever has been encoded of it before.
+        An image whose first crop is among them is begun anew, whatever has been encoded of it before.
         """
         ...
 

@@ -209,7 +209,7 @@ class StepRunner:
         return hidden
 
     def image_embeddings(self, sequence: Sequence) -> Tensor:
-        """The embeddings [positions, dim] of a sequence whose tiles are all encoded.
+        """The embeddings [positions, dim] of a sequence whose crops are all encoded.
 
         Raises `KeyError` where it has none.
         """

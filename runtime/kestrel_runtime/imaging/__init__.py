@@ -1,1 +1,1 @@
-"""Image bytes to pixels and tiles, within limits."""
+"""Image bytes to pixels and crops, within limits."""

@@ -23,8 +23,8 @@ _CACHED_IMAGES_ON_DEVICE, _CACHED_IMAGES_ON_HOST, _IMAGE_CACHE_SHARE = 256, 32, 
 _GIB = 2**30
 _ADVICE = {
     "weights": "choose a smaller model, or weights in float8 (--text-path, --vision-path)",
-    "activations": "lower --max-prefill-tokens or --max-tiles",
-    "CUDA graphs": "lower --max-prefill-tokens or --max-tiles, or set --cuda-graphs off",
+    "activations": "lower --max-prefill-tokens or --max-crops-per-step",
+    "CUDA graphs": "lower --max-prefill-tokens or --max-crops-per-step, or set --cuda-graphs off",
     "images": "lower --max-batch-size or --max-decoded-image-bytes",
     "image cache": "lower --image-cache-bytes",
     "adapters": "lower --adapter-slots or --max-adapter-rank",

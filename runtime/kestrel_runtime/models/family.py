@@ -1,6 +1,6 @@
 """The interface of a model family for generic code.
 
-Prompts and tiling need no torch, so that a process without a device can prepare requests. `load` and `prepare`
+Prompts and crops need no torch, so that a process without a device can prepare requests. `load` and `prepare`
 import what they need."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import MemoryPlan, SkillDefaults
-from kestrel_runtime.imaging.tiles import DecodedImage, Tiling
+from kestrel_runtime.imaging.crops import Cropping, DecodedImage
 from kestrel_runtime.loading.checkpoint import Checkpoint
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.output_parser import OutputParser, Token
@@ -89,10 +89,10 @@ class LoadedWeights(NamedTuple):
 class PreparedModel(Protocol):
     """A model prepared to run with one configuration."""
 
-    def tile_on_device(self) -> Callable[[DecodedImage], Tensor] | None:
-        """A function for one thread that makes on the device what `Tiling.make_tiles` makes on the host.
+    def crop_on_device(self) -> Callable[[DecodedImage], Tensor] | None:
+        """A function for one thread that makes on the device what `Cropping.make_crops` makes on the host.
 
-        It returns uint8 [tiles, side, side, 3]. None where tiles are made on the host.
+        It returns uint8 [crops, side, side, 3]. None where crops are made on the host.
         """
         ...
 
@@ -143,7 +143,7 @@ class ModelFamily(Protocol):
         """The skills of a model of this configuration by name, in the order in which clients see them."""
         ...
 
-    def tiling(self, config: Any) -> Tiling:
+    def cropping(self, config: Any) -> Cropping:
         """How a model of this configuration divides images."""
         ...
 

@@ -19,7 +19,7 @@ from kestrel_runtime.api.requests import Query, Request
 from kestrel_runtime.scheduling.sequence import Sequence
 
 Prepare = Callable[[Request], Sequence]
-"""Decodes, tiles and tokenises a request, as the engine does before it is scheduled."""
+"""Decodes an image, makes its crops and tokenises a request, as the engine does before it is scheduled."""
 
 
 @dataclass(frozen=True, slots=True)

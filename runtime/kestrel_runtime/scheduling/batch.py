@@ -15,11 +15,11 @@ from kestrel_runtime.scheduling.sequence import Sequence
 
 
 class EncodeItem(NamedTuple):
-    """Tiles [first_tile, end_tile) of a sequence's image, which one step encodes."""
+    """Crops [first_crop, end_crop) of a sequence's image, which one step encodes."""
 
     sequence: Sequence
-    first_tile: int
-    end_tile: int
+    first_crop: int
+    end_crop: int
 
     @property
     def entry(self) -> EntryId:
@@ -29,14 +29,14 @@ class EncodeItem(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether these are the last tiles of the image."""
-        return self.sequence.tiles is not None and self.end_tile == self.sequence.tiles.num_tiles
+        """Whether these are the last crops of the image."""
+        return self.sequence.crops is not None and self.end_crop == self.sequence.crops.num_crops
 
     @classmethod
     def rest_of(cls, sequence: Sequence) -> EncodeItem:
-        """All tiles of the sequence's image that are not encoded yet."""
-        assert sequence.tiles is not None, "only sequences with an image have tiles"
-        return cls(sequence, sequence.num_encoded_tiles, sequence.tiles.num_tiles)
+        """All crops of the sequence's image that are not encoded yet."""
+        assert sequence.crops is not None, "only sequences with an image have crops"
+        return cls(sequence, sequence.num_encoded_crops, sequence.crops.num_crops)
 
 
 class Chunk(NamedTuple):
@@ -84,7 +84,7 @@ class Batch(NamedTuple):
         *,
         after: frozenset[StepId] = frozenset(),
     ) -> Batch:
-        """A prefill step. A sequence may be in both: its tiles are encoded before its chunk is computed."""
+        """A prefill step. A sequence may be in both: its crops are encoded before its chunk is computed."""
         chunks = tuple(prefill)
         sampled = tuple(chunk.sequence for chunk in chunks if chunk.num_samples)
         copies = tuple(copy for chunk in chunks if chunk.is_first for copy in chunk.sequence.copies)

@@ -5,7 +5,7 @@ An entry holds the embeddings of one image.
 Invariants
   E1  A sequence leases one entry at most, from its start until it ends. At most `num_leases` sequences do, so that
       an entry is free for each of them.
-  E2  An entry is published when the step that encoded the last tile of its image is complete, if its sequence is
+  E2  An entry is published when the step that encoded the last crop of its image is complete, if its sequence is
       still here. It is not written again before it is free.
   E3  A published entry that no sequence leases stays until `num_cached` others have lost their last lease
       after it, or it is removed.
@@ -70,7 +70,7 @@ class EmbeddingCache:
         self._unused: OrderedDict[EntryId, None] = OrderedDict()  # published without a lease, the oldest first
         self._index: dict[Digest, EntryId] = {}  # in the order of publication
         self._leases: dict[SequenceId, _Lease] = {}
-        self._filled: dict[StepId, list[_Lease]] = {}  # by the step that encodes the last tile
+        self._filled: dict[StepId, list[_Lease]] = {}  # by the step that encodes the last crop
 
     def __contains__(self, key: EmbeddingKey | None) -> bool:
         """Whether the embeddings of an image are published. Other threads may get an answer that is out of date."""
@@ -116,7 +116,7 @@ class EmbeddingCache:
         return EmbeddingLease(entry, found is not None)
 
     def fill(self, owner: SequenceId, step: StepId) -> None:
-        """`step` has been launched, and encodes the last tile of the sequence's image into its entry."""
+        """`step` has been launched, and encodes the last crop of the sequence's image into its entry."""
         self._filled.setdefault(step, []).append(self._leases[owner])
 
     def complete(self, step: StepId, now: float = 0.0) -> None:

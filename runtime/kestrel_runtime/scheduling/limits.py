@@ -17,7 +17,7 @@ class StepBounds:
     max_batch_size: int
     """Sequences of a decode step."""
     max_prefill_tokens: int
-    max_tiles: int
+    max_crops: int
     max_prefill_tokens_of_others: int | None = None
     """The limit for prompt tokens of tenants that were served more than another active tenant; None: no such
     limit."""
@@ -38,12 +38,12 @@ class StepBounds:
         chosen = config.resolved(device_type, free_bytes)
         assert chosen.max_batch_size is not None
         assert chosen.max_prefill_tokens is not None
-        assert chosen.max_tiles_per_step is not None
+        assert chosen.max_crops_per_step is not None
         others = max(1, chosen.max_prefill_tokens // _PART_OF_OTHERS_ON_HOST)
         return cls(
             chosen.max_batch_size,
             chosen.max_prefill_tokens,
-            chosen.max_tiles_per_step,
+            chosen.max_crops_per_step,
             None if device_type == "cuda" else others,
             shares_prefixes=config.prefix_cache,
             cuts_at_share_points=config.prefix_cache and (device_type != "cuda" or config.dtype == "float32"),

@@ -46,7 +46,7 @@ FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
     "max_decoded_image_bytes": "which images are refused, and how many are decoded together",
     "num_preprocess_threads": "how many images are decoded together",
     "max_prefill_tokens": "how prompts are divided into chunks; a chunk reads what those before it have written",
-    "max_tiles_per_step": "how images are divided among steps; tiles do not read each other",
+    "max_crops_per_step": "how images are divided among steps; crops do not read each other",
     "step_timeout_s": "when a device counts as hung",
 }
 """Fields of `EngineConfig` that change neither keys and values nor image embeddings of a sequence, and why.

@@ -7,7 +7,7 @@ Invariants
       of its pages at once; `PageManager` decides when they can be allocated again.
   I2  Each RUNNING sequence whose context is not full is in every decode batch, so its next token takes one step.
   I3  While any sequence decodes, a prefill step has at most `max_prefill_tokens` prompt tokens (or one image
-      prefix, which cannot be split) and at most `max_tiles_per_step` tiles. Where sequences of several tenants are
+      prefix, which cannot be split) and at most `max_crops_per_step` crops. Where sequences of several tenants are
       active, at most `max_prefill_tokens_of_others` of the tokens belong to the tenants that were not served
       least: their long prompts delay the others less. That bound holds for another second, in which a tenant whose
       request has ended may send its next one.
@@ -29,7 +29,7 @@ Invariants
       Pages are published when the step that wrote them is complete, for sequences that are still here.
   I10 A sequence whose image is not in its cached pages has an entry for embeddings from its start to its end, or
       until it waits again and another one needs the entry. Where the embeddings are cached its entry is theirs, and
-      no tile is encoded.
+      no crop is encoded.
   I11 An image that several sequences need is computed once: the others are PARKED until it is published. Where the
       sequence that computes it leaves, the first of them computes it.
 """
@@ -83,7 +83,7 @@ class Scheduler:
         *,
         max_batch_size: int,
         max_prefill_tokens: int,
-        max_tiles_per_step: int,
+        max_crops_per_step: int,
         max_prefill_tokens_of_others: int | None = None,
         ageing_s: float = 10.0,
         cuts_at_share_points: bool = False,
@@ -97,12 +97,12 @@ class Scheduler:
         self._embeddings = EmbeddingCache(max_batch_size + 1) if embeddings is None else embeddings
         self._max_batch_size = max_batch_size
         self._max_prefill_tokens = max_prefill_tokens
-        self._max_tiles_per_step = max_tiles_per_step
+        self._max_crops_per_step = max_crops_per_step
         self._max_prefill_tokens_of_others = max_prefill_tokens_of_others or max_prefill_tokens
         self._cuts_at_share_points = cuts_at_share_points
         self._waiting = WaitingQueue(ageing_s=ageing_s)
         self._shared_prefills = SharedPrefills()
-        self._without_tiles: dict[Sequence, bool] = {}  # parked for their tiles; whether these have been asked for
+        self._without_crops: dict[Sequence, bool] = {}  # parked for their crops; whether these have been asked for
         self._without_adapter: set[Sequence] = set()  # parked until they have a slot again
         self._active: list[Sequence] = []  # PREFILLING, PREFILLED and RUNNING, oldest first
         self._num_active_of: Counter[str] = Counter()  # by tenant, without zeros
@@ -121,7 +121,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        num_parked = len(self._shared_prefills) + len(self._without_tiles) + len(self._without_adapter)
+        num_parked = len(self._shared_prefills) + len(self._without_crops) + len(self._without_adapter)
         return len(self._waiting) + num_parked
 
     @property
@@ -134,10 +134,10 @@ class Scheduler:
 
     @property
     def is_blocked(self) -> bool:
-        """True if nothing can be planned until tiles, an adapter or another sequence arrive."""
+        """True if nothing can be planned until crops, an adapter or another sequence arrive."""
         if self._suspects:
-            return self._suspects[0].sequence in self._without_tiles
-        return bool(self._without_tiles or self._without_adapter) and not (self._waiting or self._active)
+            return self._suspects[0].sequence in self._without_crops
+        return bool(self._without_crops or self._without_adapter) and not (self._waiting or self._active)
 
     @property
     def is_isolating(self) -> bool:
@@ -164,7 +164,7 @@ class Scheduler:
         yield from self._active
         yield from self._waiting
         yield from self._shared_prefills
-        yield from self._without_tiles
+        yield from self._without_crops
         yield from self._without_adapter
 
     def add(self, sequence: Sequence) -> None:
@@ -199,7 +199,7 @@ class Scheduler:
         """The batch was launched as `step`; each token that it samples is pending from now on."""
         self._in_flight.add(step)
         for item in batch.encode:
-            item.sequence.num_encoded_tiles = item.end_tile
+            item.sequence.num_encoded_crops = item.end_crop
             if item.is_last:
                 self._embeddings.fill(item.sequence.id, step)
         for chunk in batch.prefill:
@@ -286,7 +286,7 @@ class Scheduler:
             self._waiting.remove(sequence)
         elif sequence.state is SequenceState.PARKED:
             self._shared_prefills.remove(sequence)
-            self._without_tiles.pop(sequence, None)
+            self._without_crops.pop(sequence, None)
             self._without_adapter.discard(sequence)
         else:
             self._deactivate(sequence)
@@ -303,16 +303,16 @@ class Scheduler:
         found, self._preempted = self._preempted, []
         return found
 
-    def take_without_tiles(self) -> list[Sequence]:
+    def take_without_crops(self) -> list[Sequence]:
         """Sequences whose image must be decoded because it is cached no more; each is returned once."""
-        found = [sequence for sequence, is_asked_for in self._without_tiles.items() if not is_asked_for]
-        self._without_tiles.update(dict.fromkeys(found, True))
+        found = [sequence for sequence, is_asked_for in self._without_crops.items() if not is_asked_for]
+        self._without_crops.update(dict.fromkeys(found, True))
         return found
 
-    def add_tiles(self, sequence: Sequence, tiles: PreparedImage) -> None:
+    def add_crops(self, sequence: Sequence, crops: PreparedImage) -> None:
         """The image of a sequence has been decoded: it waits for its start again."""
-        del self._without_tiles[sequence]
-        sequence.tiles = tiles
+        del self._without_crops[sequence]
+        sequence.crops = crops
         self._wait_again(sequence)
 
     def take_adapter(self, sequence: Sequence) -> bool:
@@ -320,7 +320,7 @@ class Scheduler:
 
         False where that must wait: while its image is being decoded, or it runs alone.
         """
-        if self._suspects or sequence in self._without_tiles:
+        if self._suspects or sequence in self._without_crops:
             return False
         if sequence.state is SequenceState.PARKED:
             self._shared_prefills.remove(sequence)
@@ -403,7 +403,7 @@ class Scheduler:
     def _end_lease(self, sequence: Sequence) -> None:
         """The sequence has no embeddings any more."""
         self._embeddings.release(sequence.id)
-        sequence.embedding_entry, sequence.has_cached_embeddings, sequence.num_encoded_tiles = None, False, 0
+        sequence.embedding_entry, sequence.has_cached_embeddings, sequence.num_encoded_crops = None, False, 0
 
     def _release(self, sequence: Sequence) -> None:
         self._stop_filling(sequence)
@@ -435,7 +435,7 @@ class Scheduler:
                     return
                 if self._park_for_prefix(sequence, match):
                     continue
-                if not self._lacks_tiles(sequence, start.match):  # else it is parked
+                if not self._lacks_crops(sequence, start.match):  # else it is parked
                     for item in start.yielding:
                         self._preempt(item)
             self._start_or_park(sequence, start.match)
@@ -511,16 +511,16 @@ class Scheduler:
         return None if yielding is None else _Start(match, yielding)
 
     def _start_or_park(self, sequence: Sequence, match: PrefixMatch) -> None:
-        if self._lacks_tiles(sequence, match):
+        if self._lacks_crops(sequence, match):
             self._waiting.start(sequence)
             sequence.move_to(SequenceState.PARKED)
-            self._without_tiles[sequence] = False
+            self._without_crops[sequence] = False
         else:
             self._start(sequence, match)
 
-    def _lacks_tiles(self, sequence: Sequence, match: PrefixMatch) -> bool:
+    def _lacks_crops(self, sequence: Sequence, match: PrefixMatch) -> bool:
         has_embeddings = sequence.embedding_entry is not None or sequence.embedding_key in self._embeddings
-        return sequence.lacks_tiles(match.num_positions) and not has_embeddings
+        return sequence.lacks_crops(match.num_positions) and not has_embeddings
 
     def _match(self, sequence: Sequence, max_positions: int) -> PrefixMatch:
         if sequence.keys is None or sequence.computes_anew:
@@ -563,12 +563,12 @@ class Scheduler:
         if sequence.state is SequenceState.PREFILLING:
             sequence.move_to(SequenceState.RUNNING)
             return Plan(self._prefill_batch(), Batch.of_decode([sequence]))
-        if sequence not in self._without_tiles:
+        if sequence not in self._without_crops:
             self._start_alone(sequence, is_decoding=is_decoding)
         encode: list[EncodeItem] = []
         chunks: list[Chunk] = []
-        if sequence not in self._without_tiles:
-            encode += [EncodeItem.rest_of(sequence)] if sequence.num_tiles_to_encode else []
+        if sequence not in self._without_crops:
+            encode += [EncodeItem.rest_of(sequence)] if sequence.num_crops_to_encode else []
             chunks = self._cut(sequence, sequence.num_matched, sequence.length - is_decoding)
         return Plan(self._prefill_batch(encode, chunks), Batch.of_decode())
 
@@ -596,7 +596,7 @@ class Scheduler:
         return self.behind_tail_steps(Batch.of_prefill(encode, prefill))
 
     def _plan_prefill(self, *, bounded: bool) -> tuple[list[EncodeItem], list[Chunk]]:
-        tiles_left = self._max_tiles_per_step
+        crops_left = self._max_crops_per_step
         tokens_left = self._max_prefill_tokens
         if len(self._num_active_of) > 1:
             self._several_until = self._now + _NEXT_REQUEST_S
@@ -611,14 +611,14 @@ class Scheduler:
         if len({sequence.tenant for sequence in prefilling}) > 1:
             prefilling.sort(key=lambda sequence: self._waiting.service_of(sequence.tenant))
         for sequence in prefilling:
-            num_tiles = sequence.num_tiles_to_encode
-            if num_tiles:
-                count = min(num_tiles, tiles_left) if bounded else num_tiles
+            num_crops = sequence.num_crops_to_encode
+            if num_crops:
+                count = min(num_crops, crops_left) if bounded else num_crops
                 if count:
-                    start = sequence.num_encoded_tiles
+                    start = sequence.num_encoded_crops
                     encode.append(EncodeItem(sequence, start, start + count))
-                    tiles_left -= count
-                if count < num_tiles:
+                    crops_left -= count
+                if count < num_crops:
                     continue
             is_other = self._waiting.service_of(sequence.tenant) > least_served
             num_allowed = min(tokens_left, others_left) if is_other else tokens_left
@@ -627,7 +627,7 @@ class Scheduler:
             num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
             tokens_left -= num_tokens
             others_left = max(0, others_left - num_tokens * is_other)
-            if tokens_left <= 0 or (not bounded and tiles_left <= 0):
+            if tokens_left <= 0 or (not bounded and crops_left <= 0):
                 break
         return encode, prefill
 

@@ -24,7 +24,7 @@ class SequenceState(IntEnum):
     WAITING = auto()
     """Prepared, holds no page."""
     PARKED = auto()
-    """Like WAITING, but it cannot start until its prefix, its tiles or its adapter are available."""
+    """Like WAITING, but it cannot start until its prefix, its crops or its adapter are available."""
     PREFILLING = auto()
     """Holds pages; steps write its prompt to the cache."""
     PREFILLED = auto()
@@ -74,11 +74,11 @@ class SequenceClock:
 
 
 class PreparedImage(Protocol):
-    """The pixels of one image, which the model family encodes tile by tile."""
+    """The pixels of one image, which the model family encodes crop by crop."""
 
     @property
-    def num_tiles(self) -> int:
-        """The number of tiles that the vision encoder computes for the image."""
+    def num_crops(self) -> int:
+        """The number of crops that the vision encoder computes for the image."""
         ...
 
 
@@ -148,7 +148,7 @@ class Sequence:
     num_prompt_tokens: int
     """The number of `tokens` that belong to the prompt."""
     num_image_tokens: int
-    tiles: PreparedImage | None
+    crops: PreparedImage | None
     parser: OutputParser
     temperature: float
     top_p: float
@@ -176,8 +176,8 @@ class Sequence:
     """Names its positions in the prefix cache; None if the sequence neither uses the cache nor adds to it."""
     embedding_key: EmbeddingKey | None = None
     """Names the embeddings of its image; None if the sequence neither uses cached embeddings nor adds to them."""
-    tile_job: Any = None
-    """A worker's job that decodes its image, where `tiles` were left out because the image's pages or embeddings
+    crop_job: Any = None
+    """A worker's job that decodes its image, where `crops` were left out because the image's pages or embeddings
     were cached."""
     computes_anew: bool = False
     """True if the sequence uses no cached data, and replaces it by its own."""
@@ -196,11 +196,11 @@ class Sequence:
     """The same number at the first start; None until then."""
     copies: tuple[PageCopy, ...] = ()
     """Copies of partly shared pages, which its next prefill step makes."""
-    num_encoded_tiles: int = 0
+    num_encoded_crops: int = 0
     embedding_entry: EntryId | None = None
     """The entry of its image's embeddings; None if it needs none, or has not started."""
     has_cached_embeddings: bool = False
-    """True if its entry was cached, so that no tile needs encoding."""
+    """True if its entry was cached, so that no crop needs encoding."""
     start_number: int | None = None
     """Rises in the order in which sequences first started; None before. Preemption does not change it."""
     num_tokens_at_start: int = 0
@@ -238,15 +238,15 @@ class Sequence:
         return 1 + self.num_image_tokens if self.num_image_tokens else 0
 
     @property
-    def num_tiles_to_encode(self) -> int:
-        if self.tiles is None or self.has_cached_embeddings or self.num_cached >= self.prefix_length:
+    def num_crops_to_encode(self) -> int:
+        if self.crops is None or self.has_cached_embeddings or self.num_cached >= self.prefix_length:
             return 0
-        return self.tiles.num_tiles - self.num_encoded_tiles
+        return self.crops.num_crops - self.num_encoded_crops
 
-    def lacks_tiles(self, num_cached: int) -> bool:
+    def lacks_crops(self, num_cached: int) -> bool:
         """Whether its image must be decoded, or found encoded, before it can start behind so many cached
         positions."""
-        return self.tiles is None and self.tile_job is not None and num_cached < self.prefix_length
+        return self.crops is None and self.crop_job is not None and num_cached < self.prefix_length
 
     def missing_share_point(self, num_positions: int, page_size: int) -> Digest | None:
         """The key of its image where the first `num_positions` do not cover it; None without an image or keys."""

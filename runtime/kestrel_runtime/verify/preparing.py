@@ -19,14 +19,14 @@ from kestrel_runtime.scheduling.sequence import SequenceClock
 def preparing(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepare]:
     """Prepares on the calling thread, in the context."""
     model_config = config_of(loaded.model)
-    tiling = loaded.family.tiling(model_config)
+    cropping = loaded.family.cropping(model_config)
     preprocessor = Preprocessor(
         model_config,
         loaded.family.skills(model_config),
         loaded.tokenizer,
         OffendingRequests(),
-        tiling,
-        tiling.make_tiles,
+        cropping,
+        cropping.make_crops,
         max_context=model_config.max_context,
         max_image_pixels=config.max_image_pixels,
         num_threads=1,

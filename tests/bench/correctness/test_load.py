@@ -28,7 +28,7 @@ from bench.correctness.mixed_requests import (
     features_of,
     mixed_requests,
     noted_tokens,
-    sizes_by_tiles,
+    sizes_by_crops,
     with_features,
 )
 from bench.correctness.tie_judge import TOLERANCES, TieJudge
@@ -40,7 +40,7 @@ from kestrel_runtime.api.requests import Detect, Query, RequestOptions, Sampling
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.family import FAMILY
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2
 from kestrel_runtime.scheduling.output_parser import Token
 from tests.reference_fixtures import MD2_SMALL
@@ -76,10 +76,10 @@ def test_sixty_mixed_requests_leave_nothing_behind(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("vision", [MOONDREAM_2.vision, LoadedModel.load(CONFIG).model.config.vision])
-def test_there_is_a_picture_for_every_number_of_tiles(vision):
-    sizes = sizes_by_tiles(vision)
+def test_there_is_a_picture_for_every_number_of_crops(vision):
+    sizes = sizes_by_crops(vision)
     for num_crops, (width, height) in sizes.items():
-        rows, columns = MoondreamTiling(vision).select(height, width)
+        rows, columns = MoondreamCropping(vision).select(height, width)
         assert num_crops == 1 + rows * columns
     assert max(sizes) == 1 + vision.max_crops
     assert max(width * height for width, height in sizes.values()) < 4e6

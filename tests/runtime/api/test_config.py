@@ -17,7 +17,7 @@ def test_settings_that_are_given_stay():
         cuda_graphs=False,
         max_batch_size=3,
         max_prefill_tokens=100,
-        max_tiles_per_step=2,
+        max_crops_per_step=2,
         resize_on_device=False,
         step_timeout_s=5.0,
     )
@@ -35,7 +35,7 @@ def test_each_device_has_its_values_for_what_is_left_to_it(device, expected):
     found = EngineConfig().resolved(device)
     assert (
         *(found.device, found.dtype, found.text_path, found.vision_path, found.cuda_graphs, found.resize_on_device),
-        *(found.max_batch_size, found.max_prefill_tokens, found.max_tiles_per_step, found.step_timeout_s),
+        *(found.max_batch_size, found.max_prefill_tokens, found.max_crops_per_step, found.step_timeout_s),
     ) == expected
     assert found.resolved(device) == found
 

@@ -44,7 +44,7 @@ from kestrel_runtime.models.loaded_model import LoadedModel
 from tests.reference_fixtures import MD3_SMALL
 
 SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
-TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
+IMAGE_OF_SEVERAL_CROPS = (MD3_SMALL / "image_0_500x400.png").read_bytes()
 
 
 def endless(seed: int = 14) -> Query:
@@ -125,14 +125,14 @@ async def test_a_cache_too_small_for_all_sequences_changes_no_answer(
 async def test_an_answer_is_the_same_wherever_its_image_is_cut(loaded: LoadedModel, engine: LocalEngine) -> None:
     requests = [
         Caption(image, sampling=SamplingParams(temperature=0.0, max_tokens=5))
-        for image in (SMALL_IMAGE, TILED_IMAGE)
+        for image in (SMALL_IMAGE, IMAGE_OF_SEVERAL_CROPS)
     ]
     cut_by_workers = [(await engine.submit(request).result()).output for request in requests]
     on_device = LocalEngine(
-        loaded, EngineConfig(model="", max_batch_size=3, max_tiles_per_step=2, resize_on_device=True)
+        loaded, EngineConfig(model="", max_batch_size=3, max_crops_per_step=2, resize_on_device=True)
     )
     try:
-        # Another sequence decodes meanwhile, so that tiles are encoded a few at a time.
+        # Another sequence decodes meanwhile, so that crops are encoded a few at a time.
         company = on_device.submit(endless())
         await anext(aiter(company))
         finished = await asyncio.gather(*(on_device.submit(request).result() for request in requests))
@@ -284,7 +284,7 @@ async def test_requests_that_yield_are_answered_as_they_are_alone(
     requests = [
         *(Query(f"why {params.seed}?", sampling=params) for params in drawn),
         Caption(SMALL_IMAGE, "short", sampling=SamplingParams(temperature=0.0, max_tokens=12)),
-        Caption(TILED_IMAGE, "long", sampling=replace(drawn[2], top_p=0.9, max_tokens=12)),
+        Caption(IMAGE_OF_SEVERAL_CROPS, "long", sampling=replace(drawn[2], top_p=0.9, max_tokens=12)),
         Detect("License", SMALL_IMAGE, max_objects=4),
     ]
     alone = [(await engine.submit(request).result()).output for request in requests]

@@ -55,7 +55,7 @@ from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.output_parser import OVERFLOWED, Token
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.runtime.fake_runner import TOKEN, FakeHandle, FakeRunner
-from tests.runtime.sequences import ShortParser, blank_tiles, new_sequence
+from tests.runtime.sequences import ShortParser, blank_crops, new_sequence
 
 MAX_WAIT_S = 30.0
 FATES = (Finished, EngineUnavailable, InternalError, DeadlineExceeded, ConstraintFailed, NumbersOverflowed)
@@ -82,7 +82,7 @@ Line = tuple[str, int]
 
 def prepared(name: str, num_tokens: int = 3, *, is_broken: bool = False, has_image: bool = False) -> Sequence:
     """A sequence whose fingerprint is its name."""
-    image: dict[str, Any] = {"num_image_tokens": 4, "tiles": blank_tiles(3)} if has_image else {}
+    image: dict[str, Any] = {"num_image_tokens": 4, "crops": blank_crops(3)} if has_image else {}
     made = new_sequence(6, max_context=200, **image)
     made.fingerprint = name
     made.parser = ShortParser(num_tokens, is_broken=is_broken)
@@ -187,12 +187,12 @@ class Device(FakeRunner):
 
 
 def decoded_again(item: Sequence) -> Future[Any]:
-    """What a worker does for a sequence without tiles."""
+    """What a worker does for a sequence without crops."""
     future: Future[Any] = Future()
-    if item.tile_job == "lost image":
+    if item.crop_job == "lost image":
         future.set_exception(RuntimeError("it cannot be decoded any more"))
     else:
-        future.set_result(blank_tiles(3))
+        future.set_result(blank_crops(3))
     return future
 
 
@@ -322,7 +322,7 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
             prepared("late"),
         ]
         for item in sequences[-3:-1]:  # their pages were cached when they were prepared
-            item.tiles, item.tile_job = None, item.fingerprint
+            item.crops, item.crop_job = None, item.fingerprint
         sequences[-1].clock.deadline = 0.0
         if scenario == "three in a row":
             sequences.sort(key=lambda item: not item.fingerprint.startswith("poison"))

@@ -45,7 +45,7 @@ class Bench:
         """Which steps were begun, by the names of their sequences, with what happened between them."""
         self._fails = fails
         self._pages = PageManager(256, 16)
-        scheduler = Scheduler(self._pages, max_batch_size=8, max_prefill_tokens=64, max_tiles_per_step=8)
+        scheduler = Scheduler(self._pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=8)
         isolation = Isolation(
             scheduler,
             self.runner,  # pyrefly: ignore[bad-argument-type] it stands in for one

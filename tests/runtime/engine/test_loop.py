@@ -41,7 +41,7 @@ class Bench:
     def __init__(self, loaded: LoadedModel) -> None:
         config = EngineConfig(model="")
         self.pages = PageManager(512, config.page_size)
-        scheduler = Scheduler(self.pages, max_batch_size=8, max_prefill_tokens=64, max_tiles_per_step=3)
+        scheduler = Scheduler(self.pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=3)
         prepared = loaded.family.prepare(loaded.model, config, StepBounds(8, 64, 3), owns_model=False)
         runner, offending_requests = prepared.new_step_runner(512, 0), OffendingRequests()
         self.statuses: list[str] = []
@@ -125,7 +125,7 @@ async def test_a_long_prefill_does_not_hold_up_those_who_decode(bench: Bench) ->
     decoding = bench.add(tell(40))
     bench.loop.step()
     picture = bench.add(Caption(IMAGE, sampling=SamplingParams(max_tokens=1)))
-    for _ in range(3):  # nine tiles, three a step; the prompt follows the last of them
+    for _ in range(3):  # nine crops, three a step; the prompt follows the last of them
         bench.loop.step()
     long = bench.add(tell(1, "word " * 80))
     for _ in range(2):
@@ -327,7 +327,7 @@ class AnyToken:
 
 
 def new_loop(runner: Any) -> EngineLoop:
-    scheduler = Scheduler(PageManager(64, 4), max_batch_size=4, max_prefill_tokens=64, max_tiles_per_step=8)
+    scheduler = Scheduler(PageManager(64, 4), max_batch_size=4, max_prefill_tokens=64, max_crops_per_step=8)
     isolation = Isolation(
         scheduler, runner, OffendingRequests(), new_probes=list, on_restart=lambda: None, on_restarted=lambda: None
     )

@@ -33,7 +33,7 @@ from kestrel_runtime.engine import preprocessing
 from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.workers import Interrupted
-from kestrel_runtime.imaging.tiles import DecodedImage, keep_decoded
+from kestrel_runtime.imaging.crops import DecodedImage, keep_decoded
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
@@ -63,18 +63,18 @@ def submit(preprocessor: Preprocessor, *arguments: Any, **options: Any) -> Futur
     return future
 
 
-def test_images_may_be_kept_decoded_and_tiled_later(loaded: LoadedModel) -> None:
+def test_images_may_be_kept_decoded_and_divided_into_crops_later(loaded: LoadedModel) -> None:
     preprocessor = new_preprocessor(loaded, keeps_decoded=True)
     sequence = preprocessor.prepare(Caption(IMAGE), clock())
     preprocessor.close()
-    assert isinstance(sequence.tiles, DecodedImage)
-    assert sequence.tiles.pixels.shape[:2] == (400, 500)
-    assert sequence.num_tiles_to_encode == 9
+    assert isinstance(sequence.crops, DecodedImage)
+    assert sequence.crops.pixels.shape[:2] == (400, 500)
+    assert sequence.num_crops_to_encode == 9
 
 
 def test_a_question_without_an_image_has_no_prefix(preprocessor: Preprocessor) -> None:
     sequence = preprocessor.prepare(Query("hello"), clock())
-    assert (sequence.num_image_tokens, sequence.prefix_length, sequence.tiles) == (0, 0, None)
+    assert (sequence.num_image_tokens, sequence.prefix_length, sequence.crops) == (0, 0, None)
 
 
 def test_open_settings_take_the_skills_defaults_and_zero_is_not_open(preprocessor: Preprocessor) -> None:
@@ -164,8 +164,8 @@ class OneWorker:
     def __init__(self, loaded: LoadedModel) -> None:
         self.widths: list[int] = []
         self._has_begun, self._may_go_on = threading.Event(), threading.Event()
-        self._tiling = loaded.family.tiling(loaded.model.config)
-        self.preprocessor = new_preprocessor(loaded, make_tiles=self._make_tiles, ageing_s=10.0)
+        self._cropping = loaded.family.cropping(loaded.model.config)
+        self.preprocessor = new_preprocessor(loaded, make_crops=self._make_crops, ageing_s=10.0)
 
     def after(self, *waiting: tuple[Priority, float], tenants: str = "") -> list[int]:
         """The order in which requests of these priorities and ages in seconds are taken, by their places here.
@@ -190,11 +190,11 @@ class OneWorker:
         self.preprocessor.close()
         return [width - 1 for width in self.widths[1:]]
 
-    def _make_tiles(self, image):
+    def _make_crops(self, image):
         self.widths.append(image.width)
         self._has_begun.set()
         assert self._may_go_on.wait(MAX_WAIT_S)
-        return keep_decoded(image, self._tiling)
+        return keep_decoded(image, self._cropping)
 
 
 def picture(width_px: int) -> bytes:
@@ -374,14 +374,14 @@ def test_a_known_and_cached_image_is_neither_opened_nor_handed_to_a_worker(
     monkeypatch.setattr(preprocessor, "_workers", FakeWorkers())
     found = preprocessor.submit(Query("Where?", IMAGE), clock(), "t", "a")
     assert isinstance(found, Sequence)
-    assert found.tiles is None
+    assert found.crops is None
     assert (found.tokens, found.keys, found.tenant, found.fingerprint) == (
         expected.tokens,
         expected.keys,
         expected.tenant,
         expected.fingerprint,
     )
-    assert found.tile_job.num_bytes == expected.tile_job.num_bytes > 0
+    assert found.crop_job.num_bytes == expected.crop_job.num_bytes > 0
     assert found.clock.preprocess_started is not None
     assert found.clock.prepared is not None
 
@@ -420,8 +420,8 @@ def test_an_image_that_is_known_and_not_cached_any_more_is_decoded(loaded: Loade
     preprocessor, _ = known_image_preprocessor(loaded)
     sequence = submit(preprocessor, Query("Where?", IMAGE), clock(), namespace="a").result(MAX_WAIT_S)
     preprocessor.close()
-    assert sequence.tiles is not None
-    assert sequence.tile_job is None, "it would hold the encoded image"
+    assert sequence.crops is not None
+    assert sequence.crop_job is None, "it would hold the encoded image"
 
 
 def test_another_namespace_learns_nothing_from_an_image_that_is_known(

@@ -16,7 +16,7 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import OffendingRequests
-from kestrel_runtime.imaging.tiles import Tiles
+from kestrel_runtime.imaging.crops import Crops
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.admission import Admission, QueueLimits
 from kestrel_runtime.scheduling.batch import Batch
@@ -25,7 +25,7 @@ from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.fake_runner import FakeHandle, FakeRunner
-from tests.runtime.sequences import ShortParser, blank_tiles, new_sequence
+from tests.runtime.sequences import ShortParser, blank_crops, new_sequence
 
 NUM_TURNS = 300
 NUM_LAST_TURNS = 4
@@ -35,7 +35,7 @@ NUM_LAST_TURNS = 4
 def new_loop(runner: FakeRunner) -> EngineLoop:
     """A loop whose thread never runs; the test calls `step`."""
     pages = PageManager(256, 16)
-    scheduler = Scheduler(pages, max_batch_size=8, max_prefill_tokens=64, max_tiles_per_step=8)
+    scheduler = Scheduler(pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=8)
     fake: Any = runner
     isolation = Isolation(
         scheduler, fake, OffendingRequests(), new_probes=list, on_restart=lambda: None, on_restarted=lambda: None
@@ -46,7 +46,7 @@ def new_loop(runner: FakeRunner) -> EngineLoop:
 
 def census() -> dict[str, int]:
     """How many objects there are of what a request or a step holds."""
-    kinds = {Sequence: 0, Tiles: 0, Stream: 0, Batch: 0, FakeHandle: 0}
+    kinds = {Sequence: 0, Crops: 0, Stream: 0, Batch: 0, FakeHandle: 0}
     for item in gc.get_objects():
         if type(item) in kinds:
             kinds[type(item)] += 1
@@ -66,7 +66,7 @@ async def test_a_steady_load_retains_neither_sequences_nor_images_nor_steps(num_
         peak, num_sent = dict(before), 0
         for turn in range(NUM_TURNS):
             if loop.num_waiting < 2:  # no more than is served: a queue that grows is not what is looked for
-                sequence = new_sequence(6, num_image_tokens=4, tiles=blank_tiles(2))
+                sequence = new_sequence(6, num_image_tokens=4, crops=blank_crops(2))
                 sequence.parser = ShortParser(num_tokens)
                 loop.add(sequence, Stream())
                 num_sent += 1

@@ -16,7 +16,7 @@ from tests.runtime.dense_attend import DenseAttend
 from tests.runtime.models.second_family.small_pictures import (
     NUM_IMAGE_TOKENS,
     PLACE_ID,
-    PicturesTiling,
+    PicturesCropping,
     SmallPicturesFamily,
     random_pictures,
 )
@@ -29,7 +29,7 @@ PLACES = [Token(0), Token(1), Token(PLACE_ID, (0.25,)), Token(PLACE_ID, (0.75,))
 CASES = {
     "text": (TEXT, None),
     "image": (TEXT, noise(40, 40)),
-    "tiles": (TEXT, noise(300, 120)),
+    "crops": (TEXT, noise(300, 120)),
     "places": (PLACES, None),
 }
 
@@ -37,8 +37,8 @@ CASES = {
 class Bench:
     """Scheduler and runner, turned step by step without output parsers."""
 
-    def __init__(self, *, num_pages=500, page_size=16, batch=8, prefill=1000, max_tiles=100):
-        bounds = StepBounds(batch, prefill, max_tiles)
+    def __init__(self, *, num_pages=500, page_size=16, batch=8, prefill=1000, max_crops=100):
+        bounds = StepBounds(batch, prefill, max_crops)
         config = EngineConfig(model="", page_size=page_size)
         prepared = SmallPicturesFamily().prepare(MODEL, config, bounds, owns_model=False)
         self.runner = prepared.new_step_runner(num_pages, 0)
@@ -46,15 +46,15 @@ class Bench:
             PageManager(num_pages, page_size),
             max_batch_size=batch,
             max_prefill_tokens=prefill,
-            max_tiles_per_step=max_tiles,
+            max_crops_per_step=max_crops,
         )
         self.num_preemptions = 0
         self.step_ids = itertools.count(1)
 
     def add(self, tokens, image=None, **settings):
-        tiles = None if image is None else PicturesTiling().make_tiles(image)
+        crops = None if image is None else PicturesCropping().make_crops(image)
         num_image_tokens = 0 if image is None else NUM_IMAGE_TOKENS
-        sequence = new_sequence(tokens, num_image_tokens=num_image_tokens, tiles=tiles, **settings)
+        sequence = new_sequence(tokens, num_image_tokens=num_image_tokens, crops=crops, **settings)
         self.scheduler.add(sequence)
         return sequence
 
@@ -84,7 +84,7 @@ def written_out(count, tokens, image):
     """Greedy generation without cache, pages or batches: every step from the start."""
     tokens, pictured = list(tokens), torch.empty(0, MODEL.config.dim)
     if image is not None:
-        pictured = MODEL.encode(torch.from_numpy(PicturesTiling().make_tiles(image).pixels)).mean(0)
+        pictured = MODEL.encode(torch.from_numpy(PicturesCropping().make_crops(image).pixels)).mean(0)
     prefix_length = 1 + len(pictured) if image is not None else 0
     for _ in range(count):
         ids = torch.tensor([token.id for token in tokens])
@@ -103,7 +103,7 @@ def test_what_is_generated_is_what_the_model_says_from_the_start(case):
     assert bench.generate(4, bench.add(*CASES[case])) == [written_out(4, *CASES[case])]
 
 
-@pytest.mark.parametrize("sizes", [{"prefill": 18}, {"max_tiles": 2}, {"page_size": 7}])
+@pytest.mark.parametrize("sizes", [{"prefill": 18}, {"max_crops": 2}, {"page_size": 7}])
 def test_the_size_of_steps_and_pages_does_not_show(sizes):
     bench = Bench(**sizes)
     early = bench.add(TEXT)

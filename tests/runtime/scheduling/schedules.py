@@ -3,7 +3,7 @@ allow.
 
 Each position of the device's memory holds what was written there last: the number of a content. Two sequences have
 equal contents where all tokens up to there, the image and the namespace are equal. Each entry for embeddings holds
-the images of its tiles. A step checks what it reads. A page or entry that is published too early, shared wrongly,
+the images of its crops. A step checks what it reads. A page or entry that is published too early, shared wrongly,
 freed twice or not copied shows as a wrong read or in the books; a sequence that is lost never finishes.
 
 `KESTREL_GRPC_CACHE_OPERATIONS` sets how many operations are tried.
@@ -32,11 +32,11 @@ from tests.runtime.scheduling.simulated_device import (
     RowAccess,
     SimulatedDevice,
 )
-from tests.runtime.sequences import blank_tiles, new_sequence
+from tests.runtime.sequences import blank_crops, new_sequence
 
 NUM_OPERATIONS = int(os.environ.get("KESTREL_GRPC_CACHE_OPERATIONS", "40000"))
 NUM_TURNS = 60
-NUM_TILES = 3
+NUM_CROPS = 3
 IMAGES = tuple(bytes([number]) * 32 for number in range(3))
 NAMESPACES = ("", "another")
 BOS = Token(0)
@@ -60,7 +60,7 @@ class Schedule:
             self.manager,
             max_batch_size=max_batch_size,
             max_prefill_tokens=random.randrange(1, 16),
-            max_tiles_per_step=random.randrange(1, 5),
+            max_crops_per_step=random.randrange(1, 5),
             cuts_at_share_points=random.random() < 0.7,
             embeddings=self.embeddings,
         )
@@ -75,7 +75,7 @@ class Schedule:
         self.alone: set[Sequence] = set()
         self.origins: dict[Sequence, tuple[str, bytes | None]] = {}
         self.contents: dict[object, int] = {}
-        self.decoding: list[Sequence] = []  # without tiles, which a worker makes
+        self.decoding: list[Sequence] = []  # without crops, which a worker makes
         self.free_rows = list(range(max_batch_size + 1))
         self.rows: dict[Sequence, int] = {}
         self.in_flight: dict[str, deque[tuple[DeviceStep, Batch]]] = {"prefill": deque(), "decode": deque()}
@@ -132,11 +132,11 @@ class Schedule:
         for sequence in self.scheduler.take_preempted():
             if sequence in self.rows:
                 self.free_rows.append(self.rows.pop(sequence))
-        self.decoding += self.scheduler.take_without_tiles()
+        self.decoding += self.scheduler.take_without_crops()
         if self.decoding and random.random() < 0.5:
             decoded = self.decoding.pop(random.randrange(len(self.decoding)))
             if decoded in self.answers:
-                self.scheduler.add_tiles(decoded, blank_tiles(NUM_TILES))
+                self.scheduler.add_crops(decoded, blank_crops(NUM_CROPS))
                 self.counts["decoded again"] += 1
         batch, max_decodes = plan.decode, random.randrange(1, 5)
         while not batch.is_empty and len(decodes) < max_decodes:
@@ -162,10 +162,10 @@ class Schedule:
         num_image_tokens = 0 if image is None else self.num_image_tokens
         if len(prompt) + num_image_tokens >= capacity:
             return
-        tiles: dict[str, Any] = {}
+        crops: dict[str, Any] = {}
         if image is not None:
-            tiles = {"num_image_tokens": num_image_tokens, "tiles": blank_tiles(NUM_TILES)}
-        sequence = new_sequence(prompt, max_context=capacity, tenant=random.choice(self.tenants), **tiles)
+            crops = {"num_image_tokens": num_image_tokens, "crops": blank_crops(NUM_CROPS)}
+        sequence = new_sequence(prompt, max_context=capacity, tenant=random.choice(self.tenants), **crops)
         if random.random() < 0.95:
             if random.random() < 0.95:
                 sequence.keys = self.maker.keys(prompt, num_image_tokens, image, namespace)
@@ -175,7 +175,7 @@ class Schedule:
             share_point = sequence.missing_share_point(0, self.manager.page_size)
             is_cached = share_point is not None and self.manager.has(share_point)
             if (is_cached or sequence.embedding_key in self.embeddings) and not sequence.computes_anew:
-                sequence.tiles, sequence.tile_job = None, "decode the image"
+                sequence.crops, sequence.crop_job = None, "decode the image"
         self.answers[sequence], self.origins[sequence] = answer, (namespace, image)
         self.scheduler.add(sequence)
         if random.random() < 0.01:
@@ -197,7 +197,7 @@ class Schedule:
                 self.rows[sequence] = self.free_rows.pop()
             row = RowAccess(self.rows[sequence])
             if chunk.is_first:
-                image_is_there = sequence.tiles is not None or sequence.has_cached_embeddings
+                image_is_there = sequence.crops is not None or sequence.has_cached_embeddings
                 image_is_there = image_is_there or chunk.start >= sequence.prefix_length
                 assert image_is_there, "what is not cached needs its image"
                 self.counts["found embeddings"] += sequence.has_cached_embeddings
@@ -211,7 +211,7 @@ class Schedule:
             accesses.append(self.access(sequence, chunk.start, chunk.end, row))
             if chunk.start < sequence.prefix_length:
                 assert sequence.embedding_entry is not None, "I10"
-                accesses[-1].embeddings = EntryRead(sequence.embedding_entry, self.origins[sequence], NUM_TILES)
+                accesses[-1].embeddings = EntryRead(sequence.embedding_entry, self.origins[sequence], NUM_CROPS)
             members.append((sequence, chunk.end))
         for sequence in batch.decode:
             position = sequence.num_cached
@@ -231,7 +231,7 @@ class Schedule:
             frozenset(waits),
             members,
             [
-                EntryWrite(item.entry, self.origins[item.sequence], item.first_tile, item.end_tile)
+                EntryWrite(item.entry, self.origins[item.sequence], item.first_crop, item.end_crop)
                 for item in batch.encode
             ],
         )
@@ -358,7 +358,7 @@ def check_entries(embeddings: EmbeddingCache, device: SimulatedDevice) -> None:
             assert index[entry.key.digest] == number
             (image,) = entry.key.scope.images
             origin = (entry.key.scope.namespace, image)
-            assert device.holds(EntryRead(number, origin, NUM_TILES)), "E2: what is found is complete"
+            assert device.holds(EntryRead(number, origin, NUM_CROPS)), "E2: what is found is complete"
     assert len(index) == sum(entry.key is not None for entry in entries)
 
 

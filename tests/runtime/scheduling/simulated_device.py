@@ -1,6 +1,6 @@
 """Two streams of a device that write, copy and read KV-cache pages, in any order that streams and waits allow.
 
-Each position of memory, each row of the request state and each tile of an entry for image embeddings holds the
+Each position of memory, each row of the request state and each crop of an entry for image embeddings holds the
 content that was written last. A step checks everything that it reads, so a page, row or entry that is given to a
 new owner too early, or one that is shared wrongly, shows as a wrong read.
 """
@@ -29,20 +29,20 @@ class RowAccess:
 
 @dataclass
 class EntryWrite:
-    """Tiles [first_tile, end_tile) of an image that a step encodes into an entry."""
+    """Crops [first_crop, end_crop) of an image that a step encodes into an entry."""
 
     entry: int
     image: object
-    first_tile: int
-    end_tile: int
+    first_crop: int
+    end_crop: int
 
 
 class EntryRead(NamedTuple):
-    """The image that a step needs in an entry, and its number of tiles."""
+    """The image that a step needs in an entry, and its number of crops."""
 
     entry: int
     image: object
-    num_tiles: int
+    num_crops: int
 
 
 @dataclass
@@ -80,7 +80,7 @@ class SimulatedDevice:
         self.streams: dict[str, deque[DeviceStep]] = {"prefill": deque(), "decode": deque()}
         self.rows: dict[int, object] = {}
         self.entries: dict[int, dict[int, object]] = {}
-        """By entry, the image of each tile."""
+        """By entry, the image of each crop."""
         self.executed: set[int] = set()
         self._random = random
 
@@ -110,8 +110,8 @@ class SimulatedDevice:
         for source, target in step.copies:
             self.memory[target] = list(self.memory[source])
         for write in step.encodes:
-            tiles = self.entries.setdefault(write.entry, {})
-            tiles.update(dict.fromkeys(range(write.first_tile, write.end_tile), write.image))
+            crops = self.entries.setdefault(write.entry, {})
+            crops.update(dict.fromkeys(range(write.first_crop, write.end_crop), write.image))
         for access in step.accesses:
             if access.embeddings is not None and access.counts and not self.holds(access.embeddings):
                 raise WrongRead(f"entry {access.embeddings.entry} does not hold {access.embeddings.image}")
@@ -127,9 +127,9 @@ class SimulatedDevice:
         self.executed.add(step.id)
 
     def holds(self, embeddings: EntryRead) -> bool:
-        """Whether an entry holds all tiles of an image."""
-        tiles = self.entries.get(embeddings.entry, {})
-        return all(tiles.get(tile) == embeddings.image for tile in range(embeddings.num_tiles))
+        """Whether an entry holds all crops of an image."""
+        crops = self.entries.get(embeddings.entry, {})
+        return all(crops.get(crop) == embeddings.image for crop in range(embeddings.num_crops))
 
     def _access_row(self, access: RowAccess, *, counts: bool) -> None:
         if access.opened is not None:

@@ -3,7 +3,7 @@ import pytest
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
 from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.page_manager import StepId
-from tests.runtime.sequences import blank_tiles, new_sequence
+from tests.runtime.sequences import blank_crops, new_sequence
 
 
 def test_a_chunk_samples_when_it_reaches_the_newest_token():
@@ -38,17 +38,17 @@ def test_a_decode_step_depends_on_the_prefill_steps_that_still_write_its_prompts
     assert Batch.of_decode([second]).depends_on == frozenset()
 
 
-def test_an_encode_item_takes_the_tiles_that_are_not_encoded():
-    sequence = new_sequence(num_image_tokens=4, tiles=blank_tiles(5))
+def test_an_encode_item_takes_the_crops_that_are_not_encoded():
+    sequence = new_sequence(num_image_tokens=4, crops=blank_crops(5))
     assert EncodeItem.rest_of(sequence) == (sequence, 0, 5)
-    sequence.num_encoded_tiles = 3
+    sequence.num_encoded_crops = 3
     assert EncodeItem.rest_of(sequence) == (sequence, 3, 5)
     with pytest.raises(AssertionError, match="only sequences with an image"):
         EncodeItem.rest_of(new_sequence())
 
 
 def test_a_batch_names_each_of_its_sequences_once():
-    pictured, other = new_sequence(num_image_tokens=4, tiles=blank_tiles(5)), new_sequence(3)
+    pictured, other = new_sequence(num_image_tokens=4, crops=blank_crops(5)), new_sequence(3)
     batch = Batch.of_prefill([EncodeItem.rest_of(pictured)], [Chunk.of(other, 0, 3), Chunk.of(pictured, 0, 5)])
     assert batch.sequences == [pictured, other]
     assert Batch.of_decode([other]).sequences == [other]

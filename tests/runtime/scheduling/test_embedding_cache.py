@@ -24,7 +24,7 @@ def encode(cache: EmbeddingCache, owner: int, key: EmbeddingKey | None, **how: b
     return lease.entry
 
 
-def test_an_image_is_found_from_the_completion_of_its_last_tile_on():
+def test_an_image_is_found_from_the_completion_of_its_last_crop_on():
     cache = EmbeddingCache(2, 1)
     lease = cache.lease(1, CAT)
     assert not lease.is_complete

@@ -16,7 +16,7 @@ def test_prompts_are_cut_where_answers_with_and_without_the_cache_are_compared_e
 
 
 def test_what_is_configured_holds_on_every_device():
-    config = EngineConfig(max_batch_size=3, max_prefill_tokens=100, max_tiles_per_step=2, prefix_cache=False)
+    config = EngineConfig(max_batch_size=3, max_prefill_tokens=100, max_crops_per_step=2, prefix_cache=False)
     assert StepBounds.of(config, "cpu") == StepBounds(3, 100, 2, 6)
     assert StepBounds.of(config, "cuda") == StepBounds(3, 100, 2)
 
@@ -24,7 +24,7 @@ def test_what_is_configured_holds_on_every_device():
 def test_a_gpu_with_little_memory_beside_the_weights_takes_less_in_a_step():
     def defaults(gib):
         bounds = StepBounds.of(EngineConfig(), "cuda", gib * 2**30)
-        return bounds.max_batch_size, bounds.max_prefill_tokens, bounds.max_tiles
+        return bounds.max_batch_size, bounds.max_prefill_tokens, bounds.max_crops
 
     assert defaults(12) == (64, 8192, 72)
     assert defaults(11.9) == defaults(6) == (32, 4096, 36)

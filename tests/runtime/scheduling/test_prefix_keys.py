@@ -121,7 +121,7 @@ OTHER_VALUES: dict[str, Any] = {
     "max_decoded_image_bytes": 2**30,
     "resize_on_device": True,
     "max_prefill_tokens": 33,
-    "max_tiles_per_step": 3,
+    "max_crops_per_step": 3,
     "step_timeout_s": 5.0,
 }
 

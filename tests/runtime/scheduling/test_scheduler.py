@@ -79,7 +79,7 @@ def test_i2_each_running_sequence_samples_a_token_in_every_step():
     world = World(prefill=3)
     running = [world.add(1), world.add(1), world.add(1)]
     world.step()
-    world.add(50, image=10, tiles=3)
+    world.add(50, image=10, crops=3)
     for _ in range(20):
         before = [sequence.num_generated for sequence in running]
         assert world.step().decode[:3] == running
@@ -127,11 +127,11 @@ def test_i3_an_image_prefix_that_others_leave_no_room_for_waits_a_step():
     assert world.step().prefill == [(pictured, 0, 8)]
 
 
-def test_i3_tiles_beside_decoding_are_bounded_and_prefill_waits_for_the_last():
-    world = World(tiles=4)
+def test_i3_crops_beside_decoding_are_bounded_and_prefill_waits_for_the_last():
+    world = World(crops=4)
     world.add(1)
     world.step()
-    first, second = world.add(2, image=5, tiles=6), world.add(2, image=5, tiles=3)
+    first, second = world.add(2, image=5, crops=6), world.add(2, image=5, crops=3)
     batch = world.step()
     assert (batch.encode, batch.prefill) == ([(first, 0, 4)], [])
     batch = world.step()
@@ -142,8 +142,8 @@ def test_i3_tiles_beside_decoding_are_bounded_and_prefill_waits_for_the_last():
 
 
 def test_without_decoding_an_image_is_encoded_and_prefilled_in_one_step():
-    world = World(tiles=4)
-    sequence = world.add(2, image=5, tiles=13)
+    world = World(crops=4)
+    sequence = world.add(2, image=5, crops=13)
     batch = world.step()
     assert (batch.encode, batch.prefill) == ([(sequence, 0, 13)], [(sequence, 0, 7)])
     assert sequence.num_generated == 1
@@ -191,10 +191,10 @@ def test_i4_a_preempted_sequence_keeps_its_tokens_and_is_prefilled_with_them():
 
 def test_i4_a_preempted_image_is_not_encoded_again():
     world = World(num_pages=8, page_size=2)
-    oldest, pictured = world.add(4), world.add(1, image=3, tiles=2)
+    oldest, pictured = world.add(4), world.add(1, image=3, crops=2)
     while pictured.state is not WAITING or not pictured.num_generated:
         world.step()
-    assert pictured.num_tiles_to_encode == 0
+    assert pictured.num_crops_to_encode == 0
     world.scheduler.remove(oldest)
     batch = world.step()
     assert (batch.encode, batch.prefill[0].start) == ([], 0)
@@ -270,7 +270,7 @@ def test_i6_after_a_failure_each_does_the_same_again_alone_oldest_first():
     decoding, other = world.add(3), world.add(2)
     world.steps(3)
     tokens = list(decoding.tokens)
-    pictured, late = world.add(2, image=5, tiles=3), world.add(1)
+    pictured, late = world.add(2, image=5, crops=3), world.add(1)
     failed = world.fail()
     assert failed.members == [pictured, late, decoding, other]
     assert (world.pages.num_held, world.scheduler.num_waiting, decoding.tokens) == (0, 4, tokens)

@@ -20,7 +20,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_size=st.integers(1, 4),
         batch=st.integers(1, 5),
         prefill=st.integers(1, 12),
-        tiles=st.integers(1, 5),
+        crops=st.integers(1, 5),
     )
     def build(self, **sizes):
         self.world = World(**sizes)
@@ -33,10 +33,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def a_question_comes(self, prompt, generates):
         self.arrived.append(self.world.add(min(prompt, self.world.capacity - 1), generates=generates))
 
-    @rule(prompt=st.integers(1, 5), image=st.integers(1, 14), tiles=st.integers(2, 7), generates=st.integers(1, 25))
-    def an_image_comes(self, prompt, image, tiles, generates):
+    @rule(prompt=st.integers(1, 5), image=st.integers(1, 14), crops=st.integers(2, 7), generates=st.integers(1, 25))
+    def an_image_comes(self, prompt, image, crops, generates):
         if prompt + image < self.world.capacity:
-            self.arrived.append(self.world.add(prompt, image, tiles, generates))
+            self.arrived.append(self.world.add(prompt, image, crops, generates))
 
     @invariant()
     def i1_every_page_has_one_owner(self):
@@ -85,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def take_step(self):
         world, here = self.world, self.still_here()
         tokens = {sequence: list(sequence.tokens) for sequence in here}
-        encoded = {sequence: sequence.num_encoded_tiles for sequence in here}
+        encoded = {sequence: sequence.num_encoded_crops for sequence in here}
         cached = {sequence: sequence.num_cached for sequence in here}
         active_before = world.active()
         running_before = [sequence for sequence in active_before if sequence.state is RUNNING]
@@ -106,14 +106,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             ((pictured, start, end),) = batch.prefill
             assert (start, end) == (0, pictured.prefix_length)
         if batch.decode:
-            assert sum(part.end - part.start for part in batch.encode) <= world.max_tiles
+            assert sum(part.end - part.start for part in batch.encode) <= world.max_crops
         for sequence, start, end in batch.encode:
             assert start == encoded[sequence] < end
-            assert sequence.state is FINISHED or sequence.num_encoded_tiles == end
+            assert sequence.state is FINISHED or sequence.num_encoded_crops == end
         for sequence, start, end in batch.prefill:
             assert start == (cached[sequence] if sequence in active_before else 0)
             assert start >= sequence.prefix_length or end >= sequence.prefix_length  # never split
-            assert sequence.state is FINISHED or sequence.num_tiles_to_encode == 0
+            assert sequence.state is FINISHED or sequence.num_crops_to_encode == 0
         # I4: the oldest advances, and preemption forgets nothing.
         if here:
             assert here[0] in working

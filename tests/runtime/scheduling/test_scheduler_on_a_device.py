@@ -132,7 +132,7 @@ class PublishesUnwrittenPositions(PageManager):
 
 
 class PublishesEntriesAtLaunch(EmbeddingCache):
-    """An entry is found when the step that encodes the last tile has been launched."""
+    """An entry is found when the step that encodes the last crop has been launched."""
 
     def fill(self, owner, step):
         super().fill(owner, step)

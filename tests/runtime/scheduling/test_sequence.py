@@ -4,7 +4,7 @@ import pytest
 
 from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.sequence import Deadlines, Sequence, SequenceState
-from tests.runtime.sequences import blank_tiles, new_sequence
+from tests.runtime.sequences import blank_crops, new_sequence
 
 WAITING, PARKED, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
 
@@ -38,12 +38,12 @@ def test_generated_tokens_lengthen_a_sequence_but_not_its_prompt():
     assert (sequence.length, sequence.num_prompt_positions, sequence.num_generated) == (15, 13, 2)
 
 
-def test_tiles_are_due_until_they_are_encoded():
-    sequence = new_sequence(num_image_tokens=4, tiles=blank_tiles(3))
-    assert sequence.num_tiles_to_encode == 3
-    sequence.num_encoded_tiles = 2
-    assert sequence.num_tiles_to_encode == 1
-    assert new_sequence().num_tiles_to_encode == 0
+def test_crops_are_due_until_they_are_encoded():
+    sequence = new_sequence(num_image_tokens=4, crops=blank_crops(3))
+    assert sequence.num_crops_to_encode == 3
+    sequence.num_encoded_crops = 2
+    assert sequence.num_crops_to_encode == 1
+    assert new_sequence().num_crops_to_encode == 0
 
 
 def test_sequences_are_told_apart_by_identity():

@@ -69,7 +69,7 @@ def test_the_built_in_model_passes_without_an_independent_reference(
     ]
     buffer = io.BytesIO()
     with Image.open(io.BytesIO(scene.data)) as image:
-        image.resize((224, 224 * image.height // image.width)).save(buffer, "PNG")  # two tiles
+        image.resize((224, 224 * image.height // image.width)).save(buffer, "PNG")  # two crops
     picture = Picture(scene.name, buffer.getvalue(), scene.question, asked)
     monkeypatch.setattr(accept, "_drawn_pictures", lambda: iter([picture]))
     status, file = accept_model(tmp_path)

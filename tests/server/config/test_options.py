@@ -113,13 +113,13 @@ def test_each_option_of_the_engine_reaches_it() -> None:
             "0.5",
         ),
         *("--text-path", "fused", "--vision-path", "fused-float8", "--kv-dtype", "float8", "--cuda-graphs", "off"),
-        *("--kernels", "resample=reference, concat_gelu=triton", "--max-tiles", "11"),
+        *("--kernels", "resample=reference, concat_gelu=triton", "--max-crops-per-step", "11"),
         *("--memory-utilization", "0.25", "--memory-limit", "80G", "--resize-on-device", "on"),
     ).engine_config()
     assert (config.text_path, config.vision_path, config.kv_dtype) == ("fused", "fused-float8", "float8")
     assert (config.cuda_graphs, config.resize_on_device) == (False, True)
     assert config.kernels == (("resample", "reference"), ("concat_gelu", "triton"))
-    assert (config.memory_utilization, config.memory_limit, config.max_tiles_per_step) == (0.25, 80 * 2**30, 11)
+    assert (config.memory_utilization, config.memory_limit, config.max_crops_per_step) == (0.25, 80 * 2**30, 11)
     assert (config.model, config.revision, config.device, config.dtype) == ("m", "main", "cpu", "float16")
     assert (config.max_batch_size, config.num_kv_pages, config.page_size) == (1, 2, 3)
     assert (config.max_queued_requests, config.max_image_bytes, config.max_image_pixels) == (4, 5, 6)

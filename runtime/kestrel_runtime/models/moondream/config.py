@@ -92,7 +92,7 @@ class TextConfig:
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """The encoder of tiles, the stitching of their features and the projection into the decoder."""
+    """The encoder of crops, the stitching of their features and the projection into the decoder."""
 
     enc_dim: int
     enc_patch_size: int
@@ -108,7 +108,7 @@ class VisionConfig:
 
     @property
     def grid_size(self) -> int:
-        """Patches along one side of a tile; an image becomes `grid_size ** 2` tokens."""
+        """Patches along one side of a crop; an image becomes `grid_size ** 2` tokens."""
         return self.crop_size // self.enc_patch_size
 
     @property

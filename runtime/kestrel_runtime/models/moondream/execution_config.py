@@ -30,7 +30,7 @@ class ExecutionConfig:
     vision: VisionPathName
     with_graphs: bool
     resizes_images: bool
-    """Whether images are resized and tiled on the device instead of the host."""
+    """Whether images are resized and divided into crops on the device instead of the host."""
     kernels: Kernels
 
     @classmethod

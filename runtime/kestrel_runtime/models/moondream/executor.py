@@ -1,4 +1,4 @@
-"""Runs the steps of a Moondream: tiles to embeddings, packed prompts and decode steps to sampled tokens.
+"""Runs the steps of a Moondream: crops to embeddings, packed prompts and decode steps to sampled tokens.
 
 Uses the plain or fused paths of `ModelPaths`, and replays captured graphs where they exist.
 """
@@ -36,8 +36,8 @@ from kestrel_runtime.execution.step_inputs import (
     fill_blank_prefill,
 )
 from kestrel_runtime.execution.step_runner import StateShape, StepRunner
-from kestrel_runtime.imaging.device_tiles import TileSource
-from kestrel_runtime.imaging.tiles import DecodedImage, Tiles
+from kestrel_runtime.imaging.crops import Crops, DecodedImage
+from kestrel_runtime.imaging.device_crops import CropSource
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.fused.vision import joined
@@ -50,9 +50,9 @@ from kestrel_runtime.models.moondream.sampling import (
     MoondreamSampler,
     value_kinds,
 )
-from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
+from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
+from kestrel_runtime.models.moondream.vision.device_cropping import Cropper
 from kestrel_runtime.models.moondream.vision.graphs import EncodeGraphs
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 from kestrel_runtime.scheduling import sequence as scheduling
 from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
@@ -123,10 +123,10 @@ class MoondreamExecutor:
         self._paths = paths
         self._memory = memory
         self._sampler = MoondreamSampler(model, memory.state, memory.rules, kernels.philox_uniform)
-        tiler = Tiler(MoondreamTiling(model.config.vision), model.device, kernels.resample)
-        self._tiles = TileSource(tiler.make_tiles, tiler.upload)
-        self._features: dict[int, list[Tensor]] = {}  # of tiles encoded so far, by sequence id
-        self._encode_tiles: Callable[[Tensor], Tensor] = paths.vision.encode
+        cropper = Cropper(MoondreamCropping(model.config.vision), model.device, kernels.resample)
+        self._crops = CropSource(cropper.make_crops, cropper.upload)
+        self._features: dict[int, list[Tensor]] = {}  # of crops encoded so far, by sequence id
+        self._encode_crops: Callable[[Tensor], Tensor] = paths.vision.encode
         self._encode_graphs: EncodeGraphs | None = None
         self._prefill_graphs: CapturedGraphs | None = None
         self._first_token_graphs: CapturedGraphs | None = None
@@ -150,25 +150,25 @@ class MoondreamExecutor:
                 )
             if paths.captures_encode:
                 vision = model.config.vision
-                self._encode_tiles = self._encode_graphs = EncodeGraphs(
+                self._encode_crops = self._encode_graphs = EncodeGraphs(
                     paths.vision.encode,
                     (vision.crop_size, vision.crop_size, vision.in_channels),
                     model.device,
                     graphs.prefill,
                     budget,
-                    max_tiles=memory.bounds.max_tiles,
-                    max_tiles_of_image=1 + vision.max_crops,
+                    max_crops=memory.bounds.max_crops,
+                    max_crops_of_image=1 + vision.max_crops,
                 )
 
     def encode(self, items: Sequence[EncodeItem]) -> None:
-        """Encode tiles. An image whose last tile is among them is projected into its entry."""
+        """Encode crops. An image whose last crop is among them is projected into its entry."""
         pixels = [
-            self._tiles.take(item.sequence.id, _image_of(item), item.first_tile, item.end_tile) for item in items
+            self._crops.take(item.sequence.id, _image_of(item), item.first_crop, item.end_crop) for item in items
         ]
-        features = self._encode_tiles(joined(pixels)).split([len(part) for part in pixels])
+        features = self._encode_crops(joined(pixels)).split([len(part) for part in pixels])
         complete: list[tuple[int, Tensor, tuple[int, int]]] = []
         for item, encoded in zip(items, features, strict=True):
-            if not item.first_tile:
+            if not item.first_crop:
                 self._features[item.sequence.id] = []
             known = self._features[item.sequence.id]
             known.append(encoded)
@@ -177,8 +177,8 @@ class MoondreamExecutor:
                 complete.append((item.entry, joined(known), (image.rows, image.columns)))
                 del self._features[item.sequence.id]
         if complete:
-            entries, images, tilings = zip(*complete, strict=True)
-            projected = self._paths.vision.project_all(images, tilings)
+            entries, images, grids = zip(*complete, strict=True)
+            projected = self._paths.vision.project_all(images, grids)
             for entry, embeddings in zip(entries, projected, strict=True):
                 self._memory.embeddings[entry] = embeddings
 
@@ -257,14 +257,14 @@ class MoondreamExecutor:
         return self._paths.text.prefill(embeddings, chunks, fields.sample_tokens, self._memory.cache, adapters)
 
     def release(self, sequence: scheduling.Sequence) -> None:
-        """Free the tiles and features of an incomplete image."""
+        """Free the crops and features of an incomplete image."""
         self._features.pop(sequence.id, None)
-        self._tiles.release(sequence.id)
+        self._crops.release(sequence.id)
 
     def forget_images(self) -> None:
         """Free them for all sequences."""
         self._features.clear()
-        self._tiles.clear()
+        self._crops.clear()
 
     def capture(self) -> None:
         """Capture steps that hold those of usual traffic by padding, and leave these to `capture_wanted`.
@@ -452,9 +452,9 @@ class MoondreamExecutor:
         return self._memory.inputs.decode(size, fill, in_place=True)
 
 
-def _image_of(item: EncodeItem) -> Tiles | DecodedImage:
-    image = item.sequence.tiles
-    assert isinstance(image, (Tiles, DecodedImage)), "only sequences with an image have tiles to encode"
+def _image_of(item: EncodeItem) -> Crops | DecodedImage:
+    image = item.sequence.crops
+    assert isinstance(image, (Crops, DecodedImage)), "only sequences with an image have crops to encode"
     return image
 
 

@@ -1,4 +1,4 @@
-"""The model family, which the registry imports. Prompts and tiling need no torch; other parts are imported late."""
+"""The model family, which the registry imports. Prompts and crops need no torch; other parts are imported late."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kestrel_runtime.models.family import LoadedWeights, ModelFamily
 from kestrel_runtime.models.moondream.config import ConfigError, IncompleteConfig, MoondreamConfig, sections_of
 from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.models.moondream.skills.base import Skill
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.scheduling.limits import StepBounds
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ class MoondreamFamily:
         templates = config.tokenizer.templates
         return {name: skill for name, skill in SKILLS.items() if templates.get(skill.template or name)}
 
-    def tiling(self, config: MoondreamConfig) -> MoondreamTiling:
-        """Overlapping square tiles."""
-        return MoondreamTiling(config.vision)
+    def cropping(self, config: MoondreamConfig) -> MoondreamCropping:
+        """Overlapping square crops."""
+        return MoondreamCropping(config.vision)
 
     def prepare(
         self, model: Moondream, config: EngineConfig, bounds: StepBounds, *, owns_model: bool
@@ -79,7 +79,7 @@ class MoondreamFamily:
         return PreparedMoondream(model, config, bounds, owns_model=owns_model)
 
     def verification(self, model: Moondream, config: EngineConfig) -> Verification:
-        """The comparison of tiles, and of the tensors of one prompt about each image."""
+        """The comparison of crops, and of the tensors of one prompt about each image."""
         # An engine that serves requests does not need this package.
         from kestrel_runtime.models.moondream.verify.verification import verification
 

@@ -31,8 +31,8 @@ from kestrel_runtime.models.moondream.memory import blank_prefill, cache_dtype
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.text.decoder import ExpertFormat
-from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
+from kestrel_runtime.models.moondream.vision.device_cropping import Cropper
 from kestrel_runtime.models.moondream.weights.published import PUBLISHED
 from kestrel_runtime.scheduling.limits import StepBounds
 
@@ -233,9 +233,9 @@ def _run_vision(model: Moondream, paths: ModelPaths, execution: ExecutionConfig)
     vision, side = model.config.vision, model.config.vision.crop_size
     features = []
     for count in (1, 2, 16):  # one is a kind of its own, and so are multiples of 16
-        tiles = torch.zeros(count, side, side, vision.in_channels, dtype=torch.uint8, device=model.device)
-        features.append(paths.vision.encode(tiles))
+        crops = torch.zeros(count, side, side, vision.in_channels, dtype=torch.uint8, device=model.device)
+        features.append(paths.vision.encode(crops))
     paths.vision.project_all([features[1]], [(1, 1)])
     if execution.resizes_images:
-        tiler = Tiler(MoondreamTiling(vision), model.device, execution.kernels.resample)
-        tiler.tile(torch.zeros(2 * side, 3 * side, 3, dtype=torch.uint8, device=model.device), 1, 1)
+        cropper = Cropper(MoondreamCropping(vision), model.device, execution.kernels.resample)
+        cropper.crop(torch.zeros(2 * side, 3 * side, 3, dtype=torch.uint8, device=model.device), 1, 1)

@@ -26,14 +26,14 @@ from kestrel_runtime.execution.step_inputs import (
     PackedChunks,
     fill_blank_prefill,
 )
-from kestrel_runtime.imaging.tiles import max_kept_bytes
+from kestrel_runtime.imaging.crops import max_kept_bytes
 from kestrel_runtime.memory.plan import MemoryNeeds, image_cache_bytes
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.text.paths import FusedText, InvariantText
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.scheduling.limits import StepBounds
 
 _TYPICAL_CONTEXT_TOKENS = 2048
@@ -125,17 +125,17 @@ def new_cache(model: Moondream, config: EngineConfig, num_pages: int) -> KVCache
 
 
 def _device_image_bytes(model: Moondream, bounds: StepBounds) -> int:
-    """Images on the device: the tiles of a full batch and of the next one, which the device tiler prefetches;
-    embeddings and features of a full batch; the pixels of two images being tiled, before and after each resize."""
+    """Images on the device: the crops of a full batch and of the next one, which the device cropper prefetches;
+    embeddings and features of a full batch; the pixels of two images being divided, before and after resizes."""
     vision, text = model.config.vision, model.config.text
-    num_tiles = 1 + vision.max_crops
-    tile_bytes = num_tiles * vision.crop_size**2 * vision.in_channels
-    # Features are kept only while a batch of images is being encoded, until all tiles of their image are.
-    num_feature_tiles = max(bounds.max_tiles, num_tiles) + num_tiles
-    feature_bytes = num_feature_tiles * vision.num_image_tokens * vision.enc_dim * model.dtype.itemsize
+    num_crops = 1 + vision.max_crops
+    crop_bytes = num_crops * vision.crop_size**2 * vision.in_channels
+    # Features are kept only while a batch of images is being encoded, until all crops of their image are.
+    num_feature_crops = max(bounds.max_crops, num_crops) + num_crops
+    feature_bytes = num_feature_crops * vision.num_image_tokens * vision.enc_dim * model.dtype.itemsize
     embedding_bytes = vision.num_image_tokens * text.dim * model.dtype.itemsize
-    tiling_bytes = 2 * 2 * max_kept_bytes(MoondreamTiling(vision), decoded=True)
-    return bounds.max_batch_size * (2 * tile_bytes + embedding_bytes) + feature_bytes + tiling_bytes
+    cropping_bytes = 2 * 2 * max_kept_bytes(MoondreamCropping(vision), decoded=True)
+    return bounds.max_batch_size * (2 * crop_bytes + embedding_bytes) + feature_bytes + cropping_bytes
 
 
 def step_bytes(
@@ -188,7 +188,7 @@ def _bytes_of_others(device: torch.device) -> int:
 def estimated_step_bytes(
     config: MoondreamConfig, bounds: StepBounds, itemsize: int, *, with_adapters: bool = False
 ) -> int:
-    """An upper estimate of the activations of the largest step. Tiles and prompts use the same memory, one after
+    """An upper estimate of the activations of the largest step. Crops and prompts use the same memory, one after
     the other.
 
     A block holds the residual stream and its delta in float32, its products, and copies of them for the next
@@ -203,7 +203,7 @@ def estimated_step_bytes(
         token_bytes += (max(text.qkv_dim, inner) + inner + text.dim) * itemsize
     patch_bytes = (2 * (3 * vision.enc_dim + vision.enc_ff_dim) + 6 * vision.enc_dim) * itemsize
     num_tokens = max(bounds.max_prefill_tokens, text.prefix_attn)
-    num_patches = max(bounds.max_tiles, 1 + vision.max_crops) * vision.num_image_tokens
+    num_patches = max(bounds.max_crops, 1 + vision.max_crops) * vision.num_image_tokens
     return max(num_tokens * token_bytes, num_patches * patch_bytes)
 
 
@@ -243,10 +243,10 @@ def blank_prefill(model: Moondream, paths: ModelPaths, cache: KVCache, size: Pre
 
 
 def largest_encode(model: Moondream, paths: ModelPaths, bounds: StepBounds) -> Callable[[], Tensor]:
-    """The encoding of as many tiles as a step may have, of images with two tiles, and their projection."""
+    """The encoding of as many crops as a step may have, of images with two crops, and their projection."""
     vision = model.config.vision
-    num_images = -(-max(bounds.max_tiles, 1 + vision.max_crops) // 2)
-    tiles = torch.zeros(
+    num_images = -(-max(bounds.max_crops, 1 + vision.max_crops) // 2)
+    crops = torch.zeros(
         2 * num_images,
         vision.crop_size,
         vision.crop_size,
@@ -256,7 +256,7 @@ def largest_encode(model: Moondream, paths: ModelPaths, bounds: StepBounds) -> C
     )
 
     def encode() -> Tensor:
-        features = paths.vision.encode(tiles).split(2)
+        features = paths.vision.encode(crops).split(2)
         return paths.vision.project_all(features, [(1, 1)] * num_images)
 
     return encode

@@ -17,7 +17,7 @@ from kestrel_ops import InvariantMode, depends_on_chunks, depends_on_place
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
-from kestrel_runtime.models.moondream.fused.calibrated_vision import CalibratedVision, calibration_tiles
+from kestrel_runtime.models.moondream.fused.calibrated_vision import CalibratedVision, calibration_crops
 from kestrel_runtime.models.moondream.fused.vision import FusedVision
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.text.paths import FusedText, InvariantText, PlainText, TextPath
@@ -111,8 +111,8 @@ def _vision(model: Moondream, paths: ExecutionConfig, *, frees_originals: bool) 
         return FusedVision(model.vision, paths.kernels.invariant(), "model", frees_originals=frees_originals)
     if paths.vision != "calibrated-float8":
         return FusedVision(model.vision, paths.kernels, _PRECISIONS[paths.vision], frees_originals=frees_originals)
-    tiles = calibration_tiles(model.config.vision, model.device)
+    crops = calibration_crops(model.config.vision, model.device)
     try:
-        return CalibratedVision(model.vision, paths.kernels, tiles, frees_originals=frees_originals)
+        return CalibratedVision(model.vision, paths.kernels, crops, frees_originals=frees_originals)
     except ValueError as error:  # no float8 product supports these dimensions
         raise CheckpointError(f"vision path calibrated-float8: {error}") from error

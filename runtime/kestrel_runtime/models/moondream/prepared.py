@@ -11,7 +11,7 @@ from kestrel_ops import DeviceLimits, KeptFacts, kept_facts
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import MemoryPlan
 from kestrel_runtime.execution.step_runner import StepRunner
-from kestrel_runtime.imaging.tiles import DecodedImage
+from kestrel_runtime.imaging.crops import DecodedImage
 from kestrel_runtime.memory.plan import MemoryReading, plan_memory
 from kestrel_runtime.models.moondream.adapters.target import MoondreamAdapters
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
@@ -20,8 +20,8 @@ from kestrel_runtime.models.moondream.kernel_compilation import KernelNeeds, com
 from kestrel_runtime.models.moondream.memory import cache_dtype, memory_needs, new_cache, step_bytes, weight_bytes
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.model_paths import ModelPaths, require_invariance
-from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
+from kestrel_runtime.models.moondream.vision.device_cropping import Cropper
 from kestrel_runtime.scheduling.limits import StepBounds
 
 
@@ -61,12 +61,12 @@ class PreparedMoondream:
             model, self._execution, max_batch_size=bounds.max_batch_size, frees_originals=owns_model
         )
 
-    def tile_on_device(self) -> Callable[[DecodedImage], Tensor] | None:
+    def crop_on_device(self) -> Callable[[DecodedImage], Tensor] | None:
         """A new function for one thread."""
         if not self._execution.resizes_images:
             return None
-        tiling = MoondreamTiling(self._model.config.vision)
-        return Tiler(tiling, self._model.device, self._execution.kernels.resample).make_tiles
+        cropping = MoondreamCropping(self._model.config.vision)
+        return Cropper(cropping, self._model.device, self._execution.kernels.resample).make_crops
 
     def plan_cache(self, host_image_bytes: int) -> tuple[int, MemoryPlan]:
         """Pages of the cache, and the plan of all memory."""

@@ -25,13 +25,13 @@ def moondream3() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def shallow2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Moondream 2 with few blocks and small tiles (`shallow_copy`)."""
+    """Moondream 2 with few blocks and small crops (`shallow_copy`)."""
     return shallow_copy(MD2_SMALL, tmp_path_factory.mktemp("shallow") / "2")
 
 
 @pytest.fixture(scope="session")
 def shallow3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Moondream 3 with few blocks and small tiles (`shallow_copy`)."""
+    """Moondream 3 with few blocks and small crops (`shallow_copy`)."""
     return shallow_copy(MD3_SMALL, tmp_path_factory.mktemp("shallow") / "3")
 
 

@@ -31,7 +31,7 @@ from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.engine.test_warm_up import RecordingEngine
 
 SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
-TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
+IMAGE_OF_SEVERAL_CROPS = (MD3_SMALL / "image_0_500x400.png").read_bytes()
 PENALTIES: dict[str, Any] = {
     "repetition_penalty": 1.3,
     "presence_penalty": 0.5,
@@ -87,7 +87,7 @@ def mixed_requests() -> list[Request]:
         Query("Tell me about the oceans.", sampling=drawn[1]),
         Query("Here?", SMALL_IMAGE, spatial_refs=(PointRef(0.25, 0.75),), sampling=greedy),
         Caption(SMALL_IMAGE, "short", sampling=greedy),
-        Caption(TILED_IMAGE, "long", sampling=drawn[2]),
+        Caption(IMAGE_OF_SEVERAL_CROPS, "long", sampling=drawn[2]),
         Point("copy", SMALL_IMAGE, max_objects=5),
         Detect("License", SMALL_IMAGE, max_objects=4),
         Segment("copy", SMALL_IMAGE, sampling=drawn[3]),

@@ -298,7 +298,7 @@ async def test_mixed_load_that_evicts_embeddings_changes_no_answer(
 ) -> None:
     requests = questions()
     one = embedding_bytes(loaded)
-    settings = {"num_kv_pages": 18, "max_batch_size": 4, "max_prefill_tokens": 64, "max_tiles_per_step": 1}
+    settings = {"num_kv_pages": 18, "max_batch_size": 4, "max_prefill_tokens": 64, "max_crops_per_step": 1}
     async with served(loaded, prefix_cache=prefix_cache, image_cache_bytes=num_kept * one, **settings) as engine:
         for _ in range(2):
             finished = await asyncio.gather(*(answer(engine, request) for request in requests))

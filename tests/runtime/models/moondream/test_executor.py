@@ -9,7 +9,7 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.executor import new_step_runner
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.output_parser import Token, TokenRule
 from kestrel_runtime.scheduling.page_manager import PageManager, StepId
@@ -30,28 +30,28 @@ REFERENCES = [Token(0), Token(1), Token(5, (0.25,)), Token(5, (0.75,)), Token(6,
 class Bench:
     """Scheduler, cache and runner of a tiny model, turned step by step without output parsers."""
 
-    def __init__(self, model, *, num_pages=200, page_size=4, batch=8, prefill=1000, tiles=100, **paths):
+    def __init__(self, model, *, num_pages=200, page_size=4, batch=8, prefill=1000, crops=100, **paths):
         config = model.config.text
         cache = KVCache(config, num_pages, page_size, CPU, torch.float32)
         self.scheduler = Scheduler(
             PageManager(num_pages, page_size),
             max_batch_size=batch,
             max_prefill_tokens=prefill,
-            max_tiles_per_step=tiles,
+            max_crops_per_step=crops,
         )
         self.model, self.runner = (
             model,
             new_step_runner(
-                model, cache, ExecutionConfig.of(EngineConfig(**paths), "cpu"), StepBounds(batch, prefill, tiles)
+                model, cache, ExecutionConfig.of(EngineConfig(**paths), "cpu"), StepBounds(batch, prefill, crops)
             ),
         )
         self.num_preemptions = 0
         self.step_ids = itertools.count(1)
 
     def add(self, tokens, image=None, num_image_tokens=NUM_IMAGE_TOKENS, **settings):
-        tiles = None if image is None else MoondreamTiling(self.model.config.vision).make_tiles(image)
+        crops = None if image is None else MoondreamCropping(self.model.config.vision).make_crops(image)
         sequence = new_sequence(
-            tokens, num_image_tokens=0 if image is None else num_image_tokens, tiles=tiles, **settings
+            tokens, num_image_tokens=0 if image is None else num_image_tokens, crops=crops, **settings
         )
         self.scheduler.add(sequence)
         return sequence
@@ -89,9 +89,9 @@ def written_out(model, count, tokens, image):
 def _written_out(model, count, tokens, picture):
     tokens, pictured = list(tokens), torch.empty(0, model.config.text.dim)
     if picture is not None:
-        tiles = MoondreamTiling(model.config.vision).make_tiles(Image.frombytes("RGB", *picture))
-        features = model.vision.encode(torch.from_numpy(tiles.pixels))
-        pictured = model.vision.project(features, tiles.rows, tiles.columns)
+        crops = MoondreamCropping(model.config.vision).make_crops(Image.frombytes("RGB", *picture))
+        features = model.vision.encode(torch.from_numpy(crops.pixels))
+        pictured = model.vision.project(features, crops.rows, crops.columns)
     prefix_length = 1 + len(pictured) if picture is not None else 0
     for _ in range(count):
         embeddings = torch.cat((model.embed(tokens[:1]), pictured, model.embed(tokens[1:])))
@@ -103,7 +103,7 @@ def _written_out(model, count, tokens, picture):
 CASES = {
     "text": (TEXT, None),
     "image": (TEXT, noise(40, 40)),
-    "tiles": (TEXT, noise(300, 120)),
+    "crops": (TEXT, noise(300, 120)),
     "places": (REFERENCES, noise(40, 40)),
 }
 
@@ -130,7 +130,7 @@ def test_fused_paths_say_what_the_plain_ones_say(generation, case):
 
 @GENERATIONS
 @pytest.mark.parametrize(
-    "sizes", [{"prefill": 3}, {"prefill": 18}, {"tiles": 2}, {"page_size": 1}, {"page_size": 7}]
+    "sizes", [{"prefill": 3}, {"prefill": 18}, {"crops": 2}, {"page_size": 1}, {"page_size": 7}]
 )
 def test_the_size_of_steps_and_pages_does_not_show(generation, sizes):
     model = MODELS[generation]
@@ -190,8 +190,8 @@ def test_a_step_samples_for_the_prompts_that_end_in_it_and_for_no_other():
     assert len(bench.runner.run(plan.prefill)) == len(bench.runner.run(plan.decode)) == 1
 
 
-def test_a_step_that_only_encodes_tiles_draws_nothing():
-    bench = Bench(MODELS[2], tiles=2)
+def test_a_step_that_only_encodes_crops_draws_nothing():
+    bench = Bench(MODELS[2], crops=2)
     running = bench.add(TEXT[:2])
     bench.step()
     bench.scheduler.remove(running)

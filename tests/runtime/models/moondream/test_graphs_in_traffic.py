@@ -396,8 +396,8 @@ async def test_on_a_gpu_captures_that_fail_change_no_answer(
         finally:
             engine.close()
     assert calls == {"synchronize": 0, "empty_cache": 0}
-    # Without memory for captures the device tiler may have none either, while one is under way.
-    lines = [record.message for record in caplog.records if "tiled in advance" not in record.message]
+    # Without memory for captures the device cropper may have none either, while one is under way.
+    lines = [record.message for record in caplog.records if "divided into crops in advance" not in record.message]
     assert all("run without a CUDA graph" in line for line in lines), lines
     assert len(lines) == len(set(lines))
     if cause == "waits for the device":

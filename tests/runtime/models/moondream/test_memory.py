@@ -41,7 +41,7 @@ from kestrel_runtime.scheduling.limits import StepBounds
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
-BOUNDS = StepBounds(max_batch_size=3, max_prefill_tokens=777, max_tiles=5)
+BOUNDS = StepBounds(max_batch_size=3, max_prefill_tokens=777, max_crops=5)
 
 
 def needs_of(loaded: LoadedModel, **settings: Any) -> MemoryNeeds:
@@ -180,7 +180,7 @@ def test_pages_that_the_device_has_no_memory_for_are_an_error_in_words(
         new_cache(moondream2.model, EngineConfig(), 1000)
 
 
-LARGEST_BOUNDS = StepBounds(max_batch_size=4, max_prefill_tokens=256, max_tiles=5)
+LARGEST_BOUNDS = StepBounds(max_batch_size=4, max_prefill_tokens=256, max_crops=5)
 FUSED = EngineConfig(text_path="fused", vision_path="fused")
 
 
@@ -247,13 +247,13 @@ def test_where_there_are_adapters_the_largest_step_is_measured_with_one(
 
 
 @torch.inference_mode()
-def test_the_largest_encoding_has_as_many_tiles_as_one_image_or_one_step(shallow2: LoadedModel) -> None:
+def test_the_largest_encoding_has_as_many_crops_as_one_image_or_one_step(shallow2: LoadedModel) -> None:
     vision, paths = shallow2.model.config.vision, fused_paths(shallow2)
     most_of_image = 1 + vision.max_crops
-    for max_tiles in (5, most_of_image + 3):
-        images = largest_encode(shallow2.model, paths, StepBounds(4, 256, max_tiles))()
-        num_tiles = max(max_tiles, most_of_image)
-        assert len(images) == -(-num_tiles // 2)
+    for max_crops in (5, most_of_image + 3):
+        images = largest_encode(shallow2.model, paths, StepBounds(4, 256, max_crops))()
+        num_crops = max(max_crops, most_of_image)
+        assert len(images) == -(-num_crops // 2)
         assert images.shape[1:] == (vision.num_image_tokens, shallow2.model.config.text.dim)
 
 
@@ -289,10 +289,10 @@ def test_on_a_gpu_the_larger_of_prefill_and_encoding_is_what_a_step_takes(
     assert step_bytes(model, fused_paths(moondream2), LARGEST_BOUNDS, 16, torch.float32) == 2003
 
 
-def test_on_a_gpu_images_need_the_features_of_all_tiles_of_a_step(moondream2: LoadedModel) -> None:
-    def image_bytes(max_tiles: int) -> int:
+def test_on_a_gpu_images_need_the_features_of_all_crops_of_a_step(moondream2: LoadedModel) -> None:
+    def image_bytes(max_crops: int) -> int:
         model: Any = OnADevice(moondream2)
-        bounds = replace(BOUNDS, max_tiles=max_tiles)
+        bounds = replace(BOUNDS, max_crops=max_crops)
         return memory_needs(
             model,
             EngineConfig(),
@@ -332,7 +332,7 @@ def test_on_the_host_it_is_estimated(moondream2: LoadedModel, monkeypatch: pytes
     )
 
 
-@pytest.mark.parametrize("larger", [StepBounds(3, 777_777, 5), StepBounds(3, 256, 5_555)], ids=["prompts", "tiles"])
+@pytest.mark.parametrize("larger", [StepBounds(3, 777_777, 5), StepBounds(3, 256, 5_555)], ids=["prompts", "crops"])
 def test_a_step_that_carries_more_is_estimated_to_need_more(moondream3: LoadedModel, larger: StepBounds) -> None:
     config = moondream3.model.config
     assert estimated_step_bytes(config, larger, 2) > estimated_step_bytes(config, LARGEST_BOUNDS, 2)

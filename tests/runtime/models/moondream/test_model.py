@@ -8,7 +8,7 @@ from kestrel_ops import dequantise_int4
 from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.text.rounded_experts import rounded_stack
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.scheduling.output_parser import Token
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, expected, image_paths
 from tests.runtime.dense_attend import DenseAttend
@@ -169,9 +169,9 @@ def test_a_state_must_hold_exactly_the_models_tensors(change):
 @torch.inference_mode()
 def prompted(model, image, ids):
     """What the model makes of BOS, an image and a prompt: the image's embeddings and the hidden states."""
-    tiles = MoondreamTiling(model.config.vision).make_tiles(image)
-    features = model.vision.encode(torch.from_numpy(tiles.pixels))
-    pictured = model.vision.project(features, tiles.rows, tiles.columns)
+    crops = MoondreamCropping(model.config.vision).make_crops(image)
+    features = model.vision.encode(torch.from_numpy(crops.pixels))
+    pictured = model.vision.project(features, crops.rows, crops.columns)
     bos = model.embed([Token(model.config.tokenizer.bos_id)])
     embeddings = torch.cat((bos, pictured, model.embed([Token(id) for id in ids])))
     attend = DenseAttend(model.config.text.prefix_attn)
@@ -180,7 +180,7 @@ def prompted(model, image, ids):
 
 @pytest.mark.parametrize("generation", [2, 3])
 @pytest.mark.parametrize("crop_size", [56, 196])
-def test_tiles_of_other_sizes_work_from_pixels_to_logits(generation, crop_size):
+def test_crops_of_other_sizes_work_from_pixels_to_logits(generation, crop_size):
     model = random_model(tiny_config(generation, crop_size=crop_size))
     pictured, hidden = prompted(model, noise(500, 300), [1, 17, 2, 3])
     num_image_tokens = (crop_size // 14) ** 2

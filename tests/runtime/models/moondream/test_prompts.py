@@ -18,6 +18,6 @@ def test_a_prompt_is_bos_then_image_then_the_skills_tokens(moondream3: LoadedMod
     assert sequence.num_image_tokens == 729
     assert sequence.length == sequence.num_prompt_positions == 8 + 729
     assert sequence.prefix_length == 730
-    assert sequence.tiles is not None
-    assert sequence.num_tiles_to_encode == 9
+    assert sequence.crops is not None
+    assert sequence.num_crops_to_encode == 9
     preprocessor.close()

@@ -1,4 +1,4 @@
-"""A process without torch prepares requests: it decodes and tiles images, and builds and tokenises prompts."""
+"""A process without torch prepares requests: it decodes and crops images, and builds and tokenises prompts."""
 
 import subprocess
 import sys
@@ -23,11 +23,11 @@ print(tokenizer.decode(token.id for token in query.prompt(Query("What colour is 
 file = io.BytesIO()
 Image.new("RGB", (80, 40), "red").save(file, "PNG")
 image = decode_image(file.getvalue(), max_image_pixels=10_000)
-print(family.tiling(config).make_tiles(image).pixels[0, 0, 0].tolist())
+print(family.cropping(config).make_crops(image).pixels[0, 0, 0].tolist())
 """
 
 
-def test_prompts_and_tiles_are_made_without_torch() -> None:
+def test_prompts_and_crops_are_made_without_torch() -> None:
     command = (sys.executable, "-c", _PREPARE)
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     prompt, pixel = printed.strip().rsplit("\n", 1)

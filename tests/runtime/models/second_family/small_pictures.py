@@ -1,6 +1,6 @@
 """A model family of the tests that reads images and finds places, as plain as it can be.
 
-An image is the mean colours of its tiles. Generic tests of the engine run on it.
+An image is the mean colours of its crops. Generic tests of the engine run on it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.sampling import TokenSampler
 from kestrel_runtime.execution.step_inputs import DecodeInputs, PackedChunks, PrefillInputs
 from kestrel_runtime.execution.step_runner import StateShape, StepRunner
-from kestrel_runtime.imaging.tiles import Tiles
+from kestrel_runtime.imaging.crops import Crops
 from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
@@ -42,7 +42,7 @@ NUM_IMAGE_TOKENS = 729
 EOS_ID, PLACE_ID = 0, 5
 """The end of a list of boxes, and a token that carries a coordinate."""
 _NUM_PLACES = 64
-_TILE_PX = 16
+_CROP_PX = 16
 _MAX_BOXES = 8
 
 
@@ -59,9 +59,9 @@ class SmallPictures(SmallText):
         places = values[:, :1].to(self.dtype) @ self.weights["place"]
         return torch.where((num_values == 1)[:, None], places, self.weights["embedding"][ids])
 
-    def encode(self, tiles: Tensor) -> Tensor:
-        """uint8 [tiles, side, side, 3] → [tiles, 729, dim]."""
-        colours = (tiles.to(self.dtype) / 255).mean((1, 2))
+    def encode(self, crops: Tensor) -> Tensor:
+        """uint8 [crops, side, side, 3] → [crops, 729, dim]."""
+        colours = (crops.to(self.dtype) / 255).mean((1, 2))
         return (colours @ self.weights["colour"]).unflatten(1, (NUM_IMAGE_TOKENS, -1))
 
 
@@ -73,12 +73,12 @@ class SmallPicturesExecutor(SmallTextExecutor):
 
     def encode(self, items: Sequence[EncodeItem]) -> None:
         for item in items:
-            tiles = item.sequence.tiles
-            assert isinstance(tiles, Tiles)
-            if not item.first_tile:
+            crops = item.sequence.crops
+            assert isinstance(crops, Crops)
+            if not item.first_crop:
                 self._encoded[item.sequence.id] = []
             parts = self._encoded[item.sequence.id]
-            parts.append(self._pictures.encode(torch.from_numpy(tiles.pixels[item.first_tile : item.end_tile])))
+            parts.append(self._pictures.encode(torch.from_numpy(crops.pixels[item.first_crop : item.end_crop])))
             if item.is_last:
                 self._memory.embeddings[item.entry] = torch.cat(self._encoded.pop(item.sequence.id)).mean(0)
 
@@ -179,22 +179,22 @@ class PicturesDetect:
         return BoxParser(request.max_objects or _MAX_BOXES)
 
 
-class PicturesTiling:
-    """Tiles of 125 × 200 pixels and the whole image, each resized to 16 × 16."""
+class PicturesCropping:
+    """Crops of 125 × 200 pixels and the whole image, each resized to 16 × 16."""
 
-    tile_bytes, max_tiles = 3 * _TILE_PX**2, 17
+    crop_bytes, max_crops = 3 * _CROP_PX**2, 17
 
     def select(self, height_px: int, width_px: int) -> tuple[int, int]:
         return min(4, -(-height_px // 200)), min(4, -(-width_px // 125))
 
-    def make_tiles(self, image: Image.Image) -> Tiles:
+    def make_crops(self, image: Image.Image) -> Crops:
         rows, columns = self.select(image.height, image.width)
-        whole = np.asarray(image.resize((_TILE_PX, _TILE_PX)))
-        large = np.asarray(image.resize((columns * _TILE_PX, rows * _TILE_PX)))
+        whole = np.asarray(image.resize((_CROP_PX, _CROP_PX)))
+        large = np.asarray(image.resize((columns * _CROP_PX, rows * _CROP_PX)))
         parts = (
-            large.reshape(rows, _TILE_PX, columns, _TILE_PX, 3).swapaxes(1, 2).reshape(-1, _TILE_PX, _TILE_PX, 3)
+            large.reshape(rows, _CROP_PX, columns, _CROP_PX, 3).swapaxes(1, 2).reshape(-1, _CROP_PX, _CROP_PX, 3)
         )
-        return Tiles(np.concatenate((whole[None], parts)), rows, columns)
+        return Crops(np.concatenate((whole[None], parts)), rows, columns)
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,8 @@ class SmallPicturesFamily(SmallTextFamily):
     def skills(self, config: Any) -> Mapping[str, Any]:
         return {"query": PicturesQuery(), "caption": PicturesCaption(), "detect": PicturesDetect()}
 
-    def tiling(self, config: Any) -> Any:
-        return PicturesTiling()
+    def cropping(self, config: Any) -> Any:
+        return PicturesCropping()
 
     def prepare(self, model: Any, config: EngineConfig, bounds: Any, *, owns_model: bool) -> PreparedPictures:
         return PreparedPictures(config=config, bounds=bounds, model=model)

@@ -26,7 +26,7 @@ from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.sampling import TokenSampler
 from kestrel_runtime.execution.step_inputs import DecodeInputs, PackedChunks, PrefillInputs
 from kestrel_runtime.execution.step_runner import StateShape, StepRunner
-from kestrel_runtime.imaging.tiles import Tiles
+from kestrel_runtime.imaging.crops import Crops
 from kestrel_runtime.loading.checkpoint import Checkpoint
 from kestrel_runtime.memory.plan import MemoryNeeds, MemoryReading, plan_memory
 from kestrel_runtime.models.family import LoadedWeights
@@ -145,13 +145,13 @@ class SmallTextQuery:
         return SmallTextParser(tokenizer, request.sampling.max_tokens or 20)
 
 
-class NoTiling:
-    tile_bytes, max_tiles = 0, 0
+class NoCropping:
+    crop_bytes, max_crops = 0, 0
 
     def select(self, height_px: int, width_px: int) -> tuple[int, int]:
         return 0, 0
 
-    def make_tiles(self, image: Image.Image) -> Tiles:
+    def make_crops(self, image: Image.Image) -> Crops:
         raise AssertionError("requests with images are refused")
 
 
@@ -162,7 +162,7 @@ class PreparedSmallText:
     bounds: StepBounds
     most_pages: ClassVar[int] = 64
 
-    def tile_on_device(self) -> None:
+    def crop_on_device(self) -> None:
         return None
 
     def plan_cache(self, host_image_bytes: int) -> tuple[int, MemoryPlan]:
@@ -194,8 +194,8 @@ class SmallTextFamily:
     def skills(self, config: Any) -> Mapping[str, SmallTextQuery]:
         return {"query": SmallTextQuery()}
 
-    def tiling(self, config: Any) -> NoTiling:
-        return NoTiling()
+    def cropping(self, config: Any) -> NoCropping:
+        return NoCropping()
 
     def prepare(self, model: Any, config: EngineConfig, bounds: Any, *, owns_model: bool) -> PreparedSmallText:
         return PreparedSmallText(model, config, bounds)

@@ -50,7 +50,7 @@ from kestrel_runtime.scheduling.batch import Batch
 from tests.reference_fixtures import MD3_SMALL
 
 SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
-TILED_IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
+IMAGE_OF_SEVERAL_CROPS = (MD3_SMALL / "image_0_500x400.png").read_bytes()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9)
 MAX_WAIT_S = 60.0
 ENDLESS = Query("hello", sampling=SamplingParams(temperature=5.0, max_tokens=3000, logit_bias=((0, -100.0),)))
@@ -133,7 +133,7 @@ async def until_idle(engine: LocalEngine) -> None:
     await engine.submit(Query("hi", sampling=SamplingParams(max_tokens=1))).result()
 
 
-@pytest.mark.parametrize("image", [None, SMALL_IMAGE, TILED_IMAGE])
+@pytest.mark.parametrize("image", [None, SMALL_IMAGE, IMAGE_OF_SEVERAL_CROPS])
 async def test_events_are_those_of_the_engine_with_a_new_image_and_with_a_known_one(
     one: Cores, image: bytes | None
 ) -> None:
@@ -157,7 +157,7 @@ async def test_a_caller_that_waits_for_the_end_gets_it(one: Cores) -> None:
 
 async def test_samples_have_their_seeds_and_share_the_image(one: Cores) -> None:
     sampling = SamplingParams(temperature=2.0, max_tokens=9, seed=5, n=3)
-    request = Query("what?", TILED_IMAGE, sampling=sampling)
+    request = Query("what?", IMAGE_OF_SEVERAL_CROPS, sampling=sampling)
     here = [(await stream.result()).output for stream in one.engines[0].submit_samples(request)]
     there = [(await stream.result()).output for stream in one.client.submit_samples(request)]
     assert there == here
@@ -191,7 +191,7 @@ async def test_a_known_image_is_not_decoded_again(one: Cores, monkeypatch: pytes
 
 
 async def test_errors_are_those_of_the_engine(one: Cores) -> None:
-    broken = Query("what?", TILED_IMAGE[: len(TILED_IMAGE) // 2], sampling=GREEDY)
+    broken = Query("what?", IMAGE_OF_SEVERAL_CROPS[: len(IMAGE_OF_SEVERAL_CROPS) // 2], sampling=GREEDY)
     for request, kind in (
         (Query("what?", b"no picture"), ImageError),
         (broken, ImageError),

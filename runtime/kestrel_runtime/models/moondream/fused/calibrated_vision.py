@@ -59,12 +59,12 @@ class _CalibratedBlock:
 
 
 class CalibratedVision(FusedVision):
-    """A `FusedVision` in float8 that rounds activations with scales measured on sample tiles."""
+    """A `FusedVision` in float8 that rounds activations with scales measured on sample crops."""
 
     def __init__(
-        self, vision: VisionModel, kernels: Kernels, tiles: Tensor, *, frees_originals: bool = False
+        self, vision: VisionModel, kernels: Kernels, crops: Tensor, *, frees_originals: bool = False
     ) -> None:
-        """Measures scales by encoding uint8 tiles [N, side, side, channels]; later values may be 8 times larger.
+        """Measures scales by encoding uint8 crops [N, side, side, channels]; later values may be 8 times larger.
 
         With `frees_originals` the model's own weights are freed block by block, but for its final norm.
         Raises ValueError where a dimension of the blocks is no multiple of 16, and RuntimeError where the device
@@ -73,12 +73,12 @@ class CalibratedVision(FusedVision):
         if vision.config.enc_dim % 16 or vision.config.enc_ff_dim % 16:
             raise ValueError("float8 products need vision.enc_dim and vision.enc_ff_dim to be multiples of 16")
         # No value of a normalised row exceeds the square root of the row's length.
-        self._normed_scale = _Scale.of(math.sqrt(vision.config.enc_dim), tiles.device)
+        self._normed_scale = _Scale.of(math.sqrt(vision.config.enc_dim), crops.device)
         self._calibrated: list[_CalibratedBlock] = []
-        self._pictures = tiles
+        self._pictures = crops
         super().__init__(vision, kernels, "float8", frees_originals=frees_originals)
         with torch.no_grad():
-            self.encode(tiles)  # an unsupported device fails here, at start
+            self.encode(crops)  # an unsupported device fails here, at start
         del self._pictures
 
     def _fold_blocks(self, vision: VisionModel, *, frees_originals: bool) -> None:
@@ -152,12 +152,12 @@ class CalibratedVision(FusedVision):
         return _Linear(stored, scale[None], bias.to(self._dtype))
 
 
-def calibration_tiles(config: VisionConfig, device: torch.device) -> Tensor:
+def calibration_crops(config: VisionConfig, device: torch.device) -> Tensor:
     """Synthetic pictures that measure the range of values inside the encoder.
 
-    uint8 tiles [6, side, side, channels]: fine and coarse noise, a gradient, stripes, white and black.
+    uint8 crops [6, side, side, channels]: fine and coarse noise, a gradient, stripes, white and black.
 
-    Photographs and screenshots consist of uniform areas, edges and noise, which these tiles cover.
+    Photographs and screenshots consist of uniform areas, edges and noise, which these crops cover.
     """
     side, channels = config.crop_size, config.in_channels
     generator = torch.Generator().manual_seed(_SEED)

@@ -60,7 +60,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 class FusedVision:
-    """Encoder and projector of a loaded `VisionModel`, for many tiles and many images at a time."""
+    """Encoder and projector of a loaded `VisionModel`, for many crops and many images at a time."""
 
     def __init__(
         self,
@@ -97,51 +97,51 @@ class FusedVision:
         # Two launches for each image that a step encodes would keep the host from launching other steps.
         self._plan_of_images = lru_cache(_MAX_KEPT_PLANS)(self._new_plan_of_images)
 
-    def encode(self, tiles: Tensor) -> Tensor:
-        """uint8 tiles [N, side, side, channels] → features [N, patches, enc_dim], those of `VisionModel.encode`."""
-        hidden = self._embed_patches(tiles)
+    def encode(self, crops: Tensor) -> Tensor:
+        """uint8 crops [N, side, side, channels] → features [N, patches, enc_dim], those of `VisionModel.encode`."""
+        hidden = self._embed_patches(crops)
         delta: Tensor | None = None
         for layer in range(self.config.enc_n_layers):
             delta = self._run_block(layer, hidden, delta)
         if delta is not None:
             hidden += delta
         features = layer_norm(hidden, hidden.shape[-1:], self._post_ln.weight, self._post_ln.bias, self._epsilon)
-        return features.view(len(tiles), self.config.num_image_tokens, -1)
+        return features.view(len(crops), self.config.num_image_tokens, -1)
 
-    def states(self, tiles: Tensor) -> Iterator[Tensor]:
+    def states(self, crops: Tensor) -> Iterator[Tensor]:
         """The stream [N * patches, enc_dim] after each block, for inspection."""
-        hidden = self._embed_patches(tiles)
+        hidden = self._embed_patches(crops)
         delta: Tensor | None = None
         for layer in range(self.config.enc_n_layers):
             delta = self._run_block(layer, hidden, delta)
             yield hidden.clone() if delta is None else hidden + delta
 
-    def project_all(self, features: Sequence[Tensor], tilings: Sequence[tuple[int, int]]) -> Tensor:
+    def project_all(self, features: Sequence[Tensor], grids: Sequence[tuple[int, int]]) -> Tensor:
         """Features of several images → their embeddings [images, patches, text dim].
 
-        Each image's are [1 + rows * columns, patches, enc_dim], the global tile first; a tiling is (rows, columns).
+        Each image's are [1 + rows * columns, patches, enc_dim], the global crop first; a grid is (rows, columns).
         """
         num_images, num_patches = len(features), self.config.num_image_tokens
-        plan = self._plan_of_images(tuple(tilings), features[0].device)
+        plan = self._plan_of_images(tuple(grids), features[0].device)
         rows = joined([image.flatten(0, 1) for image in features])
-        # A row of the projector's input: a patch of the global tile, then an average of local patches.
+        # A row of the projector's input: a patch of the global crop, then an average of local patches.
         pairs = embedding_bag(plan.patches, rows, plan.starts, mode="mean").view(num_images * num_patches, -1)
         fc1, fc2 = self._projector
         inner = self._product(*self._quantised(pairs, fc1, activate=False), fc1)
         return self._product(*self._quantised(inner, fc2), fc2).view(num_images, num_patches, -1)
 
-    def _embed_patches(self, tiles: Tensor) -> Tensor:
+    def _embed_patches(self, crops: Tensor) -> Tensor:
         config = self.config
         size, side, channels = config.enc_patch_size, config.grid_size, config.in_channels
         # Pixels as signed bytes, -128 to 127: exact in every type. A patch is ordered channel, row, column.
-        signed = (tiles ^ 128).view(torch.int8).view(-1, side, size, side, size, channels)
+        signed = (crops ^ 128).view(torch.int8).view(-1, side, size, side, size, channels)
         padded = torch.zeros(
-            len(tiles) * side * side, self._patch_weight.shape[1], dtype=self._dtype, device=tiles.device
+            len(crops) * side * side, self._patch_weight.shape[1], dtype=self._dtype, device=crops.device
         )
         patches = padded[:, : channels * size * size].view(-1, side, side, channels, size, size)
         patches.copy_(signed.permute(0, 1, 3, 5, 2, 4))
         hidden = self._kernels.scaled_linear(padded, None, self._patch_weight, None, None, self._dtype)
-        hidden.view(len(tiles), side * side, -1).add_(self._patch_offsets)
+        hidden.view(len(crops), side * side, -1).add_(self._patch_offsets)
         return hidden
 
     def _run_block(self, layer: int, hidden: Tensor, delta: Tensor | None) -> Tensor | None:
@@ -222,35 +222,33 @@ class FusedVision:
                 self._dtype,
             )
 
-    def _new_plan_of_images(self, tilings: tuple[tuple[int, int], ...], device: torch.device) -> PoolingPlan:
-        plans, num_patches = [self._plan(tiling, device) for tiling in tilings], self.config.num_image_tokens
-        num_rows = itertools.accumulate(
-            ((1 + rows * columns) * num_patches for rows, columns in tilings), initial=0
-        )
+    def _new_plan_of_images(self, grids: tuple[tuple[int, int], ...], device: torch.device) -> PoolingPlan:
+        plans, num_patches = [self._plan(grid, device) for grid in grids], self.config.num_image_tokens
+        num_rows = itertools.accumulate(((1 + rows * columns) * num_patches for rows, columns in grids), initial=0)
         num_entries = itertools.accumulate((len(plan.patches) for plan in plans), initial=0)
         return PoolingPlan(
             patches=torch.cat([plan.patches + base for plan, base in zip(plans, num_rows, strict=False)]),
             starts=torch.cat([plan.starts + base for plan, base in zip(plans, num_entries, strict=False)]),
         )
 
-    def _plan(self, tiling: tuple[int, int], device: torch.device) -> PoolingPlan:
-        if tiling not in self._plans:
-            self._plans[tiling] = PoolingPlan.of(self.config, *tiling, device)
-        return self._plans[tiling]
+    def _plan(self, grid: tuple[int, int], device: torch.device) -> PoolingPlan:
+        if grid not in self._plans:
+            self._plans[grid] = PoolingPlan.of(self.config, *grid, device)
+        return self._plans[grid]
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingPlan:
-    """Averages in the order: patch 0 of the global tile, place 0 of the pooled whole, patch 1, place 1 …"""
+    """Averages in the order: patch 0 of the global crop, place 0 of the pooled whole, patch 1, place 1 …"""
 
     patches: Tensor
-    """[entries] int64: indices of patches, counted from the image's first tile."""
+    """[entries] int64: indices of patches, counted from the image's first crop."""
     starts: Tensor
-    """[2 * patches of a tile] int64: the first index in `patches` of each average."""
+    """[2 * patches of a crop] int64: the first index in `patches` of each average."""
 
     @classmethod
     def of(cls, config: VisionConfig, rows: int, columns: int, device: torch.device) -> PoolingPlan:
-        """The plan of a tiling. It equals stitching followed by an adaptive average pool to the size of a tile."""
+        """The plan of a grid. It equals stitching followed by an adaptive average pool to the size of a crop."""
         side = config.grid_size
         stitched_rows, stitched_columns = _stitched(config, rows), _stitched(config, columns)
         averages: list[list[int]] = []
@@ -271,13 +269,13 @@ class PoolingPlan:
 
 
 def _stitched(config: VisionConfig, count: int) -> list[tuple[int, int]]:
-    # Along one axis: the tile, and the place within it, of every patch that stitching keeps. Each tile contributes
+    # Along one axis: the crop, and the place within it, of every patch that stitching keeps. Each crop contributes
     # its middle, and its margins only at the border of the image.
     margin, side = config.overlap_margin, config.grid_size
     return [
-        (tile, place)
-        for tile in range(count)
-        for place in range(0 if tile == 0 else margin, side if tile == count - 1 else side - margin)
+        (crop, place)
+        for crop in range(count)
+        for place in range(0 if crop == 0 else margin, side if crop == count - 1 else side - margin)
     ]
 
 

@@ -59,7 +59,7 @@ class PromptRun:
         self.cache = new_cache(model, config, pages_of_context(model, config)) if cache is None else cache
         paths = ExecutionConfig.of(config, model.device.type, model)
         self._model_paths = ModelPaths.of(model, paths, max_batch_size=1)
-        bounds = StepBounds(max_batch_size=1, max_prefill_tokens=model.config.text.max_context, max_tiles=1)
+        bounds = StepBounds(max_batch_size=1, max_prefill_tokens=model.config.text.max_context, max_crops=1)
         self._runner = new_step_runner(model, self.cache, paths, bounds, self._model_paths, adapters=adapters)
         self._sequence: Sequence | None = None
         self._num_runs = _NUM_RUNS_WITH_GRAPHS if paths.with_graphs else 1
@@ -146,7 +146,7 @@ class PromptRun:
 
     def _whole(self) -> Batch:
         sequence = self.sequence
-        encode = [EncodeItem.rest_of(sequence)] if sequence.tiles is not None else []
+        encode = [EncodeItem.rest_of(sequence)] if sequence.crops is not None else []
         return Batch.of_prefill(encode, [Chunk.of(sequence, 0, sequence.length)])
 
     @torch.inference_mode()

@@ -48,7 +48,7 @@ class Reference:
         self.notes: list[str] = []
         """What was changed in the reference, and what it did not offer."""
         self._pixels: Tensor | None = None
-        self._tiling: tuple[int, int] | None = None
+        self._grid: tuple[int, int] | None = None
         self._embeddings: Tensor | None = None
         self._prompts: list[tuple[list[int], Tensor, Tensor]] = []
         if self._inner is None:
@@ -56,7 +56,7 @@ class Reference:
             return
         self._compute_in_float32(self._inner)
         module = sys.modules[type(self._inner).__module__]
-        self._watch(module, "prepare_crops", lambda args, result: setattr(self, "_tiling", tuple(result[1])))
+        self._watch(module, "prepare_crops", lambda args, result: setattr(self, "_grid", tuple(result[1])))
         self._watch(self._inner, "_run_vision_encoder", self._keep_embeddings)
         self._watch(self._inner, "_prefill_prompt", self._keep_prompt)
 
@@ -78,10 +78,10 @@ class Reference:
             self.notes.append("the reference has no method _vis_enc: its pixels may be rounded to bfloat16")
             return
 
-        def encode_exactly(tiles: Tensor) -> Any:
-            self._pixels, exact = exact_pixels(tiles)
+        def encode_exactly(crops: Tensor) -> Any:
+            self._pixels, exact = exact_pixels(crops)
             if self._pixels is None:
-                self.notes.append(f"pixels of {tiles.dtype} could not be restored exactly")
+                self.notes.append(f"pixels of {crops.dtype} could not be restored exactly")
             return encode(exact)
 
         inner._vis_enc = encode_exactly
@@ -112,13 +112,13 @@ class Reference:
 
         Returns the encoded image, facts for `expected.json`, and tensors by name.
         """
-        self._pixels = self._tiling = self._embeddings = None
+        self._pixels = self._grid = self._embeddings = None
         self._prompts.clear()
         encoded = self._model.encode_image(image)
         facts: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
-        if self._pixels is not None and self._tiling is not None:
-            facts |= {"tiling": list(self._tiling), "n_crops": len(self._pixels)}
+        if self._pixels is not None and self._grid is not None:
+            facts |= {"tiling": list(self._grid), "n_crops": len(self._pixels)}
             tensors |= {"global_crop_u8": self._pixels[0], "last_crop_u8": self._pixels[-1]}
         if self._embeddings is not None:
             tensors["image_embeddings_every_9th"] = self._embeddings[::_EVERY]
@@ -196,18 +196,18 @@ _READERS: dict[str, Callable[[dict[str, Any], bool], dict[str, Any]]] = {
 }
 
 
-def exact_pixels(tiles: Tensor) -> tuple[Tensor | None, Tensor]:
-    """The bytes of tiles [tiles, 3, side, side] as [tiles, side, side, 3], and the tiles in exact float32.
+def exact_pixels(crops: Tensor) -> tuple[Tensor | None, Tensor]:
+    """The bytes of crops [crops, 3, side, side] as [crops, side, side, 3], and the crops in exact float32.
 
-    The reference maps each byte to (byte / 255 - 0.5) / 0.5 in the type of `tiles`. The 256 results differ, also
-    where they are rounded, so that the bytes can be found again. Returns None and the tiles as they are where they
+    The reference maps each byte to (byte / 255 - 0.5) / 0.5 in the type of `crops`. The 256 results differ, also
+    where they are rounded, so that the bytes can be found again. Returns None and the crops as they are where they
     hold other values.
     """
-    all_bytes = torch.arange(256, device=tiles.device)
-    rounded = all_bytes.to(tiles.dtype).div_(255.0).sub_(0.5).div_(0.5).float()
-    places = torch.searchsorted(rounded, tiles.float().contiguous()).clamp_(max=255)
-    if not torch.equal(rounded[places], tiles.float()):
-        return None, tiles.float()
+    all_bytes = torch.arange(256, device=crops.device)
+    rounded = all_bytes.to(crops.dtype).div_(255.0).sub_(0.5).div_(0.5).float()
+    places = torch.searchsorted(rounded, crops.float().contiguous()).clamp_(max=255)
+    if not torch.equal(rounded[places], crops.float()):
+        return None, crops.float()
     exact = all_bytes.float().div_(255.0).sub_(0.5).div_(0.5)
     return places.to(torch.uint8).permute(0, 2, 3, 1), exact[places]
 

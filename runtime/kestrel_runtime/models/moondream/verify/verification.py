@@ -1,4 +1,4 @@
-"""Compares the tiles of a fixture's images, and the tensors of one prompt about each, with those of the reference.
+"""Compares the crops of a fixture's images, and the tensors of one prompt about each, with those of the reference.
 
 Bounds are fixed in float32 and come from simulated rounding in shorter formats.
 """
@@ -34,7 +34,7 @@ from kestrel_runtime.models.moondream.verify.tolerances import (
     ExpectedError,
     LargestError,
 )
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.models.verification import Case, Fixture, Prepare, PromptRecord, Verification
 
 
@@ -57,10 +57,10 @@ def verification(model: Moondream, config: EngineConfig) -> Verification:
         run = PromptRun(model, config, prepare)
         tensors = prompt_tensors(run, request)
         image = decode_image(request.image, max_image_pixels=config.max_image_pixels)
-        tiles = MoondreamTiling(model.config.vision).make_tiles(image)
+        crops = MoondreamCropping(model.config.vision).make_crops(image)
         facts = {
-            "tiling": [tiles.rows, tiles.columns],
-            "n_crops": tiles.num_tiles,
+            "tiling": [crops.rows, crops.columns],
+            "n_crops": crops.num_crops,
             "query_prompt_tokens": [token.id for token in run.sequence.tokens[1:]],
         }
         return PromptRecord(facts, {key: value for key, value in tensors.items() if key != DECODED_HIDDEN})
@@ -87,19 +87,19 @@ class _TensorCases:
 
     def run(self) -> Iterator[Case]:
         for index, image in enumerate(self._fixture.expected["images"]):
-            yield from self._tiling_cases(index, image)
+            yield from self._crop_cases(index, image)
             yield from self._prompt_cases(index, image)
 
-    def _tiling_cases(self, index: int, expected: dict[str, Any]) -> Iterator[Case]:
+    def _crop_cases(self, index: int, expected: dict[str, Any]) -> Iterator[Case]:
         name = expected["image"]
         image = decode_image(self._fixture.data(name), max_image_pixels=self._config.max_image_pixels)
-        tiles = MoondreamTiling(self._model.config.vision).make_tiles(image)
+        crops = MoondreamCropping(self._model.config.vision).make_crops(image)
         if "tiling" in expected:  # a reference may not tell it
-            shape = [[tiles.rows, tiles.columns], tiles.num_tiles]
-            yield Case(f"{name} tiling", _differs(shape, [expected["tiling"], expected["n_crops"]]))
+            shape = [[crops.rows, crops.columns], crops.num_crops]
+            yield Case(f"{name} crop grid", _differs(shape, [expected["tiling"], expected["n_crops"]]))
         for key, place in (("global_crop_u8", 0), ("last_crop_u8", -1)):
             if (pixels := self._fixture.tensors.get(f"{index}.{key}")) is not None:
-                equal = np.array_equal(pixels.numpy(), tiles.pixels[place])
+                equal = np.array_equal(pixels.numpy(), crops.pixels[place])
                 yield Case(f"{name} {key}", None if equal else "pixels differ")
 
     def _prompt_cases(self, index: int, expected: dict[str, Any]) -> Iterator[Case]:

@@ -1,1 +1,1 @@
-"""From images to embeddings: tiles, the encoder, and graphs of encodings."""
+"""From images to embeddings: crops, the encoder, and graphs of encodings."""

@@ -1,4 +1,4 @@
-"""The vision encoder: tiles to features, features of all tiles to one grid, grid to decoder embeddings.
+"""The vision encoder: crops to features, features of all crops to one grid, grid to decoder embeddings.
 
 Source: the public reference's `vision.py` and `image_crops.py`.
 """
@@ -28,29 +28,29 @@ class VisionModel(nn.Module):
         self.post_ln = nn.LayerNorm(config.enc_dim)
         self.proj_mlp = Mlp(2 * config.enc_dim, config.proj_inner_dim, config.proj_out_dim)
 
-    def encode(self, tiles: Tensor) -> Tensor:
-        """uint8 tiles [N, side, side, channels] → features [N, patches, enc_dim]."""
-        features = self.patch_emb(self._patches(tiles)) + self.pos_emb
+    def encode(self, crops: Tensor) -> Tensor:
+        """uint8 crops [N, side, side, channels] → features [N, patches, enc_dim]."""
+        features = self.patch_emb(self._patches(crops)) + self.pos_emb
         for block in self.blocks:
             features = block(features)
         return self.post_ln(features)
 
-    def project_all(self, features: Iterable[Tensor], tilings: Iterable[tuple[int, int]]) -> Tensor:
+    def project_all(self, features: Iterable[Tensor], grids: Iterable[tuple[int, int]]) -> Tensor:
         """Features of several images and their (rows, columns) → embeddings [images, patches, text dim]."""
-        pairs = zip(features, tilings, strict=True)
+        pairs = zip(features, grids, strict=True)
         return torch.stack([self.project(image, rows, columns) for image, (rows, columns) in pairs])
 
     def project(self, features: Tensor, rows: int, columns: int) -> Tensor:
-        """Features of the global tile and then rows * columns local ones → embeddings [patches, text dim]."""
+        """Features of the global crop and then rows * columns local ones → embeddings [patches, text dim]."""
         side = self.config.grid_size
         local = self._stitch(features[1:].unflatten(1, (side, side)), rows, columns)  # [height, width, enc_dim]
         pooled = adaptive_avg_pool2d(local.permute(2, 0, 1).float(), (side, side)).to(features.dtype)
         return self.proj_mlp(torch.cat((features[0], pooled.flatten(1).T), dim=-1))
 
-    def _patches(self, tiles: Tensor) -> Tensor:
+    def _patches(self, crops: Tensor) -> Tensor:
         # A patch is a vector ordered channel, row, column. Pixels go to [-1, 1] in float32.
         size, side = self.config.enc_patch_size, self.config.grid_size
-        pixels = (tiles.float() / 255 - 0.5) / 0.5
+        pixels = (crops.float() / 255 - 0.5) / 0.5
         grid = pixels.view(-1, side, size, side, size, self.config.in_channels)
         return (
             grid.permute(0, 1, 3, 5, 2, 4)
@@ -59,7 +59,7 @@ class VisionModel(nn.Module):
         )
 
     def _stitch(self, grids: Tensor, rows: int, columns: int) -> Tensor:
-        # Neighbouring tiles overlap by two margins. Each contributes its middle, and its margins at the border.
+        # Neighbouring crops overlap by two margins. Each contributes its middle, and its margins at the border.
         margin, side = self.config.overlap_margin, self.config.grid_size
 
         def kept(index: int, count: int) -> slice:
@@ -81,18 +81,18 @@ class VisionModel(nn.Module):
 
 
 class InvariantVision:
-    """The vision encoder, one tile and one image at a time: products of the same shapes for the same image."""
+    """The vision encoder, one crop and one image at a time: products of the same shapes for the same image."""
 
     def __init__(self, vision: VisionModel) -> None:
         self._vision = vision
 
-    def encode(self, tiles: Tensor) -> Tensor:
-        """uint8 tiles [N, side, side, channels] → features [N, patches, enc_dim]."""
-        return torch.cat([self._vision.encode(tile) for tile in tiles.split(1)])
+    def encode(self, crops: Tensor) -> Tensor:
+        """uint8 crops [N, side, side, channels] → features [N, patches, enc_dim]."""
+        return torch.cat([self._vision.encode(crop) for crop in crops.split(1)])
 
-    def project_all(self, features: Iterable[Tensor], tilings: Iterable[tuple[int, int]]) -> Tensor:
+    def project_all(self, features: Iterable[Tensor], grids: Iterable[tuple[int, int]]) -> Tensor:
         """Features of several images and their (rows, columns) → embeddings [images, patches, text dim]."""
-        return self._vision.project_all(features, tilings)
+        return self._vision.project_all(features, grids)
 
 
 class _Block(nn.Module):

@@ -1,4 +1,4 @@
-"""Encodes tiles by CUDA graphs, one for each number of tiles."""
+"""Encodes crops by CUDA graphs, one for each number of crops."""
 
 from __future__ import annotations
 
@@ -11,60 +11,60 @@ from torch import Tensor
 from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.execution.graph_policy import CapturedGraphs, GraphBudget, Works
 
-_USUAL_TILES = 9
-"""Of an image of 800 by 557 pixels: 2 by 4 tiles and the global one."""
+_USUAL_CROPS = 9
+"""Of an image of 800 by 557 pixels: 2 by 4 crops and the global one."""
 
 
 class EncodeGraphs:
-    """Runs `encode` by a graph if there is one for the number of tiles."""
+    """Runs `encode` by a graph if there is one for the number of crops."""
 
     def __init__(
         self,
         encode: Callable[[Tensor], Tensor],
-        tile_shape: tuple[int, int, int],
+        crop_shape: tuple[int, int, int],
         device: torch.device,
         stream_capture: StreamCapture,
         budget: GraphBudget,
         *,
-        max_tiles: int,
-        max_tiles_of_image: int,
+        max_crops: int,
+        max_crops_of_image: int,
     ) -> None:
-        """`encode` takes uint8 tiles [N, side, side, channels]; more than `max_tiles` have no graph."""
+        """`encode` takes uint8 crops [N, side, side, channels]; more than `max_crops` have no graph."""
         self._encode = encode
-        self._max_tiles = max(max_tiles, max_tiles_of_image)
-        self._max_tiles_of_image = max_tiles_of_image
+        self._max_crops = max(max_crops, max_crops_of_image)
+        self._max_crops_of_image = max_crops_of_image
         self.captured = CapturedGraphs("encodings", stream_capture, budget)
         # Input and output buffers, which all graphs share.
-        self._tiles = torch.zeros(self._max_tiles, *tile_shape, dtype=torch.uint8, device=device)
+        self._crops = torch.zeros(self._max_crops, *crop_shape, dtype=torch.uint8, device=device)
         self._features: Tensor | None = None
 
-    def __call__(self, tiles: Tensor) -> Tensor:
-        """The result of `encode` for `tiles`; without a graph for their number, by the next larger one."""
-        count = len(tiles)
-        if count > self._max_tiles:
-            return self._encode(tiles)
-        self._tiles[:count].copy_(tiles)
+    def __call__(self, crops: Tensor) -> Tensor:
+        """The result of `encode` for `crops`; without a graph for their number, by the next larger one."""
+        count = len(crops)
+        if count > self._max_crops:
+            return self._encode(crops)
+        self._crops[:count].copy_(crops)
         own = count
         if own not in self.captured:
             held_by = [other for other in self.captured if isinstance(other, int) and other > count]
-            if held_by:  # tiles behind these, of earlier calls, are encoded with them
+            if held_by:  # crops behind these, of earlier calls, are encoded with them
                 self.captured.note_missing(count, lambda: partial(self._stored, count))
                 own = min(held_by)
         return self.captured.run(own, partial(self._stored, own))[:count].clone()
 
     def usual(self, *, is_measured: bool) -> Works:
-        """The numbers of tiles that are worth a measurement of their products, or the others; the largest first.
+        """The numbers of crops that are worth a measurement of their products, or the others; the largest first.
 
         The first are those of usual images, of the largest image and of the largest step, and hold the others,
         which are those of one image.
         """
-        usual = {*range(_USUAL_TILES, self._max_tiles + 1, _USUAL_TILES), self._max_tiles_of_image, self._max_tiles}
-        counts = usual if is_measured else {*range(1, self._max_tiles_of_image)} - usual
+        usual = {*range(_USUAL_CROPS, self._max_crops + 1, _USUAL_CROPS), self._max_crops_of_image, self._max_crops}
+        counts = usual if is_measured else {*range(1, self._max_crops_of_image)} - usual
         for count in sorted(counts, reverse=True):
             yield count, partial(self._stored, count)
 
     def _stored(self, count: int) -> Tensor:
-        features = self._encode(self._tiles[:count])
+        features = self._encode(self._crops[:count])
         if self._features is None:  # allocated by the first run, before any capture
-            self._features = features.new_empty(self._max_tiles, *features.shape[1:])
+            self._features = features.new_empty(self._max_crops, *features.shape[1:])
         return self._features[:count].copy_(features)

@@ -10,7 +10,7 @@ from kestrel_ops.reference.rows import add_layer_norm, concat_gelu
 from kestrel_runtime.models.moondream.fused.vision import FusedVision
 from kestrel_runtime.models.moondream.vision.encoder import VisionModel
 from tests.runtime.models.moondream.tiny import randomised, tiny_config
-from tests.runtime.models.moondream.vision.test_encoder import some_tiles
+from tests.runtime.models.moondream.vision.test_encoder import some_crops
 
 TINY = tiny_config().vision
 # Dimensions that float8 products take.
@@ -30,7 +30,7 @@ KERNELS = dataclasses.replace(
     scaled_linear_add=scaled_linear_add,
     scaled_linear_gelu=scaled_linear_gelu,
 )
-TILINGS = [(1, 1), (1, 2), (2, 1), (2, 4), (3, 4), (4, 3), (12, 1), (1, 12)]
+CROPPINGS = [(1, 1), (1, 2), (2, 1), (2, 4), (3, 4), (4, 3), (12, 1), (1, 12)]
 
 
 def some_model(config=TINY, seed=0):
@@ -50,22 +50,22 @@ def relative_error(got, wanted):
 
 @pytest.mark.parametrize("config", [TINY, ALIGNED, tiny_config(3).vision, tiny_config(crop_size=98).vision])
 def test_features_are_those_of_the_plain_encoder(config):
-    model, tiles = some_model(config), some_tiles(3, config)
-    features = FusedVision(model, KERNELS, "model").encode(tiles)
-    torch.testing.assert_close(features, model.encode(tiles), rtol=1e-4, atol=1e-4)
+    model, crops = some_model(config), some_crops(3, config)
+    features = FusedVision(model, KERNELS, "model").encode(crops)
+    torch.testing.assert_close(features, model.encode(crops), rtol=1e-4, atol=1e-4)
 
 
 def test_an_encoder_without_blocks_embeds_its_patches():
     config = dataclasses.replace(TINY, enc_n_layers=0)
-    model, tiles = some_model(config), some_tiles(2, config)
-    features = FusedVision(model, KERNELS, "model").encode(tiles)
-    torch.testing.assert_close(features, model.encode(tiles), rtol=1e-4, atol=1e-4)
+    model, crops = some_model(config), some_crops(2, config)
+    features = FusedVision(model, KERNELS, "model").encode(crops)
+    torch.testing.assert_close(features, model.encode(crops), rtol=1e-4, atol=1e-4)
 
 
 def test_the_stream_can_be_read_after_each_block():
-    model, tiles = some_model(), some_tiles(2)
-    wanted = model.patch_emb(model._patches(tiles)) + model.pos_emb
-    states = list(FusedVision(model, KERNELS, "model").states(tiles))
+    model, crops = some_model(), some_crops(2)
+    wanted = model.patch_emb(model._patches(crops)) + model.pos_emb
+    states = list(FusedVision(model, KERNELS, "model").states(crops))
     assert len(states) == len(model.blocks)
     for block, state in zip(model.blocks, states, strict=True):
         wanted = block(wanted)
@@ -75,59 +75,59 @@ def test_the_stream_can_be_read_after_each_block():
 def test_an_even_picture_keeps_its_colour_in_a_short_type():
     # In a short type what is left of large terms that cancel is noise: bytes must be centred before the product.
     model = some_model().bfloat16()
-    tiles = torch.full((1, TINY.crop_size, TINY.crop_size, 3), 128, dtype=torch.uint8)
-    got = FusedVision(model, KERNELS, "model").encode(tiles)
-    assert relative_error(got, some_model().encode(tiles)) < 0.03
+    crops = torch.full((1, TINY.crop_size, TINY.crop_size, 3), 128, dtype=torch.uint8)
+    got = FusedVision(model, KERNELS, "model").encode(crops)
+    assert relative_error(got, some_model().encode(crops)) < 0.03
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_short_type_is_kept_and_no_less_exact(dtype):
-    exact, tiles = some_model(ALIGNED), some_tiles(4, ALIGNED)
+    exact, crops = some_model(ALIGNED), some_crops(4, ALIGNED)
     short = some_model(ALIGNED).to(dtype)
-    wanted = exact.encode(tiles)
-    features = FusedVision(short, KERNELS, "model").encode(tiles)
+    wanted = exact.encode(crops)
+    features = FusedVision(short, KERNELS, "model").encode(crops)
     assert features.dtype == dtype
-    assert relative_error(features, wanted) < 1.3 * relative_error(short.encode(tiles), wanted)
+    assert relative_error(features, wanted) < 1.3 * relative_error(short.encode(crops), wanted)
 
 
-def test_with_invariant_kernels_a_tile_has_the_same_bits_alone_and_among_others():
-    exact, tiles = some_model(ALIGNED), some_tiles(4, ALIGNED)
+def test_with_invariant_kernels_a_crop_has_the_same_bits_alone_and_among_others():
+    exact, crops = some_model(ALIGNED), some_crops(4, ALIGNED)
     short = some_model(ALIGNED).bfloat16()
     vision = FusedVision(short, Kernels.select("cpu", {}).invariant(), "model")
-    together = vision.encode(tiles)
-    assert torch.equal(vision.encode(tiles[2:3]), together[2:3])
-    assert relative_error(together, exact.encode(tiles)) < 1.3 * relative_error(
-        short.encode(tiles), exact.encode(tiles)
+    together = vision.encode(crops)
+    assert torch.equal(vision.encode(crops[2:3]), together[2:3])
+    assert relative_error(together, exact.encode(crops)) < 1.3 * relative_error(
+        short.encode(crops), exact.encode(crops)
     )
 
 
 def test_float8_features_are_within_a_few_percent():
-    model, tiles = some_model(ALIGNED), some_tiles(4, ALIGNED)
-    error = relative_error(FusedVision(model, KERNELS, "float8").encode(tiles), model.encode(tiles))
+    model, crops = some_model(ALIGNED), some_crops(4, ALIGNED)
+    error = relative_error(FusedVision(model, KERNELS, "float8").encode(crops), model.encode(crops))
     assert 1e-3 < error < 0.08  # not zero, or nothing was quantised
 
 
 def test_dimensions_that_float8_products_refuse_stay_in_the_models_type():
-    model, tiles = some_model(TINY), some_tiles(2)
-    features = FusedVision(model, KERNELS, "float8").encode(tiles)
-    torch.testing.assert_close(features, model.encode(tiles), rtol=1e-4, atol=1e-4)
+    model, crops = some_model(TINY), some_crops(2)
+    features = FusedVision(model, KERNELS, "float8").encode(crops)
+    torch.testing.assert_close(features, model.encode(crops), rtol=1e-4, atol=1e-4)
 
 
-def test_tiles_handed_in_stay_as_they_are():
-    tiles = some_tiles(2)
-    before = tiles.clone()
-    FusedVision(some_model(), KERNELS, "model").encode(tiles)
-    assert torch.equal(tiles, before)
+def test_crops_handed_in_stay_as_they_are():
+    crops = some_crops(2)
+    before = crops.clone()
+    FusedVision(some_model(), KERNELS, "model").encode(crops)
+    assert torch.equal(crops, before)
 
 
 # Projection
 
 
-def some_features(tilings, config=TINY, dtype=torch.float32):
+def some_features(grids, config=TINY, dtype=torch.float32):
     torch.manual_seed(3)
     return [
         torch.randn(1 + rows * columns, config.num_image_tokens, config.enc_dim).to(dtype)
-        for rows, columns in tilings
+        for rows, columns in grids
     ]
 
 
@@ -141,15 +141,15 @@ def some_features(tilings, config=TINY, dtype=torch.float32):
     ],
 )
 def test_each_of_several_images_is_projected_as_alone(config):
-    model, features = some_model(config), some_features(TILINGS, config)
-    together = FusedVision(model, KERNELS, "model").project_all(features, TILINGS)
-    assert together.shape == (len(TILINGS), config.num_image_tokens, config.proj_out_dim)
-    for place, (rows, columns) in enumerate(TILINGS):
+    model, features = some_model(config), some_features(CROPPINGS, config)
+    together = FusedVision(model, KERNELS, "model").project_all(features, CROPPINGS)
+    assert together.shape == (len(CROPPINGS), config.num_image_tokens, config.proj_out_dim)
+    for place, (rows, columns) in enumerate(CROPPINGS):
         wanted = model.project(features[place], rows, columns)
         torch.testing.assert_close(together[place], wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_tiling_met_again_is_projected_the_same():
+def test_a_grid_met_again_is_projected_the_same():
     model, features = some_model(), some_features([(2, 3), (1, 1), (2, 3)])
     fused = FusedVision(model, KERNELS, "model")
     first = fused.project_all(features[:1], [(2, 3)])
@@ -186,7 +186,7 @@ def test_only_the_chosen_kernels_compute():
         out, scale = KERNELS.concat_gelu(rows, *rest)
         return 2 * out, scale
 
-    model, tiles = some_model(), some_tiles(1)
-    plain = FusedVision(model, KERNELS, "model").encode(tiles)
-    changed = FusedVision(model, dataclasses.replace(KERNELS, concat_gelu=doubled), "model").encode(tiles)
+    model, crops = some_model(), some_crops(1)
+    plain = FusedVision(model, KERNELS, "model").encode(crops)
+    changed = FusedVision(model, dataclasses.replace(KERNELS, concat_gelu=doubled), "model").encode(crops)
     assert relative_error(changed, plain) > 0.01

@@ -78,7 +78,7 @@ def test_where_the_reference_differs_is_named_and_fails(check: Check, folder: Pa
     name = answers["images"][0]["image"]
     failures = [line.partition(":")[0] for line in result.failures]
     assert failures == [
-        f"{name} tiling",
+        f"{name} crop grid",
         f"{name} query_prompt_logits",
         f"{name} point(object='tallest bar', max_objects=4)",
     ]

@@ -82,7 +82,7 @@ def test_pixels_that_the_reference_has_rounded_are_restored(dtype: torch.dtype) 
 
 
 def test_other_pixels_are_left_as_they_are() -> None:
-    tiles = torch.rand(1, 3, 4, 4)
-    found, same = exact_pixels(tiles)
+    crops = torch.rand(1, 3, 4, 4)
+    found, same = exact_pixels(crops)
     assert found is None
-    assert torch.equal(same, tiles)
+    assert torch.equal(same, crops)

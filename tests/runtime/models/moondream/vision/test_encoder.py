@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch.nn.functional import gelu, layer_norm
 
+from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.models.moondream.vision.encoder import VisionModel
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
 from tests.runtime.models.moondream.tiny import randomised, tiny_config
 from tests.runtime.noise import noise
 
 TINY = tiny_config().vision
-TILINGS = [(rows, columns) for rows in range(1, 13) for columns in range(1, 13) if rows * columns <= 12]
+GRIDS = [(rows, columns) for rows in range(1, 13) for columns in range(1, 13) if rows * columns <= 12]
 
 
-def some_tiles(count, config=TINY, seed=0):
+def some_crops(count, config=TINY, seed=0):
     shape = (count, config.crop_size, config.crop_size, config.in_channels)
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
 
@@ -30,26 +30,26 @@ def test_a_patch_is_a_vector_of_channel_row_column_with_pixels_from_minus_one_to
     model.patch_emb.bias.zero_()
     model.pos_emb.zero_()
     model.register_module("post_ln", torch.nn.Identity())
-    tiles = some_tiles(2, config)
-    features = model.encode(tiles)
+    crops = some_crops(2, config)
+    features = model.encode(crops)
     assert features.shape == (2, 9, 12)
-    for tile in range(2):
+    for crop in range(2):
         for patch in range(9):
             top, left = 2 * (patch // 3), 2 * (patch % 3)
             wanted = [
-                tiles[tile, top + row, left + column, channel].item() / 127.5 - 1
+                crops[crop, top + row, left + column, channel].item() / 127.5 - 1
                 for channel in range(3)
                 for row in range(2)
                 for column in range(2)
             ]
-            assert features[tile, patch].tolist() == pytest.approx(wanted, abs=1e-6)
+            assert features[crop, patch].tolist() == pytest.approx(wanted, abs=1e-6)
 
 
 # Encoder
 
 
-def written_out(model, tiles):
-    """The encoder from its parameters, tile by tile, in float64."""
+def written_out(model, crops):
+    """The encoder from its parameters, crop by crop, in float64."""
     weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
     size, side = TINY.enc_patch_size, TINY.grid_size
 
@@ -70,8 +70,8 @@ def written_out(model, tiles):
         return linear(torch.cat(heads, dim=1), f"{name}.proj")
 
     features = []
-    for tile in tiles:
-        pixels = tile.double() / 127.5 - 1
+    for crop in crops:
+        pixels = crop.double() / 127.5 - 1
         patches = [
             pixels[size * (patch // side) :, size * (patch % side) :][:size, :size].permute(2, 0, 1).flatten()
             for patch in range(side * side)
@@ -88,30 +88,30 @@ def written_out(model, tiles):
 
 def test_the_encoder_is_its_blocks_written_out():
     model = randomised(VisionModel(TINY))
-    tiles = some_tiles(3)
-    torch.testing.assert_close(model.encode(tiles), written_out(model, tiles), rtol=1e-4, atol=1e-4)
+    crops = some_crops(3)
+    torch.testing.assert_close(model.encode(crops), written_out(model, crops), rtol=1e-4, atol=1e-4)
 
 
-def test_a_tile_is_encoded_the_same_in_any_company():
+def test_a_crop_is_encoded_the_same_in_any_company():
     model = randomised(VisionModel(TINY))
-    tiles = some_tiles(5)
-    together = model.encode(tiles)
+    crops = some_crops(5)
+    together = model.encode(crops)
     for place in range(5):
-        torch.testing.assert_close(model.encode(tiles[place : place + 1])[0], together[place], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model.encode(crops[place : place + 1])[0], together[place], rtol=1e-4, atol=1e-5)
 
 
 # Stitching and pooling
 
 
 def bare_model(config):
-    """Its projection hands on what it gets: the global tile's features beside the pooled ones."""
+    """Its projection hands on what it gets: the global crop's features beside the pooled ones."""
     model = VisionModel(config)
     model.register_module("proj_mlp", torch.nn.Identity())
     return model
 
 
 def stitched(features, rows, columns, config):
-    """The grid of all local tiles, patch by patch: each from the tile whose middle or rim it is."""
+    """The grid of all local crops, patch by patch: each from the crop whose middle or rim it is."""
     side, margin = config.grid_size, config.overlap_margin
     inner = side - 2 * margin
     grid = torch.empty(rows * inner + 2 * margin, columns * inner + 2 * margin, config.enc_dim)
@@ -136,7 +136,7 @@ def pooled(grid, side):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(("rows", "columns"), TILINGS, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), GRIDS, ids=str)
 def test_every_patch_of_the_whole_comes_from_the_right_crop(rows, columns):
     config = dataclasses.replace(TINY, enc_dim=2)
     torch.manual_seed(rows * 13 + columns)
@@ -155,7 +155,7 @@ def test_a_grid_of_any_size_and_margin_is_stitched(crop_size, margin):
     torch.testing.assert_close(projected[:, 1:], pooled(stitched(features, 2, 3, config), config.grid_size))
 
 
-def test_a_single_local_tile_is_taken_as_it_is():
+def test_a_single_local_crop_is_taken_as_it_is():
     features = torch.randn(2, TINY.num_image_tokens, TINY.enc_dim)
     projected = bare_model(TINY).project(features, 1, 1)
     assert torch.equal(projected, torch.cat((features[0], features[1]), dim=1))
@@ -185,9 +185,9 @@ def test_pooling_is_exact_in_a_short_type():
 @pytest.mark.parametrize("size", [(40, 40), (500, 300), (150, 900)], ids=str)
 def test_an_image_of_any_size_becomes_one_embedding_per_patch_of_a_crop(crop_size, size):
     config = dataclasses.replace(tiny_config(crop_size=crop_size).vision, enc_n_layers=1)
-    tiles = MoondreamTiling(config).make_tiles(noise(*size))
+    crops = MoondreamCropping(config).make_crops(noise(*size))
     model = randomised(VisionModel(config))
-    features = model.encode(torch.from_numpy(tiles.pixels))
-    embeddings = model.project(features, tiles.rows, tiles.columns)
+    features = model.encode(torch.from_numpy(crops.pixels))
+    embeddings = model.project(features, crops.rows, crops.columns)
     assert embeddings.shape == ((crop_size // 14) ** 2, config.proj_out_dim)
     assert embeddings.isfinite().all()

@@ -1,6 +1,6 @@
 """The inner model: methods as the public reference has them, which return what is recorded beside this file.
 
-Like the reference it tiles images itself and rounds pixels to bfloat16.
+Like the reference it crops images itself and rounds pixels to bfloat16.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 
 
 class EncodedImage(NamedTuple):
@@ -28,12 +28,12 @@ class EncodedImage(NamedTuple):
 
 
 def prepare_crops(image: Image.Image, config: MoondreamConfig) -> tuple[Tensor, tuple[int, int]]:
-    """The tiles [tiles, 3, side, side] in bfloat16, and their rows and columns."""
+    """The crops [crops, 3, side, side] in bfloat16, and their rows and columns."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
-    tiles = MoondreamTiling(config.vision).make_tiles(decode_image(buffer.getvalue(), max_image_pixels=10**7))
-    pixels = torch.from_numpy(tiles.pixels).permute(0, 3, 1, 2)
-    return pixels.to(torch.bfloat16).div_(255.0).sub_(0.5).div_(0.5), (tiles.rows, tiles.columns)
+    crops = MoondreamCropping(config.vision).make_crops(decode_image(buffer.getvalue(), max_image_pixels=10**7))
+    pixels = torch.from_numpy(crops.pixels).permute(0, 3, 1, 2)
+    return pixels.to(torch.bfloat16).div_(255.0).sub_(0.5).div_(0.5), (crops.rows, crops.columns)
 
 
 class MoondreamModel(nn.Module):
@@ -46,13 +46,13 @@ class MoondreamModel(nn.Module):
         self._tensors = load_file(folder / "recorded.safetensors")
         self._images = [Image.open(folder / entry["image"]).convert("RGB") for entry in self._recorded["images"]]
 
-    def _vis_enc(self, tiles: Tensor) -> Tensor:
-        assert tiles.dtype == torch.float32, "pixels come in full precision"
-        return tiles
+    def _vis_enc(self, crops: Tensor) -> Tensor:
+        assert crops.dtype == torch.float32, "pixels come in full precision"
+        return crops
 
     def _run_vision_encoder(self, image: Image.Image) -> Tensor:
-        tiles, _ = prepare_crops(image, self.config)
-        self._vis_enc(tiles)
+        crops, _ = prepare_crops(image, self.config)
+        self._vis_enc(crops)
         every_9th = self._tensors[f"{self._images.index(image)}.image_embeddings_every_9th"]
         embeddings = torch.zeros(self.config.positions_per_image, every_9th.shape[1])
         embeddings[::9] = every_9th

@@ -1,6 +1,6 @@
-"""Images between decoding and the vision encoder: as tiles, or as pixels whose tiles are made later on the device.
+"""Images between decoding and the vision encoder: as crops, or as pixels whose crops are made later on the device.
 
-The model family says how an image is divided (`Tiling`).
+The model family says how an image is divided (`Cropping`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 )
 # Larger images are not kept decoded. This many pixels take 32 MB and hold an image of 3840 × 2160.
 _MAX_DECODED_PIXELS = 2**23
-# The first pass of a resize may produce an image as long as this side and as wide as all tiles side by side.
+# The first pass of a resize may produce an image as long as this side and as wide as all crops side by side.
 _MAX_DECODED_SIDE_PX = 2**14
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Tiles:
-    """The tiles of one image.
+class Crops:
+    """The crops of one image.
 
-    `pixels` is uint8 [1 + rows * columns, side, side, 3]: first the whole image, then its tiles row by row.
+    `pixels` is uint8 [1 + rows * columns, side, side, 3]: first the whole image, then its crops row by row.
     """
 
     pixels: np.ndarray
@@ -34,13 +34,13 @@ class Tiles:
     columns: int
 
     @property
-    def num_tiles(self) -> int:
+    def num_crops(self) -> int:
         return len(self.pixels)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DecodedImage:
-    """An image whose tiles are made later, in the order of `Tiles`.
+    """An image whose crops are made later, in the order of `Crops`.
 
     `pixels` is uint8 [height, width, 3 or 4] and read-only; a fourth channel is padding.
     """
@@ -50,53 +50,53 @@ class DecodedImage:
     columns: int
 
     @property
-    def num_tiles(self) -> int:
+    def num_crops(self) -> int:
         return 1 + self.rows * self.columns
 
 
-class Tiling(Protocol):
-    """How a model family divides images into tiles. Called from any thread."""
+class Cropping(Protocol):
+    """How a model family divides images into crops. Called from any thread."""
 
     @property
-    def tile_bytes(self) -> int:
-        """Memory of the pixels of one tile."""
+    def crop_bytes(self) -> int:
+        """Memory of the pixels of one crop."""
         ...
 
     @property
-    def max_tiles(self) -> int:
-        """The most tiles of one image, the whole image included."""
+    def max_crops(self) -> int:
+        """The most crops of one image, the whole image included."""
         ...
 
     def select(self, height_px: int, width_px: int) -> tuple[int, int]:
-        """Rows and columns of tiles of an image of this size."""
+        """Rows and columns of crops of an image of this size."""
         ...
 
-    def make_tiles(self, image: Image.Image) -> Tiles:
-        """The tiles of an RGB image."""
+    def make_crops(self, image: Image.Image) -> Crops:
+        """The crops of an RGB image."""
         ...
 
 
-def keep_decoded(image: Image.Image, tiling: Tiling) -> DecodedImage | Tiles:
-    """Keep an RGB image decoded, to make its tiles later. If its pixels take too much memory, tile it now."""
+def keep_decoded(image: Image.Image, cropping: Cropping) -> DecodedImage | Crops:
+    """Keeps an RGB image decoded, to make its crops later; makes them now if the pixels take too much memory."""
     if image.width * image.height > _MAX_DECODED_PIXELS or max(image.size) > _MAX_DECODED_SIDE_PX:
-        return tiling.make_tiles(image)
+        return cropping.make_crops(image)
     try:
         pixels = pixels_in_place(image)
     except ValueError:
         pixels = np.asarray(image)
-    return DecodedImage(pixels, *tiling.select(image.height, image.width))
+    return DecodedImage(pixels, *cropping.select(image.height, image.width))
 
 
-def tiles_bytes(height_px: int, width_px: int, tiling: Tiling) -> int:
-    """The memory of all tiles of an image of this size."""
-    rows, columns = tiling.select(height_px, width_px)
-    return tiling.tile_bytes * (1 + rows * columns)
+def crops_bytes(height_px: int, width_px: int, cropping: Cropping) -> int:
+    """The memory of all crops of an image of this size."""
+    rows, columns = cropping.select(height_px, width_px)
+    return cropping.crop_bytes * (1 + rows * columns)
 
 
-def max_kept_bytes(tiling: Tiling, *, decoded: bool) -> int:
-    """The memory of the largest image that waits to be encoded: as tiles, or with `decoded` also as pixels."""
-    all_tiles_bytes = tiling.tile_bytes * tiling.max_tiles
-    return max(all_tiles_bytes, 4 * _MAX_DECODED_PIXELS) if decoded else all_tiles_bytes
+def max_kept_bytes(cropping: Cropping, *, decoded: bool) -> int:
+    """The memory of the largest image that waits to be encoded: as crops, or with `decoded` also as pixels."""
+    all_crops_bytes = cropping.crop_bytes * cropping.max_crops
+    return max(all_crops_bytes, 4 * _MAX_DECODED_PIXELS) if decoded else all_crops_bytes
 
 
 def pixels_in_place(image: Image.Image) -> np.ndarray:

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from kestrel_runtime.imaging.crops import Crops, DecodedImage, keep_decoded
 from kestrel_runtime.imaging.decoding import decode_image
-from kestrel_runtime.imaging.tiles import DecodedImage, Tiles, keep_decoded
 from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
-from kestrel_runtime.models.moondream.vision.device_tiling import Tiler
-from kestrel_runtime.models.moondream.vision.tiling import MoondreamTiling
+from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
+from kestrel_runtime.models.moondream.vision.device_cropping import Cropper
 from tests.kernels.implementations import DEVICE, implementation_name, implementations
 from tests.reference_fixtures import MD2_SMALL, expected, model_config, shared_folders
 from tests.runtime.noise import noise
@@ -27,19 +27,19 @@ IMAGES = [
 ]
 
 
-def make_tiles(image, vision) -> Tiles:
-    return MoondreamTiling(vision).make_tiles(image)
+def make_crops(image, vision) -> Crops:
+    return MoondreamCropping(vision).make_crops(image)
 
 
 def select(height, width, vision):
-    return MoondreamTiling(vision).select(height, width)
+    return MoondreamCropping(vision).select(height, width)
 
 
 # On the host
 
 
 @pytest.mark.parametrize(
-    ("tiling", "sizes"),
+    ("grid", "sizes"),
     [
         ((1, 1), [(1, 1), (224, 224), (378, 378), (378, 4000)]),
         ((3, 3), [(379, 379), (500, 500), (512, 512), (1024, 1024)]),
@@ -52,16 +52,16 @@ def select(height, width, vision):
         ((12, 1), [(400, 10_000), (400, 100_000)]),
     ],
 )
-def test_tiling_of_common_sizes(tiling, sizes):
+def test_the_grid_of_common_sizes(grid, sizes):
     for width, height in sizes:
-        assert select(height, width, VISION) == tiling, (width, height)
+        assert select(height, width, VISION) == grid, (width, height)
 
 
 sides = st.one_of(st.integers(1, 1_000), st.integers(1, 100_000))
 
 
 @given(height=sides, width=sides, max_crops=st.integers(1, 40))
-def test_tiling_of_any_size_stays_within_its_bound_and_turns_with_the_image(height, width, max_crops):
+def test_the_grid_of_any_size_stays_within_its_bound_and_turns_with_the_image(height, width, max_crops):
     vision = dataclasses.replace(VISION, max_crops=max_crops)
     rows, columns = select(height, width, vision)
     assert rows >= 1
@@ -72,39 +72,39 @@ def test_tiling_of_any_size_stays_within_its_bound_and_turns_with_the_image(heig
 
 
 @pytest.mark.parametrize(("folder", "index"), IMAGES)
-def test_tiling_and_number_of_tiles_equal_the_reference(folder, index):
+def test_the_grid_and_number_of_crops_equal_the_reference(folder, index):
     case = expected(folder)["images"][index]
-    tiles = reference_tiles(folder, index)
-    assert [tiles.rows, tiles.columns] == case["tiling"]
-    assert len(tiles.pixels) == case["n_crops"]
+    crops = reference_crops(folder, index)
+    assert [crops.rows, crops.columns] == case["tiling"]
+    assert len(crops.pixels) == case["n_crops"]
 
 
-def reference_tiles(folder, index) -> Tiles:
+def reference_crops(folder, index) -> Crops:
     case = expected(folder)["images"][index]
     vision = MoondreamConfig.from_dict(json.loads((folder / "config.json").read_text())).vision
-    return make_tiles(decode_image((folder / case["image"]).read_bytes(), max_image_pixels=64_000_000), vision)
+    return make_crops(decode_image((folder / case["image"]).read_bytes(), max_image_pixels=64_000_000), vision)
 
 
 @pytest.mark.parametrize("folder", shared_folders(), ids=lambda folder: folder.name)
-def test_tiles_equal_those_of_the_reference_to_the_bit(folder):
-    # The small folders hold no tiles; there the image embeddings of the model's own tests stand in for them.
+def test_crops_equal_those_of_the_reference_to_the_bit(folder):
+    # The small folders hold no crops; there the image embeddings of the model's own tests stand in for them.
     tensors = load_file(folder / "expected.safetensors")
     for name in tensors:
         if name.endswith("_crop_u8"):
             index, which = name.split(".")
-            tile = reference_tiles(folder, int(index)).pixels[0 if which == "global_crop_u8" else -1]
-            np.testing.assert_array_equal(tile, tensors[name], err_msg=name)
+            crop = reference_crops(folder, int(index)).pixels[0 if which == "global_crop_u8" else -1]
+            np.testing.assert_array_equal(crop, tensors[name], err_msg=name)
 
 
-def test_a_single_tile_equals_the_whole_image():
-    tiles = make_tiles(noise(100, 300), VISION)
-    assert (tiles.rows, tiles.columns) == (1, 1)
-    np.testing.assert_array_equal(tiles.pixels[0], tiles.pixels[1])
+def test_a_single_crop_equals_the_whole_image():
+    crops = make_crops(noise(100, 300), VISION)
+    assert (crops.rows, crops.columns) == (1, 1)
+    np.testing.assert_array_equal(crops.pixels[0], crops.pixels[1])
 
 
-def test_an_image_of_the_size_of_a_tile_is_not_resampled():
+def test_an_image_of_the_size_of_a_crop_is_not_resampled():
     image = noise(VISION.crop_size, VISION.crop_size)
-    np.testing.assert_array_equal(make_tiles(image, VISION).pixels[0], np.asarray(image))
+    np.testing.assert_array_equal(make_crops(image, VISION).pixels[0], np.asarray(image))
 
 
 def vision_of(patch: int, margin: int, window: int, max_crops: int) -> VisionConfig:
@@ -128,12 +128,12 @@ small_visions = st.builds(
 
 @settings(max_examples=100)
 @given(vision=small_visions, width=st.integers(1, 900), height=st.integers(1, 900))
-def test_neighbouring_tiles_of_any_size_share_their_margins(vision, width, height):
-    tiles = make_tiles(noise(width, height), vision)
+def test_neighbouring_crops_of_any_size_share_their_margins(vision, width, height):
+    crops = make_crops(noise(width, height), vision)
     size, shared = vision.crop_size, 2 * vision.overlap_margin * vision.enc_patch_size
-    assert tiles.pixels.shape == (1 + tiles.rows * tiles.columns, size, size, 3)
-    assert tiles.pixels.dtype == np.uint8
-    grid = tiles.pixels[1:].reshape(tiles.rows, tiles.columns, size, size, 3)
+    assert crops.pixels.shape == (1 + crops.rows * crops.columns, size, size, 3)
+    assert crops.pixels.dtype == np.uint8
+    grid = crops.pixels[1:].reshape(crops.rows, crops.columns, size, size, 3)
     left, right = grid[:, :-1, :, size - shared :], grid[:, 1:, :, :shared]
     np.testing.assert_array_equal(left, right)
     upper, lower = grid[:-1, :, size - shared :], grid[1:, :, :shared]
@@ -143,49 +143,49 @@ def test_neighbouring_tiles_of_any_size_share_their_margins(vision, width, heigh
 # On the device
 
 
-def tiler(vision, resample=REFERENCE):
-    return Tiler(MoondreamTiling(vision), torch.device(DEVICE), resample)
+def cropper(vision, resample=REFERENCE):
+    return Cropper(MoondreamCropping(vision), torch.device(DEVICE), resample)
 
 
 def kept_decoded(image, vision):
-    image = keep_decoded(image, MoondreamTiling(vision))
+    image = keep_decoded(image, MoondreamCropping(vision))
     assert isinstance(image, DecodedImage)
     return image
 
 
-def assert_same_tiles(tiler, image, vision):
-    wanted = make_tiles(image, vision)
-    tiles = tiler.make_tiles(kept_decoded(image, vision))
-    assert tiles.is_contiguous()
-    assert tiles.device.type == DEVICE
-    np.testing.assert_array_equal(tiles.cpu().numpy(), wanted.pixels)
+def assert_same_crops(cropper, image, vision):
+    wanted = make_crops(image, vision)
+    crops = cropper.make_crops(kept_decoded(image, vision))
+    assert crops.is_contiguous()
+    assert crops.device.type == DEVICE
+    np.testing.assert_array_equal(crops.cpu().numpy(), wanted.pixels)
 
 
 @pytest.mark.parametrize(
     ("width", "height"),
     [(800, 557), (1, 1), (1, 700), (700, 1), (378, 378), (400, 1200), (500, 390), (1100, 390), (31, 64)],
 )
-def test_the_device_makes_the_tiles_that_workers_make(width, height):
-    assert_same_tiles(tiler(VISION), noise(width, height), VISION)
+def test_the_device_makes_the_crops_that_workers_make(width, height):
+    assert_same_crops(cropper(VISION), noise(width, height), VISION)
 
 
-def test_an_image_of_the_most_tiles_is_tiled():
+def test_an_image_of_the_most_crops_is_divided_into_crops():
     image = noise(768, 1024)
-    assert kept_decoded(image, VISION).num_tiles == 13
-    assert_same_tiles(tiler(VISION), image, VISION)
+    assert kept_decoded(image, VISION).num_crops == 13
+    assert_same_crops(cropper(VISION), image, VISION)
 
 
 @settings(max_examples=60)
 @given(width=st.integers(1, 120), height=st.integers(1, 120), max_crops=st.integers(1, 12))
-def test_images_of_any_size_are_tiled_as_workers_tile_them(width, height, max_crops):
+def test_images_of_any_size_are_divided_into_crops_as_workers_divide_them(width, height, max_crops):
     vision = dataclasses.replace(SMALL, max_crops=max_crops)
-    assert_same_tiles(tiler(vision), noise(width, height), vision)
+    assert_same_crops(cropper(vision), noise(width, height), vision)
 
 
 @pytest.mark.parametrize("resample", OTHERS, ids=implementation_name)
 @pytest.mark.parametrize(("width", "height"), [(23, 20), (9, 40), (14, 14), (1, 1)])
-def test_every_implementation_makes_the_same_tiles(resample, width, height):
-    assert_same_tiles(tiler(SMALL, resample), noise(width, height), SMALL)
+def test_every_implementation_makes_the_same_crops(resample, width, height):
+    assert_same_crops(cropper(SMALL, resample), noise(width, height), SMALL)
 
 
 def test_weights_of_lengths_that_were_seen_are_kept():
@@ -195,9 +195,9 @@ def test_weights_of_lengths_that_were_seen_are_kept():
         seen.append(taps)
         return REFERENCE(pixels, taps, dim)
 
-    one = tiler(SMALL, resample)
+    one = cropper(SMALL, resample)
     for seed in (0, 1):
-        one.make_tiles(kept_decoded(noise(40, 30, seed), SMALL))
+        one.make_crops(kept_decoded(noise(40, 30, seed), SMALL))
     first, second = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     assert len(first) == 4
     assert [id(taps) for taps in first] == [id(taps) for taps in second]
@@ -206,6 +206,6 @@ def test_weights_of_lengths_that_were_seen_are_kept():
 def test_the_image_itself_stays_as_it_was():
     image = kept_decoded(noise(14, 30), SMALL)
     before = image.pixels.copy()
-    tiles = tiler(SMALL).make_tiles(image)
-    tiles.zero_()
+    crops = cropper(SMALL).make_crops(image)
+    crops.zero_()
     np.testing.assert_array_equal(image.pixels, before)

@@ -1,0 +1,157 @@
+import gc
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from kestrel_runtime.imaging.crops import Crops, DecodedImage
+from kestrel_runtime.imaging.device_crops import CropSource, DeviceCropper, PrefetchedImage
+from tests.runtime.fake_cropping import FakeCropping
+
+CUDA = torch.cuda.is_available()
+CROPPING = FakeCropping()
+PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 140, 3), dtype=np.uint8))
+
+
+def crop(image):
+    crops = CROPPING.make_tensor(image)
+    return crops.cuda() if CUDA else crops
+
+
+def refuse(_):
+    raise torch.OutOfMemoryError("no memory")
+
+
+def device_cropper(crop=crop, max_images=1):
+    stream = torch.cuda.Stream() if CUDA else None
+    return DeviceCropper(
+        CROPPING, crop, lambda: torch.cuda.stream(stream) if stream else nullcontext(), max_images=max_images
+    )
+
+
+def test_prefetched_crops_are_those_of_the_image():
+    image = device_cropper()(PICTURE)
+    assert isinstance(image, PrefetchedImage)
+    crops = image.prefetched.claim()
+    assert crops is not None
+    assert torch.equal(crops.cpu(), torch.from_numpy(CROPPING.make_crops(PICTURE).pixels))
+
+
+def test_prefetched_crops_are_taken_and_made_again_only_when_they_are_lost():
+    image = device_cropper()(PICTURE)
+    num_calls = 0
+
+    def counted(decoded):
+        nonlocal num_calls
+        num_calls += 1
+        return crop(decoded)
+
+    source = CropSource(counted, torch.from_numpy)
+    first = source.take(1, image, 0, image.num_crops)
+    assert num_calls == 0
+    assert torch.equal(source.take(1, image, 0, image.num_crops), first)
+    assert num_calls == 1
+
+
+def test_so_many_images_are_kept_until_they_are_claimed_or_freed():
+    cropper = device_cropper(max_images=2)
+    images = [cropper(PICTURE) for _ in range(3)]
+    assert [isinstance(image, PrefetchedImage) for image in images] == [True, True, False]
+    assert isinstance(images[0], PrefetchedImage)
+    images[0].prefetched.claim()
+    assert isinstance(cropper(PICTURE), PrefetchedImage)  # freed at once
+    gc.collect()
+    assert isinstance(cropper(PICTURE), PrefetchedImage)
+
+
+def test_where_the_device_has_no_memory_the_image_stays_decoded():
+    cropper = device_cropper(refuse)
+    for _ in range(2):
+        image = cropper(PICTURE)
+        assert isinstance(image, DecodedImage)
+        assert not isinstance(image, PrefetchedImage)
+
+
+def test_prefetched_crops_are_claimed_once():
+    image = device_cropper()(PICTURE)
+    assert isinstance(image, PrefetchedImage)
+    assert image.prefetched.claim() is not None
+    assert image.prefetched.is_claimed
+    assert image.prefetched.claim() is None
+
+
+@pytest.mark.parametrize("size", [(20000, 3), (4000, 3000)])
+def test_an_image_much_larger_than_its_crops_is_divided_into_crops_on_the_host(size):
+    assert isinstance(device_cropper(refuse)(Image.new("RGB", size)), Crops)
+
+
+FIRST, SECOND = 1, 2
+
+
+class CountingCropper:
+    """Crops as an image's number of crops and its first pixel decide, and a count of how often it was asked."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, image):
+        self.num_calls += 1
+        shades = torch.arange(image.num_crops, dtype=torch.uint8) + int(image.pixels.flat[0])
+        return shades[:, None, None, None].expand(-1, 2, 2, 3)
+
+
+@pytest.fixture
+def cropper():
+    return CountingCropper()
+
+
+@pytest.fixture
+def source(cropper):
+    return CropSource(cropper, torch.from_numpy)
+
+
+def decoded(shade=0, columns=4):
+    return DecodedImage(np.full((3, 5, 3), shade, dtype=np.uint8), 1, columns)
+
+
+def shades(crops):
+    assert crops.shape[1:] == (2, 2, 3)
+    return crops[:, 0, 0, 0].tolist()
+
+
+def test_crops_that_are_made_already_are_uploaded(source, cropper):
+    pixels = np.arange(5 * 12, dtype=np.uint8).reshape(5, 2, 2, 3)
+    assert torch.equal(source.take(FIRST, Crops(pixels, 2, 2), 1, 4), torch.from_numpy(pixels[1:4]))
+    assert cropper.num_calls == 0
+
+
+def test_an_image_is_divided_into_crops_once_for_all_the_steps_that_encode_it(source, cropper):
+    first, second = decoded(), decoded(shade=100)
+    assert shades(source.take(FIRST, first, 0, 2)) == [0, 1]
+    assert shades(source.take(SECOND, second, 0, 3)) == [100, 101, 102]
+    assert shades(source.take(FIRST, first, 2, 4)) == [2, 3]
+    assert shades(source.take(FIRST, first, 4, 5)) == [4]
+    assert shades(source.take(SECOND, second, 3, 5)) == [103, 104]
+    assert cropper.num_calls == 2
+
+
+def test_an_image_whose_features_were_lost_is_divided_into_crops_again(source, cropper):
+    image = decoded(shade=7, columns=1)
+    for _ in range(2):
+        assert shades(source.take(FIRST, image, 0, 2)) == [7, 8]
+    assert cropper.num_calls == 2
+
+
+@pytest.mark.parametrize("forget", [lambda source: source.release(FIRST), lambda source: source.clear()])
+def test_crops_that_were_freed_are_made_again(source, cropper, forget):
+    image = decoded()
+    source.take(FIRST, image, 0, 2)
+    forget(source)
+    assert shades(source.take(FIRST, image, 0, 2)) == [0, 1]
+    assert cropper.num_calls == 2
+
+
+def test_an_image_of_which_nothing_is_kept_can_be_released(source):
+    source.release(FIRST)
