@@ -26,7 +26,6 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
-from grpc._cython import cygrpc
 
 from kestrel_grpc.calls.call_admission import CallAdmission
 from kestrel_grpc.calls.call_context import REQUEST_ID_KEY, CallContext
@@ -55,8 +54,8 @@ _CANCELLATION_S = 0.05
 _GZIP, _DEFLATE = b"\x1f\x8b", (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 # What reading returns where no message is left; the type stubs do not list it.
 _END_OF_STREAM: Any = vars(grpc.aio)["EOF"]
-# What reading, writing and aborting raise once gRPC's server has stopped; `grpc.aio` does not export it.
-_ServerStopped: type[Exception] = vars(cygrpc)["_ServerStoppedError"]
+# What our own mistakes raise, and the end of a call that has been aborted.
+_NOT_GONE = (grpc.aio.AbortError, grpc.aio.UsageError)
 
 
 class AdmittedServices:
@@ -233,13 +232,13 @@ class AdmittedServices:
         return () if self._load_reports is None else self._load_reports.metadata()
 
     async def _abort(self, call: CallContext, context: Context, error: BaseException) -> None:
-        """End the call with the status of `error`. If this returns, the caller must raise the error again."""
+        """Ends the call with the status of `error`. If this returns, the caller must raise the error again."""
         if isinstance(error, grpc.aio.InternalError):
             # A write to a client that has cancelled the call; sometimes it fails before gRPC cancels the task.
             self._admission.abandon(call)
             raise asyncio.CancelledError from error
-        if isinstance(error, _ServerStopped):
-            # The call arrived while the server stopped, and its task runs only now.
+        if isinstance(error, grpc.aio.BaseError) and not isinstance(error, _NOT_GONE):
+            # gRPC's server has stopped. The call arrived before that, and its task runs only now.
             self._admission.drop(call)
             raise asyncio.CancelledError from error
         failure = self._admission.fail(call, error)
@@ -250,7 +249,9 @@ class AdmittedServices:
             trailers = trailing_metadata(failure, call.request_id)
             try:
                 await context.abort(status_code(failure), failure.message, trailers)
-            except (grpc.aio.InternalError, _ServerStopped) as gone:
+            except _NOT_GONE:
+                raise
+            except grpc.aio.BaseError as gone:
                 raise asyncio.CancelledError from gone
 
 

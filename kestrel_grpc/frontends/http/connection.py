@@ -21,12 +21,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from email.utils import formatdate
 from functools import lru_cache
+from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from kestrel_grpc.process.free_ports import PortUnavailable, address_of, require_free_port
@@ -312,8 +313,11 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         content = message.encode() + b"\n"
-        head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(STATUS_LINE[status] + head % len(content) + content)
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: text/plain; charset=utf-8\r\n"
+            f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + content)
         self._disarm_head_timer()
         if self.transport.can_write_eof():
             # A client that still sends would lose the answer if the connection closed now.

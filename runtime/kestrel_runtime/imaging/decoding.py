@@ -134,32 +134,38 @@ def _decode_file(
 def _load(
     data: bytes, header: ImageHeader, open_file: Callable[[bytes], io.BytesIO]
 ) -> tuple[Image.Image, Image.Transpose | None]:
-    with Image.open(open_file(data), formats=(header.format,)) as image:
+    image = _read(open_file(data), header)
+    turn = _turn(image)
+    if header.format == "PNG" and "transparency" in image.info and image.mode != "P":
+        bits = data[24]
+        if bits == 16:
+            low = None if image.mode == "I;16" else _low_bytes(open_file(data))
+            return _without_colour(image, low), turn
+        if bits in (2, 4):  # Pillow scales the pixels to 8 bits, and not the colour
+            image.info["transparency"] *= 255 // (2**bits - 1)
+    elif header.format == "BMP" and image.mode == "RGBA" and image.getchannel("A").getextrema() == (0, 0):
+        # Programs without alpha leave the byte 0. A picture that cannot be seen would not have been stored.
+        return image.convert("RGB"), turn
+    elif header.format == "TIFF" and image.mode in ("P", "PA"):
+        palette = tiff.palette_of_bytes(tiff.first_directory(data))
+        if palette is not None:
+            image.putpalette(palette)
+    return _to_rgb(image), turn
+
+
+def _read(file: io.BytesIO, header: ImageHeader) -> Image.Image:
+    """Reads the first frame of a file in the mode that it has there."""
+    with Image.open(file, formats=(header.format,)) as image:
         # Pillow parses the header again. It must find the size for which memory has been reserved.
         if sorted(image.size) != sorted((header.width, header.height)):
             raise undecodable()
         # Pillow turns a TIFF by its XMP metadata while it loads.
         image.info.pop("xmp", None)
         image.load()
-        turn = _turn(image)
-        # Free the two canvases of a WebP decoder and the bytes of the frame that Pillow keeps.
-        vars(image).pop("_decoder", None)
+        # Free the bytes of the frame that Pillow keeps.
         image.fp = None
-        if header.format == "PNG" and "transparency" in image.info and image.mode != "P":
-            bits = data[24]
-            if bits == 16:
-                low = None if image.mode == "I;16" else _low_bytes(open_file(data))
-                return _without_colour(image, low), turn
-            if bits in (2, 4):  # Pillow scales the pixels to 8 bits, and not the colour
-                image.info["transparency"] *= 255 // (2**bits - 1)
-        elif header.format == "BMP" and image.mode == "RGBA" and image.getchannel("A").getextrema() == (0, 0):
-            # Programs without alpha leave the byte 0. A picture that cannot be seen would not have been stored.
-            return image.convert("RGB"), turn
-        elif header.format == "TIFF" and image.mode in ("P", "PA"):
-            palette = tiff.palette_of_bytes(tiff.first_directory(data))
-            if palette is not None:
-                image.putpalette(palette)
-        return _to_rgb(image), turn
+        # The image of a WebP file keeps two canvases of the decoder as long as it exists; a copy has none.
+        return image.copy() if header.format == "WEBP" else image
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
