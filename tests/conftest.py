@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from tests import warm
 
@@ -30,9 +31,8 @@ settings.load_profile("reproducible")
 
 # Hypothesis also draws numbers and words from the source of our modules that are imported. What it draws would
 # depend on which tests run together, and to read the modules takes a second or two in each process.
-_providers = importlib.import_module("hypothesis.internal.conjecture.providers")
-if hasattr(_providers, "_get_local_constants"):
-    vars(_providers)["_get_local_constants"] = lambda: _providers._local_constants
+# It has no setting for this; tests/test_contributing.py fails where it no longer asks this function.
+providers._get_local_constants = lambda: providers._local_constants
 
 # Also where the variable says otherwise: the models of the tests are small.
 torch.set_num_threads(1)

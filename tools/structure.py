@@ -53,7 +53,7 @@ _FRAGMENT = re.compile(
     r"(Of|What|As|Those|That|Whether|Where|Who|Which|How|When|For|In|From|By|At|With|Without|Beside|No|Nothing)\b"
 )
 _STANDARD = frozenset(sys.stdlib_module_names)
-_UNDOCUMENTED = ("uvicorn.protocols", "triton.runtime.driver", "triton.compiler")
+_UNDOCUMENTED = ("uvicorn.protocols", "triton.runtime.driver", "triton.compiler", "hypothesis.internal")
 """Modules that their libraries do not document, although no underscore says so."""
 
 
@@ -104,7 +104,10 @@ def fragments() -> Iterator[str]:
 
 
 def private_parts() -> Iterator[str]:
-    """Yields the private names of other packages that the product or its tests use, with their places."""
+    """Yields the private names of libraries that the product or its tests use, with their places.
+
+    The standard library is left out: it documents some names that begin with an underscore.
+    """
     tests = list(modules_of(CHECKOUT / "tests", "tests"))
     for module in [*product_modules(), *tests]:
         foreign: set[str] = set()
@@ -122,10 +125,16 @@ def private_parts() -> Iterator[str]:
                 if _is_foreign(name) and (is_private or name.startswith(_UNDOCUMENTED)):
                     yield f"{_place(module, node.lineno)}: {name}"
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.Attribute) and _is_private(node.attr):
-                base = ast.unparse(node.value)
-                if base.partition(".")[0] in foreign and re.fullmatch(r"[\w.]+", base):
-                    yield f"{_place(module, node.lineno)}: {base}.{node.attr}"
+            match node:
+                case ast.Attribute(value, name):
+                    pass
+                case ast.Subscript(ast.Call(ast.Name("vars"), [value]), ast.Constant(str(name))):
+                    pass
+                case _:
+                    continue
+            base = ast.unparse(value)
+            if _is_private(name) and base.partition(".")[0] in foreign and re.fullmatch(r"[\w.]+", base):
+                yield f"{_place(module, node.lineno)}: {base}.{name}"
 
 
 def cycles_of_modules() -> list[list[str]]:
