@@ -1,4 +1,4 @@
-"""The command `kestrel-grpc`: runs a command of `cli/`, and ends quietly after Ctrl-C, SIGTERM or a closed pipe."""
+"""Runs the command `kestrel-grpc`, and ends quietly after Ctrl-C, SIGTERM or a closed pipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Runs one command; returns the exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
     is_server = words[:1] == ["serve"]
     before = _handle_signals() if is_server else {}
@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _handle_signals() -> dict[signal.Signals, Any]:
-    """Handle signals until the server does, before the imports, which take seconds. Returns the handlers of before.
+    """Handles signals until the server does, before the imports, which take seconds. Returns the handlers of
+    before.
 
     Without a handler SIGTERM ends the process with a status that says failure, and does nothing to the first
     process of a container. SIGHUP ends it only where its terminal is gone, and not where it was started to ignore
@@ -90,12 +91,12 @@ def _handle_signals() -> dict[signal.Signals, Any]:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Exit until the server handles the signal. An exception instead might be caught by a library."""
+    """Exits until the server handles the signal. An exception instead might be caught by a library."""
     _leave(0)
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit without destroying all objects of large libraries, which would take a second."""
+    """Exits without destroying all objects of large libraries, which would take a second."""
     logging.shutdown()  # writes the lines that wait for the log's thread
     os._exit(status)
 

@@ -45,13 +45,13 @@ class Maintenance:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, call: CallContext, outcome: Outcome) -> None:
-        """A call has ended."""
+        """Records the end of a call."""
         self._rests_at = self._loop.time() + self._rest_s
         if self._timer is None:
             self._timer = self._loop.call_at(max(self._rests_at, self._earliest), self._look)
 
     def close(self) -> None:
-        """Start no more work."""
+        """Starts no more work."""
         if self._timer is not None:
             self._timer.cancel()
 

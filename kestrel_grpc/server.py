@@ -1,4 +1,4 @@
-"""The server's lifecycle: bind, serve, drain, stop. Connects engine, frontend and telemetry."""
+"""Runs the lifecycle of the server: bind, serve, drain, stop. Connects engine, frontends and telemetry."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Server:
 
     @property
     def port(self) -> int | None:
-        """The port that is listened on; None before `start`."""
+        """The port of gRPC; None before `start`."""
         return self._frontend.port
 
     @property
@@ -181,7 +181,7 @@ class Server:
         return self._frontend.has_closed
 
     async def start(self) -> None:
-        """Listen on all ports. Raises `PortUnavailable`."""
+        """Listens on all ports. Raises `PortUnavailable`."""
         config = self._config
         self._peers.take_part()
         await self._frontend.start()
@@ -198,7 +198,7 @@ class Server:
             self.announce()
 
     def announce(self) -> None:
-        """Print what is served on which addresses, for people and programs that wait for it."""
+        """Prints the model and the addresses, for people and programs that wait for the server."""
         config, info = self._config, self._engine.info
         address = address_of(config.host, self.port or 0)
         announce(f"kestrel-grpc serves {info.model} on {address} ({info.device}, {info.dtype})")
@@ -212,11 +212,11 @@ class Server:
             _log.info("operators are served on %s", address_of(config.admin_host, self.admin_port))
 
     def metrics_text(self) -> bytes:
-        """The metrics of this process as Prometheus text. May be called from any thread."""
+        """Returns the metrics of this process as Prometheus text. May be called from any thread."""
         return self._telemetry.metrics_text()
 
     async def serve(self) -> bool:
-        """Start, run until a signal or the engine's death, then shut down. A second signal stops at once.
+        """Starts, runs until a signal or the engine's death, then shuts down. A second signal stops at once.
 
         Returns True after a signal, and False if the engine died, even while the server drained.
         """
@@ -244,20 +244,21 @@ class Server:
         return is_alive
 
     def read_again(self) -> None:
-        """Read tokens and certificates again, within a second; mistakes in them leave those in force."""
+        """Reads tokens and certificates again, within a second; if files are wrong, the former content stays in
+        force."""
         _log.info("tokens and certificates are read again")
         self._access.read_again()
         if self._certificate is not None:
             self._certificate.read_again()
 
     def withdraw(self) -> None:
-        """Begin the lame-duck period: health reports NOT_SERVING, but calls are still accepted."""
+        """Begins the lame-duck period: health reports NOT_SERVING, but calls are still accepted."""
         self._readiness.refuse()
 
     async def drain(self) -> bool:
-        """Refuse new requests, and return when every call has ended or the drain timeout has passed.
+        """Refuses new requests, and returns when every call has ended or the drain timeout has passed.
 
-        Returns False where calls still run.
+        Returns False if calls still run.
         """
         timeout_s = self._config.drain_timeout
         _log.info("draining, for at most %g s", timeout_s)
@@ -277,7 +278,7 @@ class Server:
         return False
 
     async def stop(self) -> None:
-        """Close the engine and all ports. Requests that still run fail with UNAVAILABLE."""
+        """Closes the engine and all ports. Requests that still run fail with UNAVAILABLE."""
         self._readiness.close()
         await asyncio.to_thread(self._engine.close)
         self._groups.close()
@@ -297,7 +298,8 @@ class Server:
         await self._telemetry.close()
 
     async def _leave(self, died: asyncio.Future[None], delay_s: float) -> bool:
-        """The lame-duck period, which ends early if the engine dies, and then the draining; returns as `drain`."""
+        """Runs the lame-duck period of `delay_s` seconds, which ends early if the engine dies, and drains. Returns
+        as `drain`."""
         _log.info("withdrawing: calls are taken for another %g s", delay_s)
         self.withdraw()
         await asyncio.wait((died,), timeout=delay_s)
@@ -384,7 +386,7 @@ def _access(config: ServerConfig, limits: Limits) -> Access:
 
 
 def image_source(config: ServerConfig) -> ImageSource:
-    """Fetches images as the configuration allows. Raises `RemoteImagesUnavailable`."""
+    """Returns the source of images that the configuration allows. Raises `RemoteImagesUnavailable`."""
     if config.image_hosts is None:
         return NoRemoteImages()
     try:
@@ -404,7 +406,7 @@ def _certificate(config: ServerConfig) -> CertificateFiles | None:
 
 
 def require_usable(config: ServerConfig) -> None:
-    """Raise what a `Server` would raise, before a model is loaded. Also raises `ConfigurationError`."""
+    """Raises the errors that a `Server` would raise, before a model is loaded. Also raises `ConfigurationError`."""
     require_usable_engine(config)
     _access(config, TokenLimits())
     _certificate(config)
@@ -420,7 +422,7 @@ def require_usable(config: ServerConfig) -> None:
 
 
 def require_usable_engine(config: ServerConfig) -> None:
-    """The part of `require_usable` that concerns no port and no caller."""
+    """Checks the part of `require_usable` that concerns neither ports nor callers. Raises the same errors."""
     adapters = config.engine.adapters
     if adapters is not None and not Path(adapters).is_dir():
         raise ConfigurationError((f"--adapters: there is no folder {adapters}",))

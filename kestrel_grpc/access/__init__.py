@@ -1,1 +1,1 @@
-"""Who may call: tokens, scopes, rate limits and TLS certificates."""
+"""Decides who may call, by tokens, scopes, rate limits and TLS certificates."""

@@ -38,7 +38,7 @@ SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
         "kestrel.v1.ImageService/": _IMAGES,
         "kestrel.v1.EngineService/GetServerInfo": _ANY_SCOPE,
         "kestrel.v1.EngineService/ListModels": _ANY_SCOPE,
-        # It tells what all callers together do.
+        # It reports the load of all callers together.
         "kestrel.v1.EngineService/GetLoad": _ADMIN,
         "inference.GRPCInferenceService/ModelInfer": _INFER,
         "inference.GRPCInferenceService/ModelStreamInfer": _INFER,
@@ -65,11 +65,11 @@ SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
 
 
 class TokenInvalid(AccessRefused):
-    """The call has no token that the server knows."""
+    """Raised when the call has no token that the server knows."""
 
 
 class ScopeRequired(AccessRefused):
-    """The token is known but does not allow this method; it needs one of `scopes`."""
+    """Raised when the token does not allow the method, which needs one of `scopes`."""
 
     def __init__(self, scopes: frozenset[Scope], name: str) -> None:
         super().__init__()
@@ -78,61 +78,62 @@ class ScopeRequired(AccessRefused):
 
 
 class AdmittedCall(Protocol):
-    """A call that has been admitted."""
+    """Describes a call that has been admitted."""
 
     @property
     def name(self) -> str:
-        """The name of its caller."""
+        """The name of the caller."""
         ...
 
     @property
     def namespace(self) -> str:
-        """The namespace of its caller."""
+        """The namespace of the caller."""
         ...
 
     @property
     def max_priority(self) -> Priority:
-        """The highest priority that requests of its caller have compared with those of other callers."""
+        """The highest priority that requests of the caller have compared with those of other callers."""
         ...
 
     def leave(self) -> None:
-        """The call has ended."""
+        """Gives back what the call counts for. The caller of `admit` calls it once, when the call has ended."""
         ...
 
 
 class Access(Protocol):
-    """Decides about calls."""
+    """Decides which calls are admitted."""
 
     async def admit(
         self, method: str, metadata: Metadata, end: Callable[[AccessRefused], object], *, counts: bool = True
     ) -> AdmittedCall:
-        """Admit a call, or raise `AccessRefused`. Who gets an `AdmittedCall` leaves it when the call has ended.
+        """Admits a call, or raises an `AccessRefused`. The caller of this method calls `leave` when the call has
+        ended.
 
-        Where the call does not count, it is not limited either. `end` ends the call, for a token that is revoked;
-        it may be called before this returns. Raises `SupervisorUnavailable` where another process counts calls and
-        does not answer.
+        A call with `counts` False neither counts towards limits nor is limited. `end` ends the call if its token is
+        revoked; it may be called before this method returns. Raises `SupervisorUnavailable` if another process
+        counts calls and does not answer.
         """
         ...
 
     def namespaces(self) -> Mapping[str, str]:
-        """The namespace of each caller that may call now, by the caller's name."""
+        """Returns the namespace of each caller that may call now, by the caller's name."""
         ...
 
     def on_namespace_gone(self, callback: Callable[[str], None]) -> None:
-        """Call `callback` with each namespace whose last caller may not call any more."""
+        """Registers `callback`, which is called with each namespace whose last caller has lost its access."""
         ...
 
     def read_again(self) -> None:
-        """Have `watch` read the rules again, whether they look changed or not."""
+        """Has `watch` read the rules again, also if they look unchanged."""
         ...
 
     async def watch(self) -> None:
-        """Follow changes of the rules until cancelled."""
+        """Follows changes of the rules until cancelled."""
         ...
 
 
 class OpenAccess:
-    """Allows all calls of every method. Callers have no name, and one namespace."""
+    """Admits all calls of every method. Callers have no name, and share one namespace."""
 
     name = ""
     namespace = ""
@@ -141,34 +142,35 @@ class OpenAccess:
     async def admit(
         self, method: str, metadata: Metadata, end: Callable[[AccessRefused], object], *, counts: bool = True
     ) -> AdmittedCall:
-        """Admits."""
+        """Admits the call."""
         return self
 
     def leave(self) -> None:
-        """Calls are not counted."""
+        """Does nothing: calls are not counted."""
 
     def namespaces(self) -> Mapping[str, str]:
-        """No caller has a name."""
+        """Returns an empty mapping: callers have no names."""
         return _NO_NAMES
 
     def on_namespace_gone(self, callback: Callable[[str], None]) -> None:
-        """The one namespace stays."""
+        """Ignores `callback`: the one namespace stays."""
 
     def read_again(self) -> None:
-        """There are no rules to read."""
+        """Does nothing: there are no rules to read."""
 
     async def watch(self) -> None:
-        """Nothing changes."""
+        """Returns at once: the rules never change."""
 
 
 class TokenAccess:
-    """Callers bear tokens from a file. Raises `TokenFileError` where that cannot be read at first.
+    """Admits callers that bear a token of a file. Raises `TokenFileError` if the file cannot be read at first.
 
     `watch` follows the file. Belongs to one event loop.
     """
 
     def __init__(self, path: Path, limits: Limits | None = None) -> None:
-        """`limits` counts the calls of tokens that have limits; by default this process counts."""
+        """Reads the file. `limits` counts the calls of tokens that have limits; by default this process counts
+        them."""
         self._limits: Limits = limits or TokenLimits()
         self._file = ReloadedFiles((path,), lambda: read_tokens(path))
         # The calls that run, by the hash of their token.
@@ -180,7 +182,7 @@ class TokenAccess:
     async def admit(
         self, method: str, metadata: Metadata, end: Callable[[AccessRefused], object], *, counts: bool = True
     ) -> AdmittedCall:
-        """Admit a call, or raise an `AccessRefused`."""
+        """Admits a call, or raises an `AccessRefused`."""
         token = self.identify(metadata)
         self.authorize(token, method)
         calls = self._calls[token.sha256]
@@ -196,38 +198,38 @@ class TokenAccess:
         return call
 
     def namespaces(self) -> Mapping[str, str]:
-        """The namespace of each token, by the token's name."""
+        """Returns the namespace of each token, by the token's name."""
         return self._namespaces
 
     def on_namespace_gone(self, callback: Callable[[str], None]) -> None:
-        """Call `callback` with each namespace that has lost its last token."""
+        """Registers `callback`, which is called with each namespace that has lost its last token."""
         self._callbacks.append(callback)
 
     def identify(self, metadata: Metadata) -> Token:
-        """The token in the metadata, whatever its scopes. Raises `TokenInvalid`."""
+        """Returns the token in the metadata, whatever its scopes. Raises `TokenInvalid`."""
         token = self._tokens.get(hash_of(_secret(metadata)))
         if token is None:
             raise TokenInvalid
         return token
 
     def authorize(self, token: Token, method: str) -> None:
-        """Raise `ScopeRequired` where the token does not allow a method."""
+        """Raises `ScopeRequired` if the token does not allow the method."""
         scopes = required_scopes(method)
         if token.scopes.isdisjoint(scopes):
             raise ScopeRequired(scopes, token.name)
 
     def read_again(self) -> None:
-        """Have `watch` read the file again, whether it looks changed or not."""
+        """Has `watch` read the file again, also if it looks unchanged."""
         self._file.read_again()
 
     async def watch(self) -> None:
-        """Follow the file until cancelled."""
+        """Follows the file until cancelled."""
         while True:
             await asyncio.sleep(RELOAD_INTERVAL_S)
             await self.reload()
 
     async def reload(self) -> None:
-        """Read the file again if it has changed, and end the calls that are no longer allowed."""
+        """Reads the file again if it has changed, and ends the calls that are no longer allowed."""
         if not await self._file.refresh_in_thread():
             return
         # Here, not in the thread: a call that is being admitted sees the tokens and their namespaces of one file.
@@ -254,18 +256,18 @@ class TokenAccess:
 
 
 def required_scopes(method: str) -> frozenset[Scope]:
-    """The scopes of which a token needs one to call a method."""
+    """Returns the scopes for a method, one of which a token must have."""
     service = method[: method.rindex("/") + 1]
     return SCOPES.get(method) or SCOPES.get(service) or _ADMIN
 
 
 def _namespaces(tokens: Mapping[bytes, Token]) -> Mapping[str, str]:
-    """The namespace of each token, by its name."""
+    """Returns the namespace of each token, by the token's name."""
     return {token.name: token.namespace for token in tokens.values()}
 
 
 class _TokenCall:
-    """A call of a token, one of `calls`."""
+    """Represents a running call of a token. `calls` are all running calls of that token."""
 
     __slots__ = ("_calls", "counted", "end", "is_uncounted", "max_priority", "method", "name", "namespace")
 
@@ -284,7 +286,7 @@ class _TokenCall:
         self.method = method
         self.end = end
         self.is_uncounted = is_uncounted
-        """True while it is not counted because its token has no limit."""
+        """True while the call is not counted because its token has no limit."""
         self.counted: CountedCall | None = None
         self._calls = calls
 
@@ -295,7 +297,10 @@ class _TokenCall:
 
 
 def _secret(metadata: Metadata) -> str:
-    """The token. There must be one header only: a proxy may have looked at another one than we would."""
+    """Returns the secret of the `authorization` header. Raises `TokenInvalid` unless there is exactly one.
+
+    With two headers, a proxy may have checked one and the server the other.
+    """
     values = [value for key, value in metadata if key == _AUTHORIZATION_KEY]
     if len(values) == 1 and isinstance(values[0], str) and values[0][: len(_SCHEME)].lower() == _SCHEME:
         return values[0][len(_SCHEME) :].strip()

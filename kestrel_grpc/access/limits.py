@@ -1,6 +1,6 @@
-"""Counts the calls of tokens that have limits: a rate with a burst, and calls at a time.
+"""Counts the calls of tokens that have limits: a rate with a burst, and a number of concurrent calls.
 
-One `Limits` counts for all front ends of a host. `TokenLimits` keeps the counts in this process.
+One `Limits` counts for all front ends of a server. `TokenLimits` keeps the counts in this process.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Protocol
 # A guess: when another call of the token will end is not known.
 _RETRY_CONCURRENT_S = 1.0
 _MIN_SWEEP = 1024
-"""Accounts from which unused ones are looked for."""
+"""The number of accounts from which unused ones are dropped."""
 
 
 class AccessRefused(Exception):
-    """The root of the refusals."""
+    """The root of the errors of refused calls."""
 
     name = ""
-    """The name of the token in its file; empty where none is known."""
+    """The name of the token in its file; empty if it is unknown."""
 
 
 class RateLimited(AccessRefused):
-    """The token has reached a limit, which `limit` describes."""
+    """Raised when the token has reached a limit, which the text `limit` describes."""
 
     def __init__(self, name: str, limit: str, retry_after_s: float) -> None:
         super().__init__()
@@ -35,7 +35,10 @@ class RateLimited(AccessRefused):
 
 @dataclass(frozen=True, slots=True)
 class TokenLimit:
-    """What a token may use. `rate` is in calls per second; None means no limit, as for `concurrency`."""
+    """Describes the limits of a token: `rate` in calls per second, `burst` and `concurrency` in calls.
+
+    None as `rate` or `concurrency` means no limit.
+    """
 
     name: str
     sha256: bytes
@@ -44,7 +47,10 @@ class TokenLimit:
     concurrency: int | None
 
     def refusal(self, wait_s: float | None) -> RateLimited:
-        """The error of a call for which its rate has no room for `wait_s` seconds; None: too many calls run."""
+        """Returns the error of a call that exceeds the rate, which allows it in `wait_s` seconds.
+
+        If `wait_s` is None, it returns the error of a call that exceeds the concurrency.
+        """
         if wait_s is None:
             return RateLimited(self.name, f"at most {self.concurrency} requests at a time", _RETRY_CONCURRENT_S)
         limit = f"at most {self.rate:g} requests per second, and {self.burst} at once"
@@ -52,27 +58,28 @@ class TokenLimit:
 
 
 class CountedCall(Protocol):
-    """The place of a call that is counted."""
+    """Represents a call that counts towards the limits of its token."""
 
     def leave(self) -> None:
-        """The call has ended. Called once."""
+        """Ends the counting of the call. Called once, when the call has ended."""
         ...
 
 
 class Limits(Protocol):
-    """Counts calls of tokens."""
+    """Counts the calls of tokens."""
 
     async def enter(self, limit: TokenLimit) -> CountedCall:
-        """Count a call, or raise `RateLimited`. Raises `SupervisorUnavailable` where the counts cannot be had."""
+        """Counts a call, or raises `RateLimited`. Raises `SupervisorUnavailable` if the process that counts does
+        not answer."""
         ...
 
     def adopt(self, limit: TokenLimit) -> CountedCall:
-        """Count a call that runs already: its token has had no limit before."""
+        """Counts a call that runs already, for a token that had no limit before. Never refuses it."""
         ...
 
 
 class TokenLimits:
-    """The counts of this process. Belongs to one event loop; `enter` never waits."""
+    """Keeps the counts in this process. Belongs to one event loop; `enter` never waits."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -82,15 +89,15 @@ class TokenLimits:
 
     @property
     def num_accounts(self) -> int:
-        """Of tokens that have been used."""
+        """The number of tokens whose use is recorded."""
         return len(self._accounts)
 
     async def enter(self, limit: TokenLimit) -> CountedCall:
-        """Count a call, or raise `RateLimited`."""
+        """Counts a call, or raises `RateLimited`."""
         return self.take(limit)
 
     def take(self, limit: TokenLimit) -> CountedCall:
-        """Count a call, or raise `RateLimited`."""
+        """Counts a call, or raises `RateLimited`."""
         account = self._account(limit)
         if limit.concurrency is not None and account.num_calls >= limit.concurrency:
             raise limit.refusal(None)
@@ -102,7 +109,7 @@ class TokenLimits:
         return account
 
     def adopt(self, limit: TokenLimit) -> CountedCall:
-        """Count a call that runs already."""
+        """Counts a call that runs already."""
         account = self._account(limit)
         account.num_calls += 1
         return account
@@ -116,14 +123,14 @@ class TokenLimits:
         return account
 
     def _drop_unused(self) -> None:
-        """Drop accounts that a new one would equal: tokens come and go, and only their users know when."""
+        """Drops the accounts that equal a new one. Tokens are removed from their file without notice here."""
         now = self._clock()
         self._accounts = {sha256: account for sha256, account in self._accounts.items() if not account.is_new(now)}
         self._sweep_at = max(_MIN_SWEEP, 2 * len(self._accounts))
 
 
 class _Account:
-    """The use of one token: a bucket of calls that fills at its rate, and the calls that run."""
+    """Records the use of one token: a bucket of calls that fills at the rate, and the number of running calls."""
 
     __slots__ = ("_burst", "_level", "_level_at", "_rate", "num_calls")
 
@@ -135,7 +142,7 @@ class _Account:
         self._level_at = now
 
     def spend(self, rate: float, burst: int, now: float) -> float:
-        """Take one call out; where there is none, the seconds until there will be."""
+        """Takes one call out of the bucket. If it is empty, returns the seconds until it holds one, else 0."""
         self._rate, self._burst = rate, burst
         self._level = min(burst, self._level + (now - self._level_at) * rate)
         self._level_at = now
@@ -145,11 +152,11 @@ class _Account:
         return 0.0
 
     def leave(self) -> None:
-        """A call of the token has ended."""
+        """Counts the end of a call."""
         self.num_calls -= 1
 
     def is_new(self, now: float) -> bool:
-        """Whether no call runs and the bucket is full."""
+        """Returns True if no call runs and the bucket is full."""
         if self.num_calls:
             return False
         return self._rate is None or self._level + (now - self._level_at) * self._rate >= self._burst

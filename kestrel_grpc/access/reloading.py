@@ -1,7 +1,7 @@
-"""A value read from files, read again when they change.
+"""Keeps a value that is read from files, and reads it again when the files change.
 
-Where changed files cannot be read, the last good value stays and an error is logged, once for every change: a
-mistake in a file must not stop a running server.
+If the files cannot be read, the last good value stays and an error is logged, once for every change: a wrong file
+must not stop a running server.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ Value = TypeVar("Value")
 
 RELOAD_INTERVAL_S = 1.0
 READ_TIMEOUT_S = 5.0
-"""For files that do not answer, as on a mount whose server has gone."""
+"""The time limit in seconds for files that do not answer, as on a mount whose server is down."""
 
 _log = logging.getLogger(__name__)
 
 
 def read_regular_file(path: Path) -> bytes:
-    """The contents of a file, without waiting for another process as at a pipe. Raises `OSError`."""
+    """Returns the contents of a regular file. Raises `OSError` for others: reading a pipe could wait for its
+    writer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -36,7 +37,8 @@ def read_regular_file(path: Path) -> bytes:
 
 
 class ReloadedFiles(Generic[Value]):
-    """`read` makes the value from `paths` and raises `OSError` or `ValueError` where it cannot.
+    """Keeps the value that `read` makes from the files `paths`. `read` raises `OSError` or `ValueError` if it
+    cannot.
 
     The constructor raises what the first reading raises. May be used from any thread.
     """
@@ -57,19 +59,20 @@ class ReloadedFiles(Generic[Value]):
         return self._value
 
     def read_again(self) -> None:
-        """Have the next refreshing read the files whether they look changed or not."""
+        """Has the next refresh read the files, also if they look unchanged."""
         self._must_read = True
 
     async def watch(self) -> None:
-        """Follow the files until cancelled."""
+        """Follows the files until cancelled."""
         while True:
             await asyncio.sleep(RELOAD_INTERVAL_S)
             await self.refresh_in_thread()
 
     async def refresh_in_thread(self) -> bool:
-        """As `refresh`, without blocking the event loop. False where the files do not answer in time.
+        """Calls `refresh` in a thread. Returns False if the files do not answer within `READ_TIMEOUT_S`.
 
-        A thread that hangs goes on, and no second one is started before it has ended. Belongs to one event loop.
+        A thread that hangs is left running; no second one is started before it has ended. Belongs to one event
+        loop.
         """
         is_first_wait = self._refreshing is None
         if self._refreshing is None:
@@ -87,7 +90,7 @@ class ReloadedFiles(Generic[Value]):
         return refreshing.result()
 
     def refresh(self) -> bool:
-        """Read again if a file has changed, or `read_again` was called. Returns whether there is a new value."""
+        """Reads again if a file has changed or `read_again` was called. Returns True if there is a new value."""
         with self._lock:
             must_read, self._must_read = self._must_read, False
             seen = self._look()
@@ -126,7 +129,7 @@ class ReloadedFiles(Generic[Value]):
 
 
 def _identity(path: Path) -> tuple[int, int, int, int] | None:
-    """A value that changes when the file is replaced; None if there is no file."""
+    """Returns a value that changes when the file is replaced; None if there is no file."""
     try:
         status = os.stat(path)
     except OSError:

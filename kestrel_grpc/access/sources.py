@@ -1,10 +1,10 @@
 """Decides from the headers whether a request may come from a web page, or is meant for another host.
 
-A page that a user of this machine opens can send requests to a server on it. Those of another site carry an
-`Origin`. Those of a site whose name has been made to stand for this machine (DNS rebinding) carry that name as
-`Host`, and also as `Origin`: so `Origin` is compared with `Host` only after `Host` has been found to be a name of
-this server. Callers that are no browsers are not affected: they send no `Origin`, and as `Host` what they connect
-to, or none in HTTP/1.0.
+A web page that a user of this machine opens can send requests to a server on it. Requests of pages of another site
+carry an `Origin`. A site whose name has been made to resolve to this machine (DNS rebinding) sends that name as
+`Host` and also as `Origin`, so `Origin` is compared with `Host` only after `Host` has been found to be a name of
+this server. Callers other than browsers are not affected: they send no `Origin`, and as `Host` the name that they
+connect to, or none in HTTP/1.0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 
 class SourceNotAllowed(Exception):
-    """The call was made for another host, or by a page of another site. `header` names what tells so."""
+    """Raised when the call was made for another host, or by a page of another site. `header` is the header that
+    says so."""
 
     def __init__(self, header: str, value: str) -> None:
         super().__init__(header, value)
@@ -27,11 +28,12 @@ class SourceNotAllowed(Exception):
 
 
 class SourceGuard:
-    """`hosts` are the names that the server is called by, besides addresses and `localhost`.
+    """Checks `Host` and `Origin` of requests.
 
-    Where `hosts` is None, every name is allowed: no page has the token that such a server asks for.
-    `origins` are the sites whose pages may call, as `https://example.com`. If the server `has_pages` of its own,
-    these may call as well: their origin is the scheme and the `Host` of the request itself.
+    `hosts` are the names of the server in addition to addresses and `localhost`. If `hosts` is None, every name is
+    allowed: such a server asks for a token, which no page has. Pages of the sites `origins`, such as
+    `https://example.com`, may call. If `has_pages` is True, the server's own pages may call as well: their origin
+    is the scheme and the `Host` of the request itself.
     """
 
     def __init__(self, hosts: Collection[str] | None, origins: Collection[str], *, has_pages: bool) -> None:
@@ -41,11 +43,10 @@ class SourceGuard:
         self._known_good: set[bytes] = set()
 
     def check(self, headers: RawHeaders, scheme: str, version: str) -> None:
-        """Raise `SourceNotAllowed` for a request that is not to be answered.
+        """Raises `SourceNotAllowed` if the request must not be answered.
 
-        Raises `InvalidRequest` where not one host is named.
-
-        `scheme` is that of the connection, `http` or `https`; `version` that of HTTP, `1.0` or `1.1`.
+        Raises `InvalidRequest` unless exactly one host is named. `scheme` is that of the connection, `http` or
+        `https`; `version` that of HTTP, `1.0` or `1.1`.
         """
         host: bytes | None = None
         origins: list[str] = []
@@ -74,7 +75,8 @@ class SourceGuard:
             self._known_good.add(host)
 
     def _may_call(self, origin: str, own: str) -> bool:
-        """Whether pages of `origin` may call a server whose own pages have the origin `own` for this caller."""
+        """Returns True if pages of `origin` may call. `own` is the origin of the server's own pages for this
+        caller."""
         return origin in self._origins or (self._has_pages and origin == own != "")
 
     def _is_ours(self, host: str) -> bool:

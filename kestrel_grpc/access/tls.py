@@ -1,7 +1,7 @@
-"""The server's certificate: read at start, checked, and read again when its files change.
+"""Reads and checks the server's certificate, at start and when its files change.
 
-Not in the handshake of a connection, which a mount that does not answer would stop: `watch` follows the files in a
-thread. Open connections keep the certificate that they were made with.
+`watch` reads the files in a thread and not in the handshake of a connection, since a mount that does not answer
+would block the handshake. Open connections keep the certificate that they were made with.
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ from kestrel_grpc.access.reloading import ReloadedFiles, read_regular_file
 
 
 class CertificateError(ValueError):
-    """The files cannot be used as certificate and key; the message says which and why."""
+    """Raised when the files cannot be used as certificate and key; the message says which and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """The contents of the files. Clients need a certificate that `client_ca` has signed, where that is not None."""
+    """The contents of the files. If `client_ca` is not None, clients need a certificate that it has signed."""
 
     certificate: bytes
     key: bytes
     client_ca: bytes | None
     context: ssl.SSLContext = field(compare=False)
-    """For servers that use Python's own TLS."""
+    """The context for servers that use Python's TLS."""
 
 
 class CertificateFiles(ReloadedFiles[Pem]):
-    """Reads `certificate`, which is followed by those that signed it, `key` and `client_ca`, all in PEM.
+    """Reads the files `certificate`, `key` and `client_ca` in PEM. `certificate` holds the chain, the server's own
+    first.
 
-    Raises `CertificateError` where the files cannot be used at first.
+    Raises `CertificateError` if the files cannot be used at first.
     """
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
         paths = (certificate, key) if client_ca is None else (certificate, key, client_ca)
         self.asks_clients = client_ca is not None
-        """Whether clients need a certificate."""
+        """True if clients need a certificate."""
         try:
             super().__init__(paths, lambda: _read(certificate, key, client_ca))
         except OSError as error:

@@ -1,6 +1,6 @@
 """Reads the file of tokens: who may call which methods, and how often. `access.py` applies these rules to calls.
 
-One line for each token, in TOML. The file holds hashes, so a reader of the file cannot call:
+Each line of the TOML file is a token. The file holds hashes, so a reader of the file cannot call:
 
     alice = { sha256 = "2bb80d53…", scopes = ["infer"], rate = 10, burst = 20, concurrency = 4 }
     operator = { sha256 = "9f86d081…", scopes = ["infer", "admin"] }
@@ -33,39 +33,40 @@ class Scope(Enum):
     """A permission that a token can have."""
 
     INFER = "infer"
-    """Questions to the model, and which models there are."""
+    """The permission to send requests to the model and to list the models."""
     IMAGES = "images"
-    """Images that the server keeps for the caller."""
+    """The permission to store images on the server."""
     ADMIN = "admin"
-    """How busy the server is."""
+    """The permission to operate the server: load and metrics, caches, adapters, and requests of other callers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One line of the file."""
+    """Holds one line of the file."""
 
     name: str
     sha256: bytes
     scopes: frozenset[Scope]
     limit: TokenLimit | None = None
-    """None: neither its rate nor the number of its calls at a time is limited."""
+    """The limits of the token; None if neither its rate nor its concurrency is limited."""
     shared_namespace: str | None = None
-    """Tokens with the same one share stored and cached images; None means that the token shares with no other."""
+    """The `namespace` of the line; tokens with the same one share stored and cached images. None: it shares with no
+    other."""
     max_priority: Priority = Priority.NORMAL
     """The highest priority that its requests have compared with those of other tokens."""
 
     @property
     def namespace(self) -> str:
-        """The namespace of the token's images. A shared namespace never has the name of a single token's."""
+        """The namespace of the token's images. It never equals the shared namespace of other tokens."""
         return f"token:{self.name}" if self.shared_namespace is None else shared_namespace(self.shared_namespace)
 
 
 class TokenFileError(ValueError):
-    """The file cannot be read or breaks its rules; the message names every breach."""
+    """Raised when the file cannot be read or is invalid; the message names every violation."""
 
 
 def read_tokens(path: Path) -> Mapping[bytes, Token]:
-    """The tokens of a file by their hash, at least one. Raises `TokenFileError`."""
+    """Returns the tokens of a file by their hash, at least one. Raises `TokenFileError`."""
     try:
         table = tomllib.loads(read_regular_file(path).decode())
     except OSError as error:
@@ -92,22 +93,23 @@ def read_tokens(path: Path) -> Mapping[bytes, Token]:
 
 
 def shared_namespace(name: str) -> str:
-    """The namespace of all tokens whose line has this `namespace`."""
+    """Returns the namespace of all tokens whose line has this `namespace`."""
     return f"shared:{name}"
 
 
 def hash_of(secret: str) -> bytes:
-    """The hash that the file holds. Secrets are random and long, so a plain hash protects them."""
+    """Returns the hash that the file holds. Secrets are random and long, so a plain hash protects them."""
     return hashlib.sha256(secret.encode()).digest()
 
 
 def new_secret() -> str:
-    """A random token, with a prefix by which scanners for leaked secrets recognise it."""
+    """Returns a random token, with a prefix by which scanners for leaked secrets recognise it."""
     return f"kestrel_{secrets.token_urlsafe(32)}"
 
 
 def line_for(name: str, secret: str, scopes: frozenset[Scope]) -> str:
-    """The line of the file that makes a secret valid. Raises `ValueError` for a name that the file cannot hold."""
+    """Returns the line of the file that makes a secret valid. Raises `ValueError` if the file cannot hold the
+    name."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"a name is 1 to 64 letters, digits, underscores and hyphens, not {name!r}")
     listed = ", ".join(f'"{scope.value}"' for scope in Scope if scope in scopes)

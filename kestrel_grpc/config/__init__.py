@@ -1,1 +1,1 @@
-"""Every option of the server, and where its value comes from."""
+"""Defines every option of the server, and finds its value."""

@@ -19,7 +19,7 @@ _KNOWN_WITH_MODEL = "; known when the model is loaded: see the log, or GetServer
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add every flag. Values stay texts: `ServerConfig.parse` checks them with those of the environment."""
+    """Adds every flag. Values stay texts: `ServerConfig.parse` checks them with those of the environment."""
     parser.usage = f"{parser.prog} [OPTION ...]"
     add_engine_arguments(parser)
     group = parser.add_argument_group("server")
@@ -28,7 +28,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
-    """Add the flags of the engine, and of those options of the server that `others` names."""
+    """Adds the flags of the engine, and of those options of the server that `others` names."""
     group = parser.add_argument_group("engine")
     for _, item in options_of(EngineConfig):
         _add_flag(group, item)
@@ -49,7 +49,7 @@ def _add_flag(group: argparse._ArgumentGroup, item: Option) -> None:
 
 
 def markdown_table() -> str:
-    """The table of options as the documentation shows it."""
+    """Returns the table of options for the documentation."""
     rows = ["| Flag | Environment | Default | Unit | What it sets |", "|---|---|---|---|---|"]
     for item in options():
         flag, variable = flag_name(item.name), environment_name(item.name)
@@ -62,9 +62,10 @@ def effective_values(
     environment: Mapping[str, str],
     device_type_of: Callable[[EngineConfig], str],
 ) -> str:
-    """Every option as a line of the file, with where it came from. Raises `ConfigurationError` as parsing does.
+    """Returns every option as a line of the file, with the source of its value. Raises `ConfigurationError` as
+    parsing does.
 
-    `device_type_of` says whether an engine runs on cpu or cuda: on it depends what `auto` resolves to.
+    `device_type_of` returns cpu or cuda for an engine: the values that `auto` resolves to depend on it.
     """
     config = ServerConfig.parse(flags, environment)
     engine = config.engine_config()

@@ -42,12 +42,12 @@ PRECISIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "float8": {"text_path": "fused-float8", "vision_path": "calibrated-float8", "kv_dtype": "float8"},
     }
 )
-"""By name: fields of `EngineConfig`, each for where that field is auto."""
+"""The fields of `EngineConfig` that a precision sets if they are auto, by the name of the precision."""
 MAX_FRONTENDS = 64
 SOCKETS = "unix"
-"""Among the trusted proxies: those that connect to the Unix socket."""
+"""The trusted proxies that connect to the Unix socket."""
 _MAPPED_BITS = 96
-"""Counts the bits of an IPv6 address before the IPv4 address that is mapped to it."""
+"""The bits of an IPv6 address before the IPv4 address that is mapped to it."""
 _MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 _FORMATS = ("dtype", "text_path", "vision_path", "kv_dtype")
 """The settings that a precision selects, unless their own options do."""
@@ -63,7 +63,7 @@ _REASONS: Mapping[str, str] = MappingProxyType(
 
 
 class ConfigurationError(Exception):
-    """Options that cannot be used; `problems` has a line for each."""
+    """Raised when options cannot be used; `problems` has a line for each."""
 
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__("; ".join(problems))
@@ -71,7 +71,7 @@ class ConfigurationError(Exception):
 
 
 def _name_prefix(text: str) -> str:
-    """Parses what names of shared memory objects begin with, with or without the slash before them."""
+    """Parses the prefix of names of shared memory objects, with or without the slash before it."""
     prefix = text.removeprefix("/")
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", prefix) is None:
         raise ValueError("must be letters, digits, dots, hyphens and underscores, beginning with a letter or digit")
@@ -99,7 +99,8 @@ def _proxies(text: str) -> tuple[str, ...]:
 
 
 def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
-    """Returns a network. One of mapped addresses is its IPv4 network, as those of peers are."""
+    """Returns a network. For mapped addresses it is the IPv4 network, since peers are shown by their IPv4
+    addresses."""
     network = ipaddress.ip_network(text, strict=False)
     mapped = network.network_address.ipv4_mapped if isinstance(network, ipaddress.IPv6Network) else None
     if mapped is None or network.prefixlen < _MAPPED_BITS:
@@ -134,8 +135,11 @@ def _origins(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """How a server is set up. `http_port` is the flag `--http-port`, the variable `KESTREL_GRPC_HTTP_PORT`, and the
-    key `http_port` of the file; so are the settings of `engine`."""
+    """Holds the settings of a server.
+
+    `http_port` is the flag `--http-port`, the variable `KESTREL_GRPC_HTTP_PORT`, and the key `http_port` of the
+    file; the same holds for the settings of `engine`.
+    """
 
     config: str | None = option(None, some_text, "file with options, in TOML", default_text="none")
     precision: str = option(
@@ -348,7 +352,7 @@ class ServerConfig:
 
     @classmethod
     def parse(cls, flags: Mapping[str, str | None], environment: Mapping[str, str]) -> ServerConfig:
-        """From flags by name, the environment and a file. Raises `ConfigurationError` with every problem."""
+        """Parses flags by name, the environment and a file. Raises `ConfigurationError` with every problem."""
         problems: list[str] = []
         settings = settings_of(flags, environment, problems)
 
@@ -372,13 +376,15 @@ class ServerConfig:
         return config
 
     def engine_config(self) -> EngineConfig:
-        """The settings of the engine with the formats of `precision`. One that is set by its own option stays."""
+        """Returns the settings of the engine with the formats of `precision`. Formats that are set by their own
+        options stay."""
         formats = PRECISIONS[self.precision].items()
         selected: dict[str, Any] = {name: value for name, value in formats if getattr(self.engine, name) == "auto"}
         return replace(self.engine, **selected)
 
     def store_limits(self) -> StoreLimits:
-        """The bounds of stored images: half of the memory for one token, all of it where there are no tokens."""
+        """Returns the bounds of stored images. By default a token may use half of the memory; without tokens,
+        callers share all of it."""
         quota_bytes = self.image_quota_bytes
         if quota_bytes is None:
             quota_bytes = self.max_stored_image_bytes // (1 if self.tokens is None else 2)
@@ -391,11 +397,11 @@ class ServerConfig:
 
     @property
     def metrics_names(self) -> tuple[str, ...]:
-        """Returns the names of the metrics port on this machine, in addition to addresses and `localhost`."""
+        """The names of the metrics port on this machine, in addition to addresses and `localhost`."""
         return (*(self.http_hosts or ()), self.metrics_host)
 
     def precision_line(self) -> str:
-        """For the log: the number formats that were chosen, and why."""
+        """Returns the line of the log with the chosen number formats and the reason."""
         own = [(name, getattr(self.engine, name)) for name in _FORMATS]
         given = [f"{flag_name(name)} {value}" for name, value in own if value != "auto"]
         line = f"precision {self.precision}: {_REASONS[self.precision]}"
@@ -403,7 +409,7 @@ class ServerConfig:
 
 
 def _contradictions(config: ServerConfig) -> Iterator[str]:
-    """Problems of options that are valid separately, but not together."""
+    """Yields the problems of options that are valid separately, but not together."""
     yield from config.engine.contradictions()
     if config.engine.deterministic and config.precision == "float8":
         yield "--precision float8: --deterministic has no products in float8"
@@ -445,7 +451,8 @@ def _contradictions_of_processes(config: ServerConfig) -> Iterator[str]:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address. A name may mean any address, except `localhost`."""
+    """Returns True if only this machine can reach the address. A name other than `localhost` may stand for any
+    address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -453,7 +460,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def named_values(items: Iterable[str]) -> dict[str, str | None]:
-    """`option=value` texts as `ServerConfig.parse` takes flags. Raises `ConfigurationError` on others."""
+    """Parses texts such as `port=50051` into the flags that `ServerConfig.parse` takes. Raises
+    `ConfigurationError`."""
     pairs = [item.partition("=") for item in items]
     given: dict[str, str | None] = {name.removeprefix("--").replace("-", "_"): value for name, _, value in pairs}
     unknown = given.keys() - set(option_names())
@@ -463,7 +471,7 @@ def named_values(items: Iterable[str]) -> dict[str, str | None]:
 
 
 def options() -> Iterator[Option]:
-    """Every option: of the engine, then of the server."""
+    """Yields every option: of the engine, then of the server."""
     for kind in (EngineConfig, ServerConfig):
         for _, item in options_of(kind):
             yield item
@@ -472,7 +480,7 @@ def options() -> Iterator[Option]:
 def settings_of(
     flags: Mapping[str, str | None], environment: Mapping[str, str], problems: list[str]
 ) -> Mapping[str, Setting]:
-    """The texts that are given for the options, by name. Adds what is wrong to `problems`."""
+    """Returns the texts that are given for the options, by name. Adds mistakes to `problems`."""
     return MappingProxyType(collect(option_names(), flags, environment, problems))
 
 

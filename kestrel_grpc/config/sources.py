@@ -18,7 +18,7 @@ from kestrel_runtime.api.errors import did_you_mean
 
 ENVIRONMENT_PREFIX = "KESTREL_GRPC_"
 FILE_OPTION = "config"
-"""The option that names the file. It cannot stand in the file itself."""
+"""The option that names the file. The file cannot contain it."""
 CLIENT_VARIABLES = ("address", "token", "tls_ca", "tls_client_certificate", "tls_client_key")
 """The variables, without their prefix, that the client commands read. They may run in the same environment."""
 # Options that decide who reaches the server, and what leaves it. A variable that was meant to set one of them and
@@ -46,24 +46,24 @@ _MISTYPED = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The text given for an option, and its source, for messages."""
+    """Holds the text given for an option, and its source for messages."""
 
     text: str
     source: str
 
 
 def flag_name(name: str) -> str:
-    """`max_queue` → `--max-queue`."""
+    """Returns the flag of an option: `max_queue` → `--max-queue`."""
     return "--" + name.replace("_", "-")
 
 
 def environment_name(name: str) -> str:
-    """`max_queue` → `KESTREL_GRPC_MAX_QUEUE`."""
+    """Returns the variable of an option: `max_queue` → `KESTREL_GRPC_MAX_QUEUE`."""
     return ENVIRONMENT_PREFIX + name.upper()
 
 
 def unknown_flag(name: str) -> str:
-    """The message about a flag that is no option."""
+    """Returns the message about a flag that is no option."""
     return f"{flag_name(name)}: is no option"
 
 
@@ -73,7 +73,7 @@ def collect(
     environment: Mapping[str, str],
     problems: list[str],
 ) -> dict[str, Setting]:
-    """Returns the settings by the name of the option. Adds what is wrong to `problems`."""
+    """Returns the settings by the name of the option. Adds mistakes to `problems`."""
     settings: dict[str, Setting] = {}
     for name in names:
         variable = environment_name(name)
@@ -110,7 +110,7 @@ def _read(path: Path, names: Collection[str], problems: list[str]) -> Iterator[t
 
 
 def _text(value: Any) -> str | None:
-    """A value as on the command line; None for a type that options do not have."""
+    """Returns a value as on the command line; None for a type that no option has."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, str | int | float):

@@ -1,4 +1,4 @@
-"""Scores of a model on published sets: reads their files, says what to ask, and scores the answers.
+"""Scores a model on published sets: reads their files, makes the calls' requests, and scores the answers.
 
-Nothing here calls a server: a `Task` gives its calls and takes their answers. `kestrel-grpc evaluate` calls.
+Nothing here calls a server: a `Task` returns its calls and takes their answers. `kestrel-grpc evaluate` sends them.
 """

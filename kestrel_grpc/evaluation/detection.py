@@ -1,8 +1,9 @@
-"""Detection on COCO: average precision of boxes, computed by pycocotools.
+"""Scores detection on COCO: average precision of boxes, computed by pycocotools.
 
-Detect takes one kind of object and gives boxes without confidences. So each picture is asked about each category by
-its name, and every box gets the score 1. pycocotools then ranks boxes by picture and by their order in the answer,
-which makes average precision close to precision times recall. A detector that ranks its boxes well gets more.
+Detect takes one kind of object and returns boxes without confidences. So each picture is asked about each category
+by its name, and every box gets the score 1. pycocotools then ranks boxes by picture and by their order in the
+answer, which makes average precision close to precision times recall. A detector that ranks its boxes well scores
+higher.
 """
 
 from __future__ import annotations
@@ -36,22 +37,23 @@ from kestrel_grpc.evaluation.tasks import (
 
 DEFAULT_SPLIT = "val2017"
 MAX_BOXES = 100
-"""Of a picture and a category: what pycocotools counts at most."""
+"""The most boxes of a picture and a category that pycocotools counts."""
 _SCORE = 1.0
 _AREAS = ("all", "small", "medium", "large")
 _AT_50, _AT_75 = 0, 5  # of the thresholds 0.50, 0.55 … 0.95
 _NAMES = ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large", "AR100")
 _IN_STATS = (0, 1, 2, 3, 4, 5, 8)
-"""Where each of these is in `COCOeval.stats`."""
+"""The index of each of `_NAMES` in `COCOeval.stats`."""
 _SHOWN_LABELS = 60
 
 Categories = Literal["all", "present"]
 Detections = list[dict[str, Any]]
-"""In the format of COCO's results: image_id, category_id, bbox (left, top, width, height in pixels), score."""
+"""Boxes in the format of COCO's results: image_id, category_id, bbox (left, top, width, height in pixels),
+score."""
 
 
 class DetectionTask:
-    """The pictures of one split, and the categories that each of them is asked about."""
+    """Holds the pictures of one split, and the categories that each picture is asked about."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class DetectionTask:
 
     @property
     def asks(self) -> str:
-        """Which categories are asked for, and what the score of a box is."""
+        """The categories that are asked about, and the score of a box."""
         if self._which == "all":
             asked = "Detect is asked for every category of the set in every picture."
         else:
@@ -100,14 +102,14 @@ class DetectionTask:
         return f"{asked} A box has no confidence; its score is {_SCORE:g}."
 
     def calls(self) -> list[Call]:
-        """A call for each picture and category."""
+        """Returns a call for each picture and category."""
         return [
             Call("detect", self._files[image_id], self._names[category_id], MAX_BOXES)
             for image_id, category_id in self._asked
         ]
 
     def detections(self, answers: Sequence[Answer]) -> Detections:
-        """All boxes of the answers, in the format that pycocotools loads."""
+        """Returns all boxes of the answers, in the format that pycocotools loads."""
         return [
             {
                 "image_id": image_id,
@@ -120,7 +122,7 @@ class DetectionTask:
         ]
 
     def report(self, answers: Sequence[Answer]) -> Report:
-        """The scores of pycocotools, with intervals over pictures. A failed call has no boxes.
+        """Returns the scores of pycocotools, with intervals over pictures. A failed call has no boxes.
 
         A picture is a case. Its score is F1 at an overlap of 0.5: the harmonic mean of the shares of its boxes that
         are right and of its objects that were found.
@@ -197,7 +199,7 @@ def open_detection(
     limit: int | None = None,
     categories: Categories = "all",
 ) -> DetectionTask:
-    """Read a split, or a sample of `limit` of its pictures.
+    """Reads a split, or a sample of `limit` of its pictures.
 
     Raises `SetUnusable`, `OSError`, and `ModuleNotFoundError` without pycocotools.
     """
@@ -220,7 +222,7 @@ def open_detection(
 
 
 def evaluate_boxes(instances: dict[str, Any], detections: Detections, image_ids: Sequence[int]) -> Any:
-    """A `COCOeval` of boxes, accumulated and summarised, over these pictures. It prints nothing."""
+    """Returns a `COCOeval` of boxes, accumulated and summarised, over these pictures. It prints nothing."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
@@ -245,7 +247,8 @@ def evaluate_boxes(instances: dict[str, Any], detections: Detections, image_ids:
 
 @dataclass(frozen=True, slots=True)
 class _Matches:
-    """The boxes of one category and range of areas, the highest score first, as pycocotools has matched them."""
+    """Holds the boxes of one category and range of areas as pycocotools has matched them, the highest score
+    first."""
 
     picture: NDArray[np.intp]  # [boxes]
     is_right: NDArray[np.bool_]  # [thresholds, boxes]
@@ -253,9 +256,10 @@ class _Matches:
     num_true: NDArray[np.int64]  # [pictures]
 
     def curve(self, weights: Weights, recalls: NDArray[np.float64]) -> tuple[Any, Any] | None:
-        """Interpolated precision at each recall [thresholds, recalls], and the highest recall [thresholds].
+        """Returns the interpolated precision at each recall [thresholds, recalls], and the highest recall
+        [thresholds].
 
-        None without an object in the resample.
+        Returns None if the resample has no object.
         """
         num_true = float(weights @ self.num_true)
         if num_true == 0.0:
@@ -275,15 +279,15 @@ class _Matches:
 
 @dataclass(frozen=True, slots=True)
 class _Precisions:
-    """What scores follow from when each picture has a weight: pycocotools itself has no weights."""
+    """Computes scores for pictures with weights, from the matches of pycocotools, which itself has no weights."""
 
     recalls: NDArray[np.float64]
     matches: Sequence[Sequence[_Matches]]
-    """By range of areas and category."""
+    """The matches, by range of areas and category."""
 
     @classmethod
     def of(cls, coco_eval: Any) -> _Precisions:
-        """The matches that pycocotools has found."""
+        """Returns the matches of an evaluation by pycocotools."""
         params = coco_eval.params
         num_pictures, num_areas = len(params.imgIds), len(params.areaRng)
         # `evalImgs` goes by category, range of areas and picture.
@@ -295,7 +299,7 @@ class _Precisions:
         return cls(np.asarray(params.recThrs, np.float64), by_area)
 
     def scores(self, weights: Weights) -> list[float]:
-        """The scores of `_NAMES`; NaN where there is no object."""
+        """Returns the scores of `_NAMES`; NaN if there is no object."""
         found: list[float] = []
         recall = float("nan")
         for area, matches in zip(_AREAS, self.matches, strict=True):

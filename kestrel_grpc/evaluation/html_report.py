@@ -24,7 +24,7 @@ _TRUTH, _FOUND, _RIM = (26, 127, 55), (207, 34, 46), (255, 255, 255)
 # An answer is drawn over a truth: where both are at one place, the truth is seen on both sides of the answer.
 _TRUTH_PX, _FOUND_PX = 6, 2
 _MAX_FAILURES = 100
-"""Failed cases that are listed."""
+"""The most failed cases that are listed."""
 _SPOT_PX = 6
 TEXT_PX = 12
 _STYLE = """
@@ -53,18 +53,18 @@ _LEGEND = (
 
 
 class LabelLine(Protocol):
-    """A text that is laid out."""
+    """Represents a line of text that is laid out."""
 
     @property
     def width(self) -> float:
-        """Width in pixels."""
+        """The width in pixels."""
 
     @property
     def height(self) -> float:
-        """Height in pixels."""
+        """The height in pixels."""
 
     def draw(self, pencil: ImageDraw.ImageDraw, corner: Position, ink: tuple[int, int, int]) -> None:
-        """Draw it with its upper left corner at a place."""
+        """Draws the line with its upper left corner at `corner`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,10 @@ class Drawing:
     """Draws pictures and the texts on them, in any script."""
 
     open_picture: Callable[[Path | bytes], Image.Image]
-    """A copy in RGB of a file, as the model sees it. Raises `OSError` or `ValueError` for what is no picture."""
+    """Returns a copy of a file in RGB, as the model sees it. Raises `OSError` or `ValueError` if it is no
+    picture."""
     lay_out: Callable[[str], LabelLine]
-    """A text in the size `TEXT_PX`."""
+    """Lays out a text in the size `TEXT_PX`."""
 
 
 def html_page(title: str, report: Report, facts: Mapping[str, str], num_worst: int, drawing: Drawing) -> str:
@@ -109,7 +110,7 @@ def html_page(title: str, report: Report, facts: Mapping[str, str], num_worst: i
 
 
 def score_cells(score: Score) -> tuple[str, str, str, str]:
-    """Name, value, interval and count as texts."""
+    """Returns name, value, interval and count as texts."""
     interval = "–" if score.interval is None else "{:.3f} to {:.3f}".format(*score.interval)
     return score.name, f"{score.value:.3f}", interval, str(score.count)
 
@@ -176,7 +177,7 @@ def _write(pencil: ImageDraw.ImageDraw, line: LabelLine, corner: Position, colou
 
 
 def _pixel(size: tuple[int, int], place: Position) -> Position:
-    """A place in pixels; what a model or a file puts outside is moved to the edge."""
+    """Returns a position in pixels. Positions outside the picture are moved to its edge."""
     x, y = (0.0 if math.isnan(number) else min(max(number, 0.0), 1.0) for number in place)
     return x * (size[0] - 1), y * (size[1] - 1)
 

@@ -1,9 +1,9 @@
-"""95 % intervals of scores by the bootstrap, which draws whole pictures.
+"""Computes 95 % intervals of scores by the bootstrap, which draws whole pictures.
 
 Questions about one picture share its difficulties, so they are no independent samples. A resample therefore draws
-as many pictures as there are, with replacement, and takes all that was asked about each of them: the cluster
-bootstrap (Davison and Hinkley, "Bootstrap Methods and their Application", 1997, section 3.8). The draws follow from
-a fixed seed.
+as many pictures as there are, with replacement, and takes all questions about each of them: the cluster bootstrap
+(Davison and Hinkley, "Bootstrap Methods and their Application", 1997, section 3.8). The draws follow from a fixed
+seed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 NUM_RESAMPLES = 1000
 Weights = NDArray[np.float64]
-"""For each picture, how often a resample has it."""
+"""The number of times that a resample has each picture."""
 Interval = tuple[float, float]
 _SEED = 0
 _TAIL_PERCENT = 2.5
@@ -24,10 +24,9 @@ _TAIL_PERCENT = 2.5
 def bootstrap_intervals(
     statistics: Callable[[Weights], Sequence[float]], num_pictures: int
 ) -> list[Interval | None]:
-    """The interval of each number that `statistics` computes from a resample.
+    """Returns the interval of each number that `statistics` computes from a resample.
 
-    None where fewer than two pictures leave nothing to resample, or where a number is not defined (NaN) in every
-    resample.
+    An interval is None with fewer than two pictures, or if its number is not defined (NaN) in every resample.
     """
     if num_pictures < 2:
         return [None for _ in statistics(np.ones(num_pictures))]
@@ -40,7 +39,7 @@ def bootstrap_intervals(
 
 
 def mean_interval(values: Sequence[float], pictures: Sequence[str]) -> Interval | None:
-    """The interval of the mean of values, each of which belongs to the picture of that name."""
+    """Returns the interval of the mean of values, each of which belongs to the picture of that name."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(pictures))}
     places = np.asarray([numbers[name] for name in pictures], np.intp)
     sums = np.bincount(places, weights=values, minlength=len(numbers))

@@ -1,4 +1,5 @@
-"""The metrics of the published sets, each by its published definition: an answer and its truth in, 0 to 1 out."""
+"""Computes the metrics of the published sets by their published definitions: an answer and its truth in, 0 to 1
+out."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _CONTRACTIONS = {word.replace("'", ""): word for word in _CONTRACTED.split()}
 
 
 def relaxed_accuracy(answer: str, truth: str) -> float:
-    """1 if the answer is right by the relaxed accuracy of ChartQA, else 0.
+    """Returns 1 if the answer is right by the relaxed accuracy of ChartQA, else 0.
 
     Source: Masry et al., "ChartQA: A Benchmark for Question Answering about Charts with Visual and Logical
     Reasoning", 2022, section 5.1, after Methani et al., "PlotQA", 2020: a numeric answer may differ from the truth
@@ -47,7 +48,7 @@ def _number(text: str) -> float | None:
 
 
 def normalised_for_vqa(text: str) -> str:
-    """A text as VQA compares it.
+    """Returns a text in the form in which VQA compares it.
 
     Source: the evaluation page of VQA (visualqa.org/evaluation.html): lower case; no period that is not a decimal
     point; words of numbers as digits; no articles; the apostrophe of a contraction added where it is missing; a
@@ -61,7 +62,7 @@ def normalised_for_vqa(text: str) -> str:
 
 
 def vqa_accuracy(answer: str, truths: Sequence[str]) -> float:
-    """The accuracy of VQA, from 0 to 1, of an answer to a question that several people have answered.
+    """Returns the accuracy of VQA, from 0 to 1, of an answer to a question that several people have answered.
 
     Source: Antol et al., "VQA: Visual Question Answering", 2015, and visualqa.org/evaluation.html: min(people who
     gave that answer / 3, 1), averaged over all sets of all people but one. TextVQA (Singh et al., "Towards VQA
@@ -74,7 +75,7 @@ def vqa_accuracy(answer: str, truths: Sequence[str]) -> float:
 
 
 def normalised_levenshtein_similarity(answer: str, truths: Sequence[str]) -> float:
-    """The similarity, from 0 to 1, whose average over all questions is ANLS.
+    """Returns the similarity, from 0 to 1, whose average over all questions is ANLS.
 
     Source: Biten et al., "Scene Text Visual Question Answering", 2019, section 4.2, used by Mathew et al., "DocVQA:
     A Dataset for VQA on Document Images", 2021: for the nearest truth, 1 - (edit distance / length of the longer
@@ -95,7 +96,8 @@ def _similarity(first: str, second: str) -> float:
 
 
 def edit_distance(first: str, second: str) -> int:
-    """Levenshtein's distance: the fewest characters to insert, delete or replace to make one text the other."""
+    """Returns Levenshtein's distance: the fewest characters to insert, delete or replace to make one text the
+    other."""
     above = list(range(len(second) + 1))
     for row, character in enumerate(first, 1):
         line = [row]
@@ -106,13 +108,13 @@ def edit_distance(first: str, second: str) -> int:
 
 
 def is_in_box(x: float, y: float, box: tuple[float, float, float, float]) -> bool:
-    """Whether a point lies in a box (left, top, right, bottom), its edges included."""
+    """Returns True if a point lies in a box (left, top, right, bottom), edges included."""
     left, top, right, bottom = box
     return left <= x <= right and top <= y <= bottom
 
 
 def is_in_polygons(x: float, y: float, polygons: Sequence[Sequence[tuple[float, float]]]) -> bool:
-    """Whether a point lies in at least one of the polygons, each by the even-odd rule."""
+    """Returns True if a point lies in at least one of the polygons, each by the even-odd rule."""
     return any(_is_in_polygon(x, y, polygon) for polygon in polygons)
 
 

@@ -1,4 +1,4 @@
-"""Pointing at what a referring expression names: the sets RefCOCO, RefCOCO+ and RefCOCOg.
+"""Scores pointing at the object of a referring expression, on the sets RefCOCO, RefCOCO+ and RefCOCOg.
 
 A folder of theirs has `instances.json`, with the objects of pictures of COCO, and `refs(…).p`, a pickle with the
 expressions. The pickle is read without letting it import anything.
@@ -40,11 +40,11 @@ class _Expression:
     text: str
     box: BoxSides
     outlines: Sequence[Sequence[Position]]
-    """Empty where the object has no outline: the box alone then counts."""
+    """The outlines of the object; if it has none, the box alone counts."""
 
 
 class PointingTask:
-    """The expressions of one split."""
+    """Holds the expressions of one split."""
 
     def __init__(self, source: Path, split: str, expressions: Sequence[_Expression]) -> None:
         self.split = split
@@ -58,15 +58,19 @@ class PointingTask:
 
     @property
     def asks(self) -> str:
-        """What counts as right."""
+        """The rule by which an answer is right."""
         return "Point is asked for one object, by each expression; its point must lie in that object."
 
     def calls(self) -> list[Call]:
-        """A point for each expression. An expression names one object, so one point is asked for."""
+        """Returns a call of `point` for each expression. An expression names one object, so one point is asked
+        for."""
         return [Call("point", item.image, item.text, max_objects=1) for item in self._expressions]
 
     def report(self, answers: Sequence[Answer]) -> Report:
-        """The shares of points within the outline and within the box. No point and a failed call are misses."""
+        """Returns the shares of points within the outline and within the box.
+
+        An answer without a point and a failed call are misses.
+        """
         cases: list[Case] = []
         in_box: list[float] = []
         for item, answer in zip(self._expressions, answers, strict=True):
@@ -100,7 +104,7 @@ class PointingTask:
 def open_pointing(
     folder: Path, *, split: str | None = None, pictures: Path | None = None, limit: int | None = None
 ) -> PointingTask:
-    """Read the expressions of a split, or a sample of `limit` of them. Raises `SetUnusable` or `OSError`."""
+    """Reads the expressions of a split, or a sample of `limit` of them. Raises `SetUnusable` or `OSError`."""
     split = DEFAULT_SPLIT if split is None else split
     path = find_file(folder, "expressions", "refs(unc).p", "refs(umd).p", "refs(google).p")
     refs = _read_pickle(path)

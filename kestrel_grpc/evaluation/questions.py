@@ -1,7 +1,8 @@
-"""Sets of questions about pictures: ChartQA, TextVQA and DocVQA, in the layouts that their authors publish.
+"""Scores answers to questions about pictures: ChartQA, TextVQA and DocVQA, in the layouts that their authors
+publish.
 
-`open_questions` reads a split of one of them, from the authors' JSON files or from Parquet files as data sets on
-the hub have them, which contain the pictures.
+`open_questions` reads a split of one of them, from the authors' JSON files or from the Parquet files of data sets
+on the hub, which contain the pictures.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from kestrel_grpc.evaluation.metrics import normalised_levenshtein_similarity, r
 from kestrel_grpc.evaluation.tasks import Answer, Call, Case, Report, Score, SetUnusable, find_file, sample
 
 QUESTION = "{question}"
-"""What a prompt has in the place of the question."""
+"""The text that stands for the question in a prompt."""
 _SHORT = f"{QUESTION}\nAnswer with a single word, number or short phrase."
 _VQA_ANSWERS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about a picture, and its right answers. `group` is a part of the set that is scored apart."""
+    """Holds a question about a picture, and its right answers. `group` is a part of the set with a score of its
+    own."""
 
     name: str
     picture: str
@@ -36,19 +38,22 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class QuestionSet:
-    """How a published set is read and scored."""
+    """Defines how a published set is read and scored."""
 
     metric_name: str
     metric: Callable[[str, Sequence[str]], float]
     prompt: str
     split: str
-    """The one that is scored where none is named."""
+    """The split that is scored by default."""
     read: Callable[[Path, str, Path | None], tuple[Path, list[Question]]]
-    """The questions of a split in a folder, and where they are from. The third is another folder of pictures."""
+    """Reads the questions of a split in a folder, and returns them with their source.
+
+    The third argument is another folder of pictures.
+    """
 
 
 class QuestionTask:
-    """The questions of one split of a set."""
+    """Holds the questions of one split of a set."""
 
     def __init__(
         self, kind: QuestionSet, source: Path, split: str, questions: Sequence[Question], prompt: str | None
@@ -70,14 +75,15 @@ class QuestionTask:
         return f"Each question is asked with the prompt {self._prompt!r}."
 
     def calls(self) -> list[Call]:
-        """A query for each question."""
+        """Returns a query for each question."""
         return [
             Call("query", question.image, self._prompt.replace(QUESTION, question.text))
             for question in self._questions
         ]
 
     def report(self, answers: Sequence[Answer]) -> Report:
-        """The mean of the metric, over all questions and over those of each group. A failed call scores 0."""
+        """Returns the mean of the metric, over all questions and over those of each group. A failed call scores
+        0."""
         cases: list[Case] = []
         for question, answer in zip(self._questions, answers, strict=True):
             score = 0.0 if answer.error else self._kind.metric(answer.text.strip(), question.truths)
@@ -116,7 +122,7 @@ def open_questions(
     limit: int | None = None,
     prompt: str | None = None,
 ) -> QuestionTask:
-    """Read a split of a set, or a sample of `limit` questions.
+    """Reads a split of a set, or a sample of `limit` questions.
 
     Raises `SetUnusable`, `OSError`, and `ModuleNotFoundError` for Parquet files without pyarrow.
     """
@@ -141,7 +147,7 @@ def open_questions(
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises `SetUnusable` or `OSError`."""
+    """Returns the content of a JSON file. Raises `SetUnusable` or `OSError`."""
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:
@@ -149,7 +155,10 @@ def read_json(path: Path) -> Any:
 
 
 def _read_chartqa(folder: Path, split: str, pictures: Path | None) -> tuple[Path, list[Question]]:
-    """`<split>/<split>_human.json`, `<split>/<split>_augmented.json`, `<split>/png/`; FOLDER is above or is it."""
+    """Reads `<split>/<split>_human.json`, `<split>/<split>_augmented.json` and `<split>/png/`.
+
+    `folder` is the folder of the set, of its splits, or of the split itself.
+    """
     human = find_file(
         folder,
         "questions of ChartQA",
@@ -169,7 +178,7 @@ def _read_chartqa(folder: Path, split: str, pictures: Path | None) -> tuple[Path
 
 
 def _read_textvqa(folder: Path, split: str, pictures: Path | None) -> tuple[Path, list[Question]]:
-    """`TextVQA_<version>_<split>.json`, and `train_images/`, which has the pictures of val as well."""
+    """Reads `TextVQA_<version>_<split>.json`, and `train_images/`, which has the pictures of val as well."""
     path = find_file(folder, "questions of TextVQA", f"TextVQA_*_{split}.json", f"*/TextVQA_*_{split}.json")
     pictures = pictures or folder / ("test_images" if split == "test" else "train_images")
     questions: list[Question] = []
@@ -181,7 +190,7 @@ def _read_textvqa(folder: Path, split: str, pictures: Path | None) -> tuple[Path
 
 
 def _read_docvqa(folder: Path, split: str, pictures: Path | None) -> tuple[Path, list[Question]]:
-    """`<split>_v1.0*.json`, and the pictures in `documents/` beside it or in `spdocvqa_images/`."""
+    """Reads `<split>_v1.0*.json`, and the pictures in `documents/` next to it or in `spdocvqa_images/`."""
     path = find_file(
         folder, "questions of DocVQA", f"{split}_v1.0*.json", f"{split}/{split}_v1.0*.json", f"*/{split}_v1.0*.json"
     )
@@ -210,7 +219,7 @@ def _fields(path: Path, number: int, entry: Mapping[str, Any], *names: str) -> l
 
 
 def _read_parquet(kind: QuestionSet, paths: Sequence[Path]) -> list[Question]:
-    """The questions of Parquet files, whose pictures are in them."""
+    """Returns the questions of Parquet files, which contain their pictures."""
     from pyarrow import parquet
 
     questions: list[Question] = []
@@ -226,7 +235,11 @@ def _read_parquet(kind: QuestionSet, paths: Sequence[Path]) -> list[Question]:
 def _question_of_row(
     kind: QuestionSet, path: Path, number: int, row: Mapping[str, Any], pictures: dict[str, bytes]
 ) -> Question:
-    """A row has `image` with `bytes`; `question` or `query`; and `answers`, `answer` or `label`, one or a list."""
+    """Returns the question of a row: `image` with `bytes`; `question` or `query`; and `answers`, `answer` or
+    `label`.
+
+    The answers are one or a list.
+    """
     text = next((row[name] for name in ("question", "query") if row.get(name) is not None), None)
     image = row.get("image")
     if text is None or not isinstance(image, dict) or not image.get("bytes"):
@@ -242,7 +255,7 @@ def _question_of_row(
 
 
 def _groups(row: Mapping[str, Any]) -> Iterator[str]:
-    """Who wrote a question of ChartQA: `human_or_machine` has 0 for people, `type` a name."""
+    """Returns the origin of each question of ChartQA: `human_or_machine` has 0 for people, `type` a name."""
     if row.get("human_or_machine") is not None:
         yield "augmented" if row["human_or_machine"] else "human"
     if isinstance(row.get("type"), str):

@@ -1,4 +1,4 @@
-"""What a task is: the calls it makes, their answers, and the report about them."""
+"""Defines a task: the calls that it makes, their answers, and the report about them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SAMPLE_SEED = 0
 
 
 class SetUnusable(Exception):
-    """A set that cannot be asked about; the message says which file or entry is the reason."""
+    """Raised when a set cannot be used; the message names the file or the entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is asked of the server: a question (`query`), or an object to find (`point`, `detect`)."""
+    """Describes a call: a question (`query`), or an object to find (`point`, `detect`)."""
 
     skill: Literal["query", "point", "detect"]
     image: Path | bytes
@@ -34,7 +34,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a call: an answer of its skill, or else `error`, one line that says why there is none."""
+    """Holds the answer to a call in the form of its skill, or else `error`, one line with the reason."""
 
     text: str = ""
     points: tuple[Position, ...] = ()
@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A score, from 0 to 1, over `count` items, with its 95 % interval; None where there is none."""
+    """Holds a score from 0 to 1 over `count` items, with its 95 % interval; None if the interval is not defined."""
 
     name: str
     value: float
@@ -53,13 +53,13 @@ class Score:
 
     @classmethod
     def mean(cls, name: str, values: Sequence[float], pictures: Sequence[str]) -> Score:
-        """The mean of values, at least one, each of which belongs to the picture of that name."""
+        """Returns the mean of values, at least one, each of which belongs to the picture of that name."""
         return cls(name, sum(values) / len(values), mean_interval(values, pictures), len(values))
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Something to draw into a picture: its name, and a point, a box or outlines."""
+    """Describes a mark to draw into a picture: its name, and a point, a box or outlines."""
 
     name: str
     point: Position | None = None
@@ -69,37 +69,38 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing that was asked and scored, for the page and the list of answers."""
+    """Describes one scored item, for the HTML report and the list of answers."""
 
     name: str
     picture: str
-    """Names the picture; cases with the same picture are one cluster."""
+    """The name of the picture; cases with the same picture are one cluster."""
     image: Path | bytes
     asked: str
     expected: str
     answered: str
     score: float
     error: str | None = None
-    """Of the first call of this case that failed."""
+    """The error of the first call of this case that failed."""
     truth: Sequence[Label] = ()
     found: Sequence[Label] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All scores of a run, its cases in the order of the set, and further data for the JSON file."""
+    """Holds all scores of a run, its cases in the order of the set, and further data for the JSON file."""
 
     scores: Sequence[Score]
     cases: Sequence[Case]
     further: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def worst(self, count: int) -> list[Case]:
-        """The cases with the lowest scores, in the order of the set among equal ones; none that is fully right."""
+        """Returns the cases with the lowest scores, of equal ones the earlier in the set. Fully right ones are left
+        out."""
         return sorted((case for case in self.cases if case.score < 1.0), key=lambda case: case.score)[:count]
 
 
 class Task(Protocol):
-    """A set whose files have been read."""
+    """Describes a set whose files have been read."""
 
     @property
     def source(self) -> str:
@@ -113,27 +114,27 @@ class Task(Protocol):
 
     @property
     def asks(self) -> str:
-        """How the set was asked about, in one sentence."""
+        """The way in which the set is asked about, in one sentence."""
         ...
 
     def calls(self) -> Sequence[Call]:
-        """All calls."""
+        """Returns all calls."""
         ...
 
     def report(self, answers: Sequence[Answer]) -> Report:
-        """Score the answers, one for each call, in the order of the calls."""
+        """Scores the answers, one for each call, in the order of the calls."""
         ...
 
 
 def sample(items: Sequence[Item], limit: int | None) -> list[Item]:
-    """A random sample in the order of the items, the same in every run; all items without a limit."""
+    """Returns a random sample in the order of the items, the same in every run; all items if `limit` is None."""
     if limit is None or limit >= len(items):
         return list(items)
     return [items[place] for place in sorted(random.Random(_SAMPLE_SEED).sample(range(len(items)), limit))]
 
 
 def find_file(folder: Path, what: str, *patterns: str) -> Path:
-    """The first file, by name, of the first pattern that matches one. Raises `SetUnusable`."""
+    """Returns the first file, by name, of the first pattern that matches one. Raises `SetUnusable`."""
     for pattern in patterns:
         for path in sorted(folder.glob(pattern)):
             if path.is_file():

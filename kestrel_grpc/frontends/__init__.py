@@ -1,1 +1,1 @@
-"""One package per API that the server offers."""
+"""Serves each API of the server by a package of its own."""

@@ -1,1 +1,1 @@
-"""Images that requests name by address: which addresses are allowed, and how they are fetched."""
+"""Finds the images that requests name: images of allowed addresses, which are fetched, and stored images."""

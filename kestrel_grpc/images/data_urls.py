@@ -14,9 +14,10 @@ from urllib.parse import unquote_to_bytes
 
 _PIECE_BYTES = 2**20  # a multiple of four, so that a piece is whole groups of base64
 _MAX_HEAD_BYTES = 256
-"""Bounds the part of a `data:` URL up to its comma, which names the type of the content."""
+"""The bound of the part of a `data:` URL up to its comma, which names the type of the content."""
 _MAX_ESCAPES = 1024
-"""Each takes many times its length in memory. Those of `_COMMON_ESCAPES` do not count in base64."""
+"""The most escapes of a text, each of which takes many times its length in memory. In base64 those of
+`_COMMON_ESCAPES` do not count."""
 _BEGIN = re.compile(rb"[\x00-\x20]*data:", re.IGNORECASE)
 _ENDS_WITH_BASE64 = re.compile(rb";\x20*base64[\t\n\f\r\x20]*\Z", re.IGNORECASE)
 _NO_PART_OF_URLS = b"\t\n\r"
@@ -28,15 +29,15 @@ _COMMON_ESCAPES: Mapping[bytes, bytes] = MappingProxyType(
 
 
 class DataUnreadable(ValueError):
-    """The text is no data of this form; the message is for callers."""
+    """Raised when the text does not have the form; the message is for callers."""
 
 
 class DataTooLarge(Exception):
-    """The data are larger than allowed."""
+    """Raised when the data are larger than allowed."""
 
 
 def is_data_url(text: bytes) -> bool:
-    """Returns whether a text is meant as a `data:` URL. Its first 256 bytes are enough."""
+    """Returns True if a text is meant as a `data:` URL. Its first 256 bytes are enough."""
     return _BEGIN.match(text) is not None
 
 
@@ -99,7 +100,7 @@ def _pieces(text: bytes) -> Iterator[bytes]:
 
 
 def _without_common_escapes(text: bytes) -> Iterator[bytes]:
-    """The pieces of base64 in a URL, none of which ends within an escape."""
+    """Yields the pieces of base64 in a URL, none of which ends within an escape."""
     start = 0
     while start < len(text):
         end = start + _PIECE_BYTES
@@ -119,7 +120,7 @@ def _unescaped(text: bytes, num_escapes: int) -> bytes:
 
 
 def _fault_of(text: bytes) -> str:
-    """The reason why a text, without whitespace, is not base64."""
+    """Returns the reason why a text, without whitespace, is not base64."""
     if b"-" in text or b"_" in text:
         return "is not base64 but base64url: write + for - and / for _"
     if re.search(rb"=[^=]", text):

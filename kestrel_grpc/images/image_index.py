@@ -1,4 +1,4 @@
-"""Which images are stored: bounded in bytes and time, with a quota for each namespace.
+"""Decides which images are stored, within bounds of bytes and time and with a quota for each namespace.
 
 The bytes of the images are kept elsewhere.
 """
@@ -23,50 +23,51 @@ from kestrel_runtime.api.engine import CacheLoad, ImageInfo
 
 _EXPIRY_INTERVAL_S = 1.0
 BOOKKEEPING_BYTES = 1024
-"""Added to the size of each file, so that the bounds also hold for many small files."""
+"""The size that is added to that of each file, so that the bounds also hold for many small files."""
 
 Forget = Callable[[str, str], object]
-"""Drops what was computed from an image: takes its namespace, and the digest of its file in hexadecimal."""
+"""Drops the results that were computed from an image, by its namespace and the digest of its file in
+hexadecimal."""
 Discard = Callable[[str, ImageHandle], object]
 """Frees the bytes of an image of a namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Bounds in bytes, which count each file and `BOOKKEEPING_BYTES`, and times to live in seconds."""
+    """Holds bounds in bytes, which count each file and `BOOKKEEPING_BYTES`, and times to live in seconds."""
 
     max_bytes: int
     quota_bytes: int
-    """For each namespace."""
+    """The bound for each namespace."""
     default_ttl_s: float
     max_ttl_s: float
-    """An image that is to be kept for longer is kept for this time."""
+    """The longest time to live; longer ones are cut to it."""
 
 
 @dataclass(slots=True)
 class StoreUsage:
-    """A reading of the store: what it holds now, and what happened since the start."""
+    """Holds a reading of the store: its content now, and counts since the start."""
 
     num_images: int = 0
     num_bytes: int = 0
     num_lookups: int = 0
     num_hits: int = 0
     num_evictions: int = 0
-    """Images that were dropped before their time, since their memory was needed."""
+    """The number of images that were dropped before their time, because their memory was needed."""
     oldest_stored_at: float | None = None
-    """On the store's clock; None where it is empty."""
+    """The time on the store's clock; None if the store is empty."""
 
 
 class ImageIndex:
-    """The images that are stored, by namespace and digest. Belongs to one event loop.
+    """Lists the stored images by namespace and digest. Belongs to one event loop.
 
-    Where an image does not fit, unpinned ones that were used least recently leave: first of its own namespace,
-    until its quota holds; then of the namespace that holds most, until the bound of the store holds. So a namespace
-    that stores much evicts itself before others.
+    If an image does not fit, the least recently used unpinned images are evicted: first those of its own namespace,
+    until its quota holds; then those of the namespace that holds most, until the bound of the store holds. So a
+    namespace that stores much evicts its own images before those of others.
 
-    `discard` is called for every image that leaves, and `forget` for every image whose time is over. `forget` is
-    not called for one that is evicted, which may come back soon, nor for one that is deleted: who deletes waits for
-    it.
+    `discard` is called for every image that leaves, and `forget` for every image that expires. `forget` is not
+    called for an evicted image, which may soon be stored again, nor for a deleted one, whose caller waits for the
+    removal.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class ImageIndex:
         self._expiries: list[tuple[float, str, str]] = []
 
     def load(self) -> CacheLoad:
-        """A reading, in any thread."""
+        """Returns a reading. May be called from any thread."""
         usage, oldest = self.usage, self.usage.oldest_stored_at
         return CacheLoad(
             num_lookups=usage.num_lookups,
@@ -101,7 +102,7 @@ class ImageIndex:
         )
 
     def require_room(self, namespace: str, num_bytes: int) -> None:
-        """Raise `ImageQuotaExceeded` or `ImageStoreFull` where a file of this size would not be stored."""
+        """Raises `ImageQuotaExceeded` or `ImageStoreFull` if a file of this size would not be stored."""
         needed = num_bytes + BOOKKEEPING_BYTES
         space = self._spaces.get(namespace)
         if needed + (0 if space is None else space.pinned_bytes) > self.limits.quota_bytes:
@@ -110,10 +111,10 @@ class ImageIndex:
             raise ImageStoreFull(self.limits.max_bytes)
 
     def renew(self, namespace: str, handle: ImageHandle, keeping: Keeping) -> StoredImage | None:
-        """Keep an image that is stored already for longer. Returns None if it is not stored.
+        """Keeps an image that is stored already for longer. Returns None if it is not stored.
 
-        Its expiry moves if it becomes later, and it stays pinned if it is. Raises `ImageQuotaExceeded` or
-        `ImageStoreFull` where it is to be pinned and does not fit beside other pinned images.
+        Its expiry moves if it becomes later, and a pinned image stays pinned. Raises `ImageQuotaExceeded` or
+        `ImageStoreFull` if it must be pinned and does not fit next to other pinned images.
         """
         self.expire()
         image = self._find(namespace, handle)
@@ -130,7 +131,7 @@ class ImageIndex:
     def add(
         self, namespace: str, handle: ImageHandle, size_bytes: int, info: ImageInfo, keeping: Keeping
     ) -> StoredImage:
-        """Note an image that `renew` has not found. Raises as `require_room` does."""
+        """Lists an image that `renew` has not found. Raises as `require_room` does."""
         self.require_room(namespace, size_bytes)
         space = self._spaces.setdefault(namespace, _Namespace())
         needed = size_bytes + BOOKKEEPING_BYTES
@@ -146,7 +147,7 @@ class ImageIndex:
         return image
 
     def get(self, namespace: str, handle: ImageHandle) -> StoredImage:
-        """The image, which counts as used now. Raises `ImageNotFound`."""
+        """Returns the image and counts it as used now. Raises `ImageNotFound`."""
         self.usage.num_lookups += 1
         image = self._find(namespace, handle)
         if image is None:
@@ -156,24 +157,24 @@ class ImageIndex:
         return image
 
     def holds(self, namespace: str, handle: ImageHandle) -> bool:
-        """Whether the image is stored. Counts as no use of it."""
+        """Returns True if the image is stored. Does not count as a use of it."""
         return self._find(namespace, handle) is not None
 
     def delete(self, namespace: str, handle: ImageHandle) -> None:
-        """Drop an image. Raises `ImageNotFound`. Does not forget what was computed from it."""
+        """Drops an image. Raises `ImageNotFound`. Does not call `forget`."""
         image = self._find(namespace, handle)
         if image is None:
             raise ImageNotFound(handle)
         self._drop(namespace, image)
 
     def drop_namespace(self, namespace: str) -> None:
-        """Drop all images of a namespace whose callers are gone. Does not forget what was computed from them."""
+        """Drops all images of a namespace whose callers are gone. Does not call `forget`."""
         space = self._spaces.get(namespace)
         for image in () if space is None else space.images():
             self._drop(namespace, image)
 
     def evict(self) -> bool:
-        """Drop the unpinned image that is to leave next. Returns False where there is none."""
+        """Drops the unpinned image that is next to be evicted. Returns False if there is none."""
         name = max(self._spaces, key=lambda name: self._spaces[name].unpinned_bytes, default=None)
         if name is None or not self._spaces[name].unpinned_bytes:
             return False
@@ -181,7 +182,7 @@ class ImageIndex:
         return True
 
     def expire(self) -> None:
-        """Drop the images whose time is over."""
+        """Drops the images that have expired."""
         now = self.clock()
         while self._expiries and self._expiries[0][0] <= now:
             _, namespace, sha256 = heapq.heappop(self._expiries)
@@ -194,7 +195,7 @@ class ImageIndex:
                 self._leave(namespace, image)
 
     async def watch(self) -> None:
-        """Drop images when their time is over, until cancelled."""
+        """Drops images when they expire, until cancelled."""
         while True:
             await asyncio.sleep(_EXPIRY_INTERVAL_S)
             self.expire()
@@ -207,7 +208,7 @@ class ImageIndex:
         return image
 
     def _leave(self, namespace: str, image: StoredImage) -> None:
-        """The time of an image is over."""
+        """Drops an image that has expired, and the results that were computed from it."""
         self._drop(namespace, image)
         self._forget(namespace, image.handle.sha256)
 
@@ -239,7 +240,7 @@ class ImageIndex:
 
 
 class _Namespace:
-    """The images of one namespace, each kind in the order of its last use."""
+    """Holds the images of one namespace, pinned and unpinned ones each in the order of their last use."""
 
     __slots__ = ("_pinned", "_unpinned", "pinned_bytes", "unpinned_bytes")
 
@@ -257,7 +258,7 @@ class _Namespace:
         return [*self._pinned.values(), *self._unpinned.values()]
 
     def least_recently_used(self) -> StoredImage:
-        """The unpinned image to evict next."""
+        """Returns the unpinned image to evict next."""
         return next(iter(self._unpinned.values()))
 
     def add(self, image: StoredImage) -> None:
@@ -282,7 +283,7 @@ class _Namespace:
         self.add(image)
 
     def touch(self, image: StoredImage) -> None:
-        """Make it the one that was used last."""
+        """Makes the image the most recently used one."""
         images = self._pinned if image.is_pinned else self._unpinned
         images[image.handle.sha256] = images.pop(image.handle.sha256)
 

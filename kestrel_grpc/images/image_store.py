@@ -1,8 +1,8 @@
 """Stores images of callers, and finds them for requests.
 
-`ImageStore` keeps images, in this process (`MemoryImages`) or with the supervisor for all front ends of a host.
-`ImageIntake` stores and finds images for the frontends, and `CachePurges` removes from the engine's caches what was
-computed from images that left.
+`ImageStore` keeps images, in this process (`MemoryImages`) or with the supervisor for all front ends of a server.
+`ImageIntake` stores and finds images for the frontends. `CachePurges` removes from the engine's caches the results
+that were computed from dropped images.
 """
 
 from __future__ import annotations
@@ -32,62 +32,64 @@ _log = logging.getLogger(__name__)
 
 
 class ImageStore(Protocol):
-    """Stored images, by namespace and digest. Every method may raise `SupervisorUnavailable`."""
+    """Stores images by namespace and digest. Every method may raise `SupervisorUnavailable`."""
 
     async def require_room(self, namespace: str, num_bytes: int) -> None:
-        """Raise `ImageQuotaExceeded` or `ImageStoreFull` where a file of this size would not be stored."""
+        """Raises `ImageQuotaExceeded` or `ImageStoreFull` if a file of this size would not be stored."""
         ...
 
     async def renew(self, namespace: str, handle: ImageHandle, keeping: Keeping) -> StoredImage | None:
-        """Keep an image that is stored already for longer. Returns None if it is not stored.
+        """Keeps an image that is stored already for longer. Returns None if it is not stored.
 
-        Its expiry moves if it becomes later, and it stays pinned if it is. Raises `ImageQuotaExceeded` or
-        `ImageStoreFull` where it is to be pinned and does not fit beside other pinned images.
+        Its expiry moves if it becomes later, and a pinned image stays pinned. Raises `ImageQuotaExceeded` or
+        `ImageStoreFull` if it must be pinned and does not fit next to other pinned images.
         """
         ...
 
     async def put(
         self, namespace: str, handle: ImageHandle, data: bytes, info: ImageInfo, keeping: Keeping
     ) -> StoredImage:
-        """Store an image whose digest has been checked, or renew it. Raises as `require_room` does."""
+        """Stores an image whose digest has been checked, or renews it. Raises as `require_room` does."""
         ...
 
     async def find(self, namespace: str, handle: ImageHandle) -> StoredImage:
-        """An image, which counts as used now. Raises `ImageNotFound`."""
+        """Returns an image and counts it as used now. Raises `ImageNotFound`."""
         ...
 
     async def read(self, namespace: str, image: StoredImage) -> HashedImage:
-        """The file of an image that has just been found. Raises `ImageNotFound` where it has left meanwhile."""
+        """Returns the file of an image that has just been found. Raises `ImageNotFound` if it has been dropped
+        meanwhile."""
         ...
 
     async def delete(self, namespace: str, handle: ImageHandle) -> None:
-        """Drop an image. Raises `ImageNotFound`. Does not forget what was computed from it."""
+        """Drops an image. Raises `ImageNotFound`. Leaves the results that were computed from it in the caches."""
         ...
 
     def drop_namespace(self, namespace: str) -> None:
-        """Drop all images of a namespace whose callers are gone. Does not forget what was computed from them."""
+        """Drops all images of a namespace whose callers are gone. Leaves the results that were computed from them
+        in the caches."""
         ...
 
 
 class MemoryImages:
-    """An `ImageStore` in the memory of this process. Belongs to one event loop; its methods never wait."""
+    """Keeps images in the memory of this process. Belongs to one event loop; its methods never wait."""
 
     def __init__(self, limits: StoreLimits, forget: Forget, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.index = ImageIndex(limits, forget, self._discard, clock=clock)
         self._files: dict[tuple[str, str], HashedImage] = {}
 
     async def require_room(self, namespace: str, num_bytes: int) -> None:
-        """Raise `ImageQuotaExceeded` or `ImageStoreFull` where a file of this size would not be stored."""
+        """Raises `ImageQuotaExceeded` or `ImageStoreFull` if a file of this size would not be stored."""
         self.index.require_room(namespace, num_bytes)
 
     async def renew(self, namespace: str, handle: ImageHandle, keeping: Keeping) -> StoredImage | None:
-        """Keep an image that is stored already for longer."""
+        """Keeps an image that is stored already for longer."""
         return self.index.renew(namespace, handle, keeping)
 
     async def put(
         self, namespace: str, handle: ImageHandle, data: bytes, info: ImageInfo, keeping: Keeping
     ) -> StoredImage:
-        """Store an image, or renew it."""
+        """Stores an image, or renews it."""
         known = self.index.renew(namespace, handle, keeping)
         if known is not None:
             return known
@@ -98,30 +100,30 @@ class MemoryImages:
         return image
 
     async def find(self, namespace: str, handle: ImageHandle) -> StoredImage:
-        """An image, which counts as used now."""
+        """Returns an image, which counts as used now."""
         return self.index.get(namespace, handle)
 
     async def read(self, namespace: str, image: StoredImage) -> HashedImage:
-        """The file of an image."""
+        """Returns the file of an image."""
         file = self._files.get((namespace, image.handle.sha256))
         if file is None:
             raise ImageNotFound(image.handle)
         return file
 
     async def delete(self, namespace: str, handle: ImageHandle) -> None:
-        """Drop an image."""
+        """Drops an image."""
         self.index.delete(namespace, handle)
 
     def drop_namespace(self, namespace: str) -> None:
-        """Drop all images of a namespace."""
+        """Drops all images of a namespace."""
         self.index.drop_namespace(namespace)
 
     def load(self) -> CacheLoad:
-        """A reading, in any thread."""
+        """Returns a reading, in any thread."""
         return self.index.load()
 
     async def watch(self) -> None:
-        """Drop images when their time is over, until cancelled."""
+        """Drops images when they expire, until cancelled."""
         await self.index.watch()
 
     def _discard(self, namespace: str, handle: ImageHandle) -> None:
@@ -129,19 +131,19 @@ class MemoryImages:
 
 
 class ImageIntake:
-    """Shared by the frontends. Raises what the store and the engine raise."""
+    """Stores and finds images for all frontends. Raises the errors of the store and of the engine."""
 
     def __init__(self, engine: Engine, store: ImageStore) -> None:
         self._engine = engine
         self._store = store
 
     def require_serving(self) -> None:
-        """Raise `EngineUnavailable` where the server is about to end: images are of no use then."""
+        """Raises `EngineUnavailable` if the server is about to end: a stored image would be of no use."""
         if self._engine.status in (EngineStatus.DRAINING, EngineStatus.DEAD):
             raise EngineUnavailable("no images are stored any more")
 
     async def renewed(self, announced: Announcement, namespace: str) -> StoredImage | None:
-        """Keep a stored image for longer. Returns None if it is not stored and there is room for it; raises
+        """Keeps a stored image for longer. Returns None if it is not stored and there is room for it; raises
         `ImageQuotaExceeded` or `ImageStoreFull` if there is none."""
         image = await self._store.renew(namespace, announced.handle, announced.keeping)
         if image is None:
@@ -149,14 +151,14 @@ class ImageIntake:
         return image
 
     async def stored(self, namespace: str, handle: ImageHandle, data: bytes, keeping: Keeping) -> StoredImage:
-        """Store an image whose digest has been checked."""
+        """Stores an image whose digest has been checked."""
         return await self._store.put(namespace, handle, data, self._engine.inspect_image(data), keeping)
 
     async def put(
         self, namespace: str, data: bytes, announced: ImageHandle | None, keeping: Keeping
     ) -> StoredImage:
-        """Store an image that was received in one message. Raises `ImageDigestMismatch` where its digest is not the
-        announced one."""
+        """Stores an image that was received in one message. Raises `ImageDigestMismatch` where its digest is not
+        the announced one."""
         handle = await handle_of(data)
         if announced not in (None, handle):
             raise ImageDigestMismatch("sha256", handle)
@@ -164,15 +166,16 @@ class ImageIntake:
         return known or await self.stored(namespace, handle, data, keeping)
 
     async def found(self, namespace: str, handle: ImageHandle) -> StoredImage:
-        """An image that is stored. Raises `ImageNotFound`."""
+        """Returns an image that is stored. Raises `ImageNotFound`."""
         return await self._store.find(namespace, handle)
 
     async def read(self, namespace: str, image: StoredImage) -> bytes:
-        """The file of an image that has just been found. Raises `ImageNotFound` where it has left meanwhile."""
+        """Returns the file of an image that has just been found. Raises `ImageNotFound` where it has left
+        meanwhile."""
         return await self._store.read(namespace, image)
 
     async def delete(self, namespace: str, handle: ImageHandle) -> None:
-        """Delete an image and its cached results. Raises `ImageNotFound` if it was not stored."""
+        """Deletes an image and its cached results. Raises `ImageNotFound` if it was not stored."""
         try:
             await self._store.delete(namespace, handle)
         finally:
@@ -181,7 +184,10 @@ class ImageIntake:
 
 
 class CachePurges:
-    """Removals that no call waits for, in the order in which they were asked for. Belongs to one event loop."""
+    """Removes results from the engine's caches, in the order of the requests; no call waits for it.
+
+    Belongs to one event loop.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -189,15 +195,15 @@ class CachePurges:
         self._task: asyncio.Task[None] | None = None
 
     def forget_image(self, namespace: str, sha256: str) -> None:
-        """Drop what was computed from an image; `sha256` is the digest of its file in hexadecimal."""
+        """Drops the results that were computed from an image; `sha256` is the digest of its file in hexadecimal."""
         self._add(lambda: self._engine.forget_image(bytes.fromhex(sha256), namespace))
 
     def clear(self, namespace: str) -> None:
-        """Drop everything that was computed for a namespace."""
+        """Drops all results that were computed for a namespace."""
         self._add(lambda: self._engine.clear_cache(namespace))
 
     async def done(self) -> None:
-        """Wait until all that was asked for is done."""
+        """Waits until all requested removals are done."""
         if self._task is not None:
             await self._task
 

@@ -1,6 +1,6 @@
-"""Images that requests name by URI: which may be fetched, and those that a `data:` URI holds.
+"""Decides which images that requests name by URI may be fetched, and decodes `data:` URIs.
 
-Fetched are those on listed hosts only, and only from public addresses; `remote_images.py` does that.
+`remote_images.py` fetches images, from listed hosts and public addresses only.
 """
 
 from __future__ import annotations
@@ -26,52 +26,54 @@ _MAX_BEGIN_CHARS = 256
 
 
 class ImageUriNotAllowed(InvalidRequest):
-    """The server does not fetch images from this URI."""
+    """Raised when the server may not fetch images from the URI."""
 
     def __init__(self, description: str) -> None:
         super().__init__((Violation(_FIELD, description),))
 
 
 class ImageFetchFailed(InvalidRequest):
-    """The URI is allowed, but the image could not be fetched."""
+    """Raised when the URI is allowed but the image could not be fetched."""
 
     def __init__(self, description: str) -> None:
         super().__init__((Violation(_FIELD, description),))
 
 
 class RemoteImagesUnavailable(Exception):
-    """The libraries that fetching needs are not installed."""
+    """Raised when the libraries that fetching needs are not installed."""
 
 
 class ImageSource(Protocol):
     """Fetches images that requests name by URI."""
 
     async def fetch(self, uri: str, tenant: str = "") -> bytes:
-        """The bytes of an image file, for a caller whose fetches share places. Raises an `InvalidRequest` that says
-        why there are none."""
+        """Returns the bytes of an image file. `tenant` is the caller, whose fetches share a limit.
+
+        Raises an `InvalidRequest` that says why there is no image.
+        """
         ...
 
     async def close(self) -> None:
-        """End the connections."""
+        """Closes the connections."""
         ...
 
 
 class NoRemoteImages:
-    """Images come as bytes only."""
+    """Refuses every URI: images are taken as bytes only."""
 
     async def fetch(self, uri: str, tenant: str = "") -> bytes:
-        """Refuses."""
+        """Raises `ImageUriNotAllowed`."""
         raise ImageUriNotAllowed(
             "this server fetches no images; send the bytes of the image, or start the server with --image-hosts"
         )
 
     async def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing: there are no connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A URI in its parts. `path` includes the query."""
+    """Holds the parts of a URI. `path` includes the query."""
 
     scheme: str
     host: str
@@ -85,7 +87,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class AllowedHost:
-    """A host that images may come from. One that begins with a dot means every host below it, but not itself."""
+    """Names a host that images may be fetched from. `.example.com` means every host below it, but not itself."""
 
     scheme: str
     host: str
@@ -93,7 +95,7 @@ class AllowedHost:
 
     @classmethod
     def parse(cls, text: str) -> AllowedHost:
-        """`example.com`, `.example.com`, `example.com:8443` or, without encryption, `http://example.com`."""
+        """Parses `example.com`, `.example.com`, `example.com:8443` or, without encryption, `http://example.com`."""
         scheme, separator, rest = text.partition("://")
         if not separator:
             scheme, rest = "https", text
@@ -111,19 +113,19 @@ class AllowedHost:
         return f"{self.scheme}://{host}:{self.port}"
 
     def matches(self, target: Target) -> bool:
-        """Whether the target is on this host."""
+        """Returns True if the target is on this host."""
         if (self.scheme, self.port) != (target.scheme, target.port):
             return False
         return target.host.endswith(self.host) if self.host.startswith(".") else target.host == self.host
 
 
 def parse_hosts(text: str) -> tuple[AllowedHost, ...]:
-    """A list of hosts, separated by commas. Raises `ValueError`."""
+    """Parses a list of hosts, separated by commas. Raises `ValueError`."""
     return tuple(AllowedHost.parse(part.strip()) for part in text.split(","))
 
 
 def allowed_target(uri: str, hosts: tuple[AllowedHost, ...]) -> Target:
-    """The parts of a URI. Raises `ImageUriNotAllowed` where it is not on one of the hosts."""
+    """Returns the parts of a URI. Raises `ImageUriNotAllowed` unless it is on one of the hosts."""
     if len(uri) > MAX_URI_CHARS:
         raise ImageUriNotAllowed(f"is longer than {MAX_URI_CHARS} characters")
     # Parsers of URIs disagree about anything else than printable ASCII, and about backslashes.
@@ -148,7 +150,7 @@ def allowed_target(uri: str, hosts: tuple[AllowedHost, ...]) -> Target:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is public, and not one of a private or local network."""
+    """Returns True if an IP address is public, and not an address of a private or local network."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour
@@ -162,7 +164,7 @@ def is_public(address: str) -> bool:
 
 
 def is_embedded(uri: str) -> bool:
-    """Whether a URI holds its content itself, as `data:` URIs do."""
+    """Returns True if a URI holds its content, as `data:` URIs do."""
     return is_data_url(uri[:_MAX_BEGIN_CHARS].encode(errors="replace"))
 
 
@@ -174,13 +176,13 @@ class DataUris:
         self._decoding = asyncio.Lock()
 
     async def decode(self, uri: str) -> bytes:
-        """The content. Raises `ImageFetchFailed`, or `ImageError` where it is too large."""
+        """Returns the content. Raises `ImageFetchFailed`, or `ImageError` if it is too large."""
         async with self._decoding:
             return await asyncio.to_thread(_decode, uri, self._max_bytes)
 
 
 def _decode(uri: str, max_bytes: int) -> bytes:
-    """The content of a `data:` URI."""
+    """Returns the content of a `data:` URI."""
     if not uri.isascii():
         raise ImageFetchFailed("holds characters that must be escaped")
     try:

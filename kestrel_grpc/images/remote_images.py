@@ -1,9 +1,11 @@
-"""Fetches images that requests name by URI, with limits on size and time. `image_uris.py` decides which.
+"""Fetches images that requests name by URI, with limits on size and time. `image_uris.py` decides which are
+allowed.
 
-The name of a host is resolved once; the address is checked and connected to, so that a second resolution cannot
-give another address. No cookies, no proxies, no credentials; redirects only within the same host.
+The name of a host is resolved once, and its address is checked and connected to, so that a second resolution cannot
+give another address. No cookies, proxies or credentials are sent; redirects are followed within the same host only.
 
-Hosts that do not answer keep the fetches of one caller waiting, and not those of others: tenants share the places.
+Tenants share the limit of concurrent fetches, so that hosts that do not answer delay the fetches of one caller
+alone.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from kestrel_runtime.api.errors import ImageError
 from kestrel_runtime.api.fair_limit import FairLimit
 
 MAX_CONCURRENT_FETCHES = 32
-"""For all tenants; one that is alone has half of it."""
+"""The limit for all tenants together; one tenant alone may use half of it."""
 MAX_REDIRECTS = 3
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _HEADERS = (
@@ -47,9 +49,9 @@ _HEADERS = (
 
 
 class RemoteImages:
-    """Fetches from `hosts`, at most `max_bytes` and for at most `timeout_s` each. Belongs to one event loop.
+    """Fetches images from `hosts`, each within `max_bytes` and `timeout_s` seconds. Belongs to one event loop.
 
-    `data:` URIs are decoded too. `allows_address` says which IP addresses may be connected to.
+    `data:` URIs are decoded too. `allows_address` decides which IP addresses may be connected to.
     """
 
     def __init__(
@@ -75,9 +77,9 @@ class RemoteImages:
         )
 
     async def fetch(self, uri: str, tenant: str = "") -> bytes:
-        """The bytes that a URI names. Raises `ImageUriNotAllowed`, `ImageFetchFailed` or `ImageError`.
+        """Returns the bytes that a URI names. Raises `ImageUriNotAllowed`, `ImageFetchFailed` or `ImageError`.
 
-        While others have all places, or the tenant has its share of them, it waits, until the timeout.
+        Waits within its timeout while the limit of fetches, or the share of the tenant, is reached.
         """
         if is_embedded(uri):
             return await self._data_uris.decode(uri)
@@ -93,7 +95,7 @@ class RemoteImages:
             raise ImageFetchFailed("the host could not be reached, or broke off") from error
 
     async def close(self) -> None:
-        """End the connections."""
+        """Closes the connections."""
         await self._pool.aclose()
         self._network.close()
 
@@ -113,7 +115,7 @@ class RemoteImages:
                     running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._fetches.give_back, tenant))
 
     async def _follow(self, target: Target) -> bytes:
-        """The content of the target, or of what it redirects to on the same host."""
+        """Returns the content of the target, following redirects within the same host."""
         host = target.host
         for _ in range(MAX_REDIRECTS + 1):
             found = await self._get(target)
@@ -125,7 +127,7 @@ class RemoteImages:
         raise ImageFetchFailed(f"redirects more than {MAX_REDIRECTS} times")
 
     async def _get(self, target: Target) -> bytes | str:
-        """The content, or the URI that the host redirects to."""
+        """Returns the content, or the URI that the host redirects to."""
         url = httpcore2.URL(scheme=target.scheme, host=target.host, port=target.port, target=target.path)
         async with self._pool.stream("GET", url, headers=_HEADERS) as response:
             headers = {name.lower(): value for name, value in response.headers}
@@ -148,14 +150,14 @@ class RemoteImages:
 
 
 class _FetchLimit:
-    """Places of fetches, which tenants share as `FairLimit` says. Belongs to one event loop."""
+    """Limits concurrent fetches, which tenants share as `FairLimit` says. Belongs to one event loop."""
 
     def __init__(self, limit: int) -> None:
         self._limit = FairLimit(limit)
         self._waiting: dict[asyncio.Future[None], str] = {}  # with their tenants, in the order of their arrival
 
     async def take(self, tenant: str) -> None:
-        """Wait for a place."""
+        """Waits until the tenant may fetch."""
         if self._limit.take(tenant):
             return
         place = asyncio.get_running_loop().create_future()
@@ -168,7 +170,7 @@ class _FetchLimit:
             raise
 
     def give_back(self, tenant: str) -> None:
-        """Give a place to whoever has waited longest of those that may have one."""
+        """Ends a fetch of the tenant, and lets the one start that has waited longest among those that may."""
         self._limit.give_back(tenant)
         for place, waiting in tuple(self._waiting.items()):
             if not place.done() and self._limit.take(waiting):
@@ -188,7 +190,7 @@ class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
 
     @contextmanager
     def watched(self) -> Iterator[list[Future[Any]]]:
-        """Within the block, what the current task resolves is added to the list."""
+        """Collects the name resolutions of the current task during the block."""
         resolutions: list[Future[Any]] = []
         token = self._resolutions.set(resolutions)
         try:
@@ -197,7 +199,7 @@ class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
             self._resolutions.reset(token)
 
     def close(self) -> None:
-        """Resolve no name any more."""
+        """Resolves no further names."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def connect_tcp(

@@ -1,5 +1,4 @@
-"""Values of stored images: what a request may name instead of bytes, what is stored, how it is uploaded in pieces,
-and what can go wrong."""
+"""Defines the values of stored images: references, stored images, uploads in pieces, and their errors."""
 
 from __future__ import annotations
 
@@ -22,14 +21,15 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class ImageUri:
-    """An image that the server fetches for a request."""
+    """Names an image that the server fetches for a request."""
 
     uri: str
 
 
 @dataclass(frozen=True, slots=True)
 class ImageHandle:
-    """An image that is stored in the caller's namespace; `sha256` is the digest of its file in hexadecimal."""
+    """Names an image that is stored in the caller's namespace; `sha256` is the digest of its file in
+    hexadecimal."""
 
     sha256: str
 
@@ -38,13 +38,13 @@ class ImageHandle:
 
     @classmethod
     def parse(cls, image_id: str) -> ImageHandle | None:
-        """The handle that an `image_id` names; None where it is not well formed."""
+        """Returns the handle that an `image_id` names; None if the id is not well formed."""
         sha256 = image_id.removeprefix(_PREFIX)
         return cls(sha256) if sha256 != image_id and is_sha256(sha256) else None
 
     @classmethod
     def require(cls, image_id: str) -> ImageHandle:
-        """The same. Raises `InvalidRequest` where it is not well formed."""
+        """Returns the handle that an `image_id` names. Raises `InvalidRequest` if the id is not well formed."""
         handle = cls.parse(image_id)
         if handle is None:
             raise InvalidRequest((Violation("image_id", BAD_IMAGE_ID),))
@@ -52,17 +52,18 @@ class ImageHandle:
 
 
 ImageReference = ImageUri | ImageHandle
-"""What a request may have in place of the bytes of its image."""
+"""The name that a request may have in place of the bytes of its image."""
 
 
 def is_sha256(text: str) -> bool:
-    """Whether a text is a digest as handles have it: 64 lower-case hexadecimal digits."""
+    """Returns True if the text is a digest as in handles: 64 lower-case hexadecimal digits."""
     return _SHA256.fullmatch(text) is not None
 
 
 @dataclass(slots=True, eq=False)
 class StoredImage:
-    """An image in the store. `size_bytes` is that of the file; times are of `time.monotonic`, in seconds."""
+    """Describes an image in the store. `size_bytes` is that of the file; times are of `time.monotonic`, in
+    seconds."""
 
     handle: ImageHandle
     size_bytes: int
@@ -73,12 +74,12 @@ class StoredImage:
 
     @property
     def remaining_s(self) -> float:
-        """The remaining time of the image in seconds."""
+        """The remaining time to live, in seconds."""
         return self.expires_at - time.monotonic()
 
 
 class ImageNotFound(Exception):
-    """No image of this name is stored in the namespace of the caller."""
+    """Raised when no image of this name is stored in the namespace of the caller."""
 
     def __init__(self, handle: ImageHandle) -> None:
         super().__init__(str(handle))
@@ -86,7 +87,8 @@ class ImageNotFound(Exception):
 
 
 class ImageQuotaExceeded(Exception):
-    """The image does not fit beside the pinned images of its namespace into the quota of `limit_bytes`."""
+    """Raised when the image does not fit next to the pinned images of its namespace into the quota of
+    `limit_bytes`."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(limit_bytes)
@@ -94,18 +96,21 @@ class ImageQuotaExceeded(Exception):
 
 
 class ImageStoreFull(Exception):
-    """The image does not fit beside the pinned images of all namespaces into the store of `limit_bytes`."""
+    """Raised when the image does not fit next to the pinned images of all namespaces into the store of
+    `limit_bytes`."""
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(limit_bytes)
         self.limit_bytes = limit_bytes
         self.retry_after_s = 10.0
-        """A guess: pinned images leave when their time is over."""
+        """An estimate: pinned images leave when they expire."""
 
 
 class ImageSizeMismatch(InvalidRequest):
-    """The size of the received image differs from the announced size; `num_bytes` is None for an image that is
-    larger and was not counted to its end."""
+    """Raised when the size of the received image differs from the announced size.
+
+    `num_bytes` is None if the image is larger and was not counted to its end.
+    """
 
     def __init__(self, announced_bytes: int, num_bytes: int | None) -> None:
         came = "more" if num_bytes is None else str(num_bytes)
@@ -113,7 +118,7 @@ class ImageSizeMismatch(InvalidRequest):
 
 
 class ImageDigestMismatch(InvalidRequest):
-    """The digest of the received image differs from the digest that the caller announced."""
+    """Raised when the digest of the received image differs from the digest that the caller announced."""
 
     def __init__(self, field: str, actual: ImageHandle) -> None:
         super().__init__((Violation(field, f"the bytes that came have the digest {actual.sha256}"),))
@@ -121,7 +126,7 @@ class ImageDigestMismatch(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """How long an image is to be kept; `ttl_s` None means the default of the store."""
+    """Says how long an image must be kept, in seconds; `ttl_s` None means the default of the store."""
 
     ttl_s: float | None = None
     is_pinned: bool = False
@@ -129,7 +134,7 @@ class Keeping:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The digest and size that a caller announces before it sends an image."""
+    """Holds the digest and size that a caller announces before it sends an image."""
 
     handle: ImageHandle
     size_bytes: int
@@ -146,14 +151,14 @@ class Upload:
         self._digest = hashlib.sha256()
 
     def add(self, chunk: bytes) -> None:
-        """Take the next piece. Raises `ImageSizeMismatch` where that makes more than was announced."""
+        """Adds the next piece. Raises `ImageSizeMismatch` if the image exceeds its announced size."""
         if self._data.tell() + len(chunk) > self._announcement.size_bytes:
             raise ImageSizeMismatch(self._announcement.size_bytes, None)
         self._data.write(chunk)
         self._digest.update(chunk)
 
     def finish(self) -> bytes:
-        """The whole image. Raises `ImageSizeMismatch` or `ImageDigestMismatch`."""
+        """Returns the whole image. Raises `ImageSizeMismatch` or `ImageDigestMismatch`."""
         announced = self._announcement
         if self._data.tell() != announced.size_bytes:
             raise ImageSizeMismatch(announced.size_bytes, self._data.tell())
@@ -164,7 +169,7 @@ class Upload:
 
 
 async def handle_of(data: bytes) -> ImageHandle:
-    """The handle of an image that came whole; a large one is hashed in a thread beside the event loop."""
+    """Returns the handle of an image that was received whole. A large one is hashed in a thread."""
     if len(data) <= _HASHED_AT_ONCE_BYTES:
         return ImageHandle(hashlib.sha256(data).hexdigest())
     digest = await asyncio.to_thread(hashlib.sha256, data)

@@ -21,7 +21,7 @@ _NICENESS = 19
 
 
 def use_kept_bytecode() -> None:
-    """Have Python read and write bytecode in the folder of compiled kernels, where an earlier process has kept it.
+    """Has Python read and write bytecode in the folder of compiled kernels, where an earlier process has kept it.
 
     Call it before other imports.
     """
@@ -31,7 +31,7 @@ def use_kept_bytecode() -> None:
 
 
 def keep_bytecode() -> subprocess.Popen[bytes] | None:
-    """Have a process of the lowest priority write the bytecode of all imported modules, for later starts.
+    """Has a process of the lowest priority write the bytecode of all imported modules, for later starts.
 
     Returns the process, which a thread waits for. None where nothing is to be kept: torch has its bytecode, Python
     can write it next to the sources, PYTHONPYCACHEPREFIX says where it is, or the folder belongs to others.
@@ -71,7 +71,7 @@ def _folder() -> Path | None:
 
 
 def _is_own(folder: Path) -> bool:
-    """Returns whether no other user can write there, who could have this process run other code."""
+    """Returns True if no other user can write to the folder, and so have this process run other code."""
     status = folder.stat()
     return status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK)
 
@@ -84,7 +84,7 @@ def _source_of_largest() -> str:
 
 
 def _kept(folder: Path) -> Path:
-    """The last file that is written."""
+    """Returns the file that is written last."""
     return _target(_source_of_largest(), folder)
 
 
@@ -97,7 +97,7 @@ def _target(source: str, folder: Path) -> Path:
 
 
 def _sources() -> set[str]:
-    """The files of all imported modules that have bytecode nowhere."""
+    """Returns the sources of all imported modules without bytecode."""
     found: set[str] = set()
     for module in list(sys.modules.values()):
         with contextlib.suppress(Exception):  # some stand-ins for modules raise whatever is asked of them
@@ -110,7 +110,7 @@ def _sources() -> set[str]:
 
 
 def _write(folder: Path) -> None:
-    """Compile the files named on standard input, in their order."""
+    """Compiles the files named on standard input, in their order."""
     import py_compile
 
     os.nice(_NICENESS)

@@ -19,7 +19,8 @@ _STANDARD_ERROR = 2
 
 
 def end_within(timeout_s: float) -> None:
-    """Unless the process has ended by then, print the stack of every thread, and exit with status 1.
+    """Prints the stack of every thread and exits with status 1, unless the process has ended within `timeout_s`
+    seconds.
 
     A thread of faulthandler does so, which does not need the interpreter's lock. Calling this again restarts the
     time.
@@ -28,7 +29,7 @@ def end_within(timeout_s: float) -> None:
 
 
 def end_now(status: int) -> NoReturn:
-    """Exit without waiting for any thread. What was logged and printed is written first."""
+    """Exits without waiting for any thread. What was logged and printed is written first."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or its reader has gone

@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 class PortUnavailable(Exception):
-    """The address cannot be listened on; the message says which and why."""
+    """Raised when an address cannot be listened on; the message says which and why."""
 
 
 def require_free_port(host: str, port: int) -> None:
-    """Raise `PortUnavailable` if the port cannot be listened on. Lets a start fail before a model is loaded."""
+    """Raises `PortUnavailable` if the port cannot be listened on. Lets a start fail before a model is loaded."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -27,7 +27,7 @@ def require_free_port(host: str, port: int) -> None:
 
 
 def reserved_port(host: str, port: int) -> socket.socket:
-    """A socket that holds a port, 0 for any, on which processes of the same user can listen together.
+    """Returns a socket that holds a port, 0 for any, on which processes of the same user can listen together.
 
     Nothing connects to this socket. Linux only. Raises `PortUnavailable`.
     """
@@ -51,12 +51,12 @@ def reserved_port(host: str, port: int) -> socket.socket:
 
 
 def address_of(host: str, port: int) -> str:
-    """As `host:port`, with brackets around an IPv6 address."""
+    """Returns `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def require_free_socket(path: Path) -> None:
-    """Raise `PortUnavailable` if the path is taken. gRPC replaces a socket on which no server listens."""
+    """Raises `PortUnavailable` if the path is taken. gRPC replaces a socket on which no server listens."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

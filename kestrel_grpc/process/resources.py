@@ -42,7 +42,7 @@ _RESOURCE_ERRORS = frozenset(
 
 
 def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed, else the standard loop."""
+    """Returns the loop of uvloop if that is installed; None means the standard loop."""
     try:
         import uvloop
     except ImportError:
@@ -51,9 +51,9 @@ def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 
 
 def missing_resource(error: BaseException) -> str | None:
-    """Returns what the system lacks, or does not let be written, by an error that is no fault of the program.
+    """Returns the name of the resource that the system lacks, or None if the error has another cause.
 
-    None for other errors.
+    A resource is memory, a descriptor, space on the disk, or the permission to write to a file system.
     """
     if isinstance(error, MemoryError):
         return os.strerror(errno.ENOMEM)
@@ -61,7 +61,7 @@ def missing_resource(error: BaseException) -> str | None:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process have `MAX_DESCRIPTORS` open files and connections, or as many as the system allows.
+    """Lets this process have `MAX_DESCRIPTORS` open files and connections, or as many as the system allows.
 
     Services often start with a limit of 1024 although the system allows more.
     """
@@ -73,13 +73,13 @@ def raise_descriptor_limit() -> None:
 
 
 def lower_grpc_threads() -> None:
-    """Lower the priority of the threads in which gRPC accepts and reads connections. Linux only.
+    """Lowers the priority of the threads in which gRPC accepts and reads connections. Linux only.
 
-    For the whole process, once a `Server` has been made.
+    Applies to the whole process. Call it once a `Server` has been made.
 
-    Calls that arrive faster than the event loop takes them up wait in gRPC, where each delays all others and takes
-    memory. With equal priorities that happens where the threads, which are many, take the processors from the event
-    loop. With these, connections wait in the kernel instead. Threads that gRPC starts later inherit the priority.
+    Calls that arrive faster than the event loop serves them wait in gRPC, where each delays all others and takes
+    memory. With equal priorities that happens when gRPC's many threads take the processors from the event loop.
+    With lower ones, connections wait in the kernel instead. Threads that gRPC starts later inherit the priority.
     """
     niceness = os.getpriority(os.PRIO_PROCESS, 0) + _GRPC_NICENESS
     for thread in Path("/proc/self/task").glob("*"):
@@ -89,9 +89,9 @@ def lower_grpc_threads() -> None:
 
 
 def return_large_blocks(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return large blocks to the system when they are freed, in this process from now on.
+    """Has the C library return large blocks to the system when they are freed, in this process from now on.
 
-    Returns False where nothing was changed: with another C library, or where environment variables configure it.
+    Returns False if nothing was changed: with another C library, or if environment variables configure it.
     """
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in environment):
         return False
@@ -103,18 +103,19 @@ def return_large_blocks(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def freeze_existing_objects() -> None:
-    """Exclude all objects that exist now from garbage collection, so that it examines the others often.
+    """Excludes all objects that exist now from garbage collection, so that it examines the others often.
 
-    Begins it, where it was off during the start.
+    Enables the collection if it was disabled during the start.
     """
     gc.freeze()
     gc.enable()
 
 
 def return_free_memory() -> None:
-    """Collect garbage, and return free memory between used blocks to the system, down to single pages. Needs glibc.
+    """Collects garbage, and returns free memory between used blocks to the system, down to single memory pages.
 
-    Blocks. Other threads wait while garbage is collected; then those that allocate wait while heaps are trimmed.
+    Needs glibc. Other threads wait while garbage is collected; then those that allocate wait while heaps are
+    trimmed.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

@@ -21,9 +21,9 @@ _log = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """Futures for the first and the second request to stop.
+    """Holds futures for the first and the second request to stop.
 
-    SIGHUP is the first where standard input was a terminal that is gone. Elsewhere it calls `reload`.
+    SIGHUP is the first request if standard input was a terminal that is gone. Otherwise it calls `reload`.
     """
 
     def __init__(self, reload: Callable[[], object]) -> None:
@@ -34,14 +34,14 @@ class StopSignals:
         self.second: asyncio.Future[signal.Signals] = self._loop.create_future()
 
     def note(self, number: signal.Signals) -> None:
-        """SIGTERM or SIGINT has come."""
+        """Handles SIGTERM or SIGINT."""
         for future in (self.first, self.second):
             if not future.done():
                 future.set_result(number)
                 return
 
     def hang_up(self) -> None:
-        """SIGHUP has come."""
+        """Handles SIGHUP."""
         if self._note_lost_terminal():
             return
         if self._had_terminal:  # a shell that ends sends the signal before its terminal goes
@@ -58,9 +58,10 @@ class StopSignals:
 
 @contextlib.contextmanager
 def stop_signals(reload: Callable[[], object] | None = None) -> Iterator[StopSignals]:
-    """Handles SIGTERM and SIGINT on the running event loop, for the length of the `with`.
+    """Handles SIGTERM and SIGINT on the running event loop during the `with` block.
 
-    With `reload`, which reads files again, also SIGHUP, unless the process was started to ignore it (`nohup`).
+    With `reload`, which reads files again, it handles SIGHUP too, unless the process was started to ignore it
+    (`nohup`).
     """
     loop = asyncio.get_running_loop()
     signals = StopSignals(reload or (lambda: None))
@@ -83,10 +84,10 @@ def stop_signals(reload: Callable[[], object] | None = None) -> Iterator[StopSig
 
 
 class Interruption:
-    """Notes the first SIGINT or SIGTERM during a `with` without an event loop, whose work looks at `number`.
+    """Records the first SIGINT or SIGTERM during a `with` block without an event loop, whose work reads `number`.
 
     A SIGINT after that raises KeyboardInterrupt. A second SIGTERM does nothing: `timeout` sends it to a process and
-    to its group, so it comes twice. Outside the main thread, where Python has no signals, nothing is noted.
+    to its group, so it arrives twice. Outside the main thread, where Python has no signals, nothing is recorded.
     """
 
     def __init__(self) -> None:

@@ -26,16 +26,17 @@ def printable_json(document: str) -> str:
 
 
 def print_error(text: str) -> None:
-    """Print one line on standard error. Without effect where that cannot be written."""
+    """Prints one line on standard error. Does nothing if that cannot be written."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
             print(f"kestrel-grpc: {printable(text)}", file=sys.stderr)
 
 
 def open_standard_streams() -> None:
-    """Open standard input, output and error where they are closed, so that nothing is read from or written to them.
+    """Opens standard input, output and error if they are closed, so that nothing is read from or written to them.
 
-    The next file or socket would get the number of a closed one, and what libraries print with it.
+    Otherwise the next file or socket would get the number of a closed one, and the output that libraries print to
+    it.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:

@@ -1,7 +1,7 @@
-"""Reads how much of a GPU is used, from the management library of its driver (NVML).
+"""Reads the memory in use and the utilization of a GPU from the management library of its driver (NVML).
 
-A reading needs no CUDA context and waits for no kernel, so that it works beside an engine that computes or hangs.
-It is of the whole device: what other processes use is included.
+A reading needs no CUDA context and waits for no kernel, so it also works while an engine computes or hangs. It
+covers the whole device, other processes included.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeviceReading:
-    """How much of a device is used."""
+    """Holds a reading of a device: its memory in bytes, and its utilization."""
 
     used_bytes: int
     total_bytes: int
     utilization: float
-    """Share of the last sampling period, up to a second, in which a kernel ran, from 0 to 1."""
+    """The share of the last sampling period, up to a second, in which a kernel ran, from 0 to 1."""
 
 
 def device_reader(uuid: str | None) -> Callable[[], DeviceReading | None]:
-    """A function that reads the device with this UUID; it returns None if the device cannot be read."""
+    """Returns a function that reads the device with this UUID; the function returns None if the device cannot be
+    read."""
     if uuid is None:
         return _read_nothing
     try:

@@ -1,7 +1,7 @@
-"""Histograms for Prometheus to which adding a value is cheap.
+"""Implements histograms for Prometheus to which adding a value is cheap.
 
-Those of Prometheus' client lock every bucket, since any thread may add to them. Here one thread adds and any thread
-reads: a reader may miss a value that is being added, but counts never decrease.
+Histograms of Prometheus' client lock every bucket, since any thread may add to them. Here one thread adds and any
+thread reads: a reader may miss a value that is being added, but counts never decrease.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class Series:
-    """The counts under one set of labels."""
+    """Counts the values under one set of labels."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -27,18 +27,21 @@ class Series:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value, in the unit of the bounds: in the first bucket whose bound is not below it."""
+        """Counts a value, in the unit of the bounds: in the first bucket whose bound is not below the value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def read(self) -> tuple[list[int], float]:
-        """The numbers of values at or below each bound, then of all values; and the sum of all values."""
+        """Returns the number of values at or below each bound, then of all values; and the sum of all values."""
         total = self._sum
         return list(accumulate(tuple(self._counts))), total
 
 
 class Histogram(Collector):
-    """One metric with its series. `bounds` rise; the last bucket has none. One without labels is there at once."""
+    """Represents one metric with its series.
+
+    `bounds` rise; the last bucket has none. A metric without labels has its series from the start.
+    """
 
     def __init__(
         self, name: str, help: str, labels: Sequence[str], bounds: Sequence[float], registry: CollectorRegistry
@@ -51,7 +54,7 @@ class Histogram(Collector):
         registry.register(self)
 
     def series(self, *values: str) -> Series:
-        """The series under these values of the labels, made at the first call."""
+        """Returns the series under these values of the labels. The first call makes it."""
         assert len(values) == len(self._labels), f"{self._name} has the labels {self._labels}"
         found = self._series.get(values)
         if found is None:
@@ -59,7 +62,7 @@ class Histogram(Collector):
         return found
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """The metric as Prometheus reads it."""
+        """Yields the metric in the form that Prometheus reads."""
         family = self._family()
         for values, series in tuple(self._series.items()):
             counts, total = series.read()
@@ -67,7 +70,7 @@ class Histogram(Collector):
         yield family
 
     def describe(self) -> Iterator[HistogramMetricFamily]:
-        """The name alone."""
+        """Yields the name of the metric, without samples."""
         yield self._family()
 
     def _family(self) -> HistogramMetricFamily:

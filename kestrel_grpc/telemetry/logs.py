@@ -1,4 +1,4 @@
-"""Logging as text or JSON, set up once at start; the log lines of calls; the line on standard output.
+"""Writes the log as text or JSON: messages, the lines of calls, and the line on standard output.
 
 A thread of its own formats and writes lines, so that a slow or blocked reader of the log delays no call:
 
@@ -6,8 +6,8 @@ A thread of its own formats and writes lines, so that a slow or blocked reader o
     logger.info(...) ── LogWriter.emit ── queue ──→   format, and write many lines at a time
 
 Lines keep their order. The queue is bounded: a line that finds it full is dropped and counted. `logging.shutdown`
-waits until the queue is written; Python calls it at a normal exit, and `process.end_now` before any other. A line
-that cannot be written, because the disk is full or the stream is closed, is lost: no call fails for its log.
+waits until the queue is written; Python calls it at a normal exit, and `end_now` before any other. A line that
+cannot be written, because the disk is full or the stream is closed, is lost: no call fails for its log.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from kestrel_grpc.calls.caller_address import CallerAddresses
 from kestrel_grpc.process.terminal import print_error, printable, printable_json
 
 MAX_WAITING_LINES = 16_384
-"""Lines that wait to be written; a waiting line takes about a kilobyte."""
+"""The most lines that wait to be written. A waiting line takes about a kilobyte."""
 MAX_FAILURE_LINES = 10
-"""Each second, for one tenant and one reason."""
+"""The most lines of failed calls per second for one tenant and one reason."""
 MAX_REPEATED_LINES = 10
-"""Warnings and errors of one place in the code, each second."""
+"""The most warnings and errors per second of one place in the code."""
 FLUSH_TIMEOUT_S = 2.0
-"""How long `flush` and `close` each wait for a reader of the log."""
+"""The longest time that `flush` and `close` each wait for a reader of the log, in seconds."""
 _GATHER_S = 0.01
-"""A line waits this long for others, with which it is written."""
+"""The time that a line waits for others, with which it is written, in seconds."""
 _MAX_LINES_AT_ONCE = 1024
 _MAX_UNMIXED_BYTES = 4096
 _COUNT_EVERY_S = 1.0
@@ -56,19 +56,19 @@ _log = logging.getLogger(__name__)
 class CallLog:
     """Writes a line for each call that has ended.
 
-    Of calls that fail for the same reason, of one tenant or of all callers without a name, a number of lines are
-    written each second, and one line with the count of the others. Belongs to one event loop.
+    Of the failures of one tenant for the same reason, `MAX_FAILURE_LINES` are written each second, then one line
+    with the count of the others. Callers without a name count as one tenant. Belongs to one event loop.
     """
 
     def __init__(self, addresses: CallerAddresses | None = None) -> None:
-        """`addresses` finds those of callers; without it they are left out."""
+        """`addresses` finds the addresses of callers; without it lines have none."""
         self._addresses = addresses
         self._failures: Counter[tuple[str, str, str]] = Counter()
-        """By tenant, code and reason, since the timer started."""
+        """The failures since the timer started, by tenant, code and reason."""
         self._timer: asyncio.TimerHandle | None = None
 
     def record(self, call: CallContext, outcome: Outcome) -> None:
-        """Write the line of a call that has ended."""
+        """Writes the line of a call that has ended."""
         if not _calls.isEnabledFor(logging.INFO):
             return
         is_audited = call.method in AUDITED_METHODS
@@ -103,7 +103,7 @@ class CallLog:
         _log_facts(line, facts)
 
     def close(self) -> None:
-        """Write the counts that are outstanding."""
+        """Writes the outstanding counts."""
         if self._timer is not None:
             self._timer.cancel()
             self._count()
@@ -129,12 +129,14 @@ class CallLog:
 
 
 def _log_facts(message: str, facts: Mapping[str, Any], logger: logging.Logger = _calls) -> None:
-    """As `Logger.info`, without the search for the calling line, which no format shows."""
+    """Logs a message with named values. Does not search for the calling line, as `Logger.info` does: no format
+    shows it."""
     logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, message, (facts,), None))
 
 
 def announce(line: str) -> None:
-    """Print a line on standard output, as JSON where the log is JSON; log it where that cannot be written."""
+    """Prints a line on standard output, as JSON if the log is JSON; logs it if standard output cannot be
+    written."""
     formatter = _json_formatter()
     try:
         if formatter is None:
@@ -153,9 +155,9 @@ def announce(line: str) -> None:
 def set_up_logging(
     level: str, stream: TextIO | None = None, *, line_format: str = "text", process: str | None = None
 ) -> None:
-    """Write lines of `level` and above to `stream`, by default standard error, as `text` or `json`.
+    """Has lines of `level` and above written to `stream`, by default standard error, as `text` or `json`.
 
-    `process` is in every line where several processes write to one stream.
+    `process` is the name of this process in every line, for several processes that write to one stream.
     """
     # These are not part of a line, and collecting them costs as much as writing the line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
@@ -168,13 +170,14 @@ def set_up_logging(
 
 
 def log_end(why: str, *, began: float) -> None:
-    """Log that the server has ended and why, as the last line. `began` is on the monotonic clock."""
+    """Logs that the server has ended and why, as the last line. `began` is on the monotonic clock."""
     facts = {"ended": why, "uptime_s": round(time.monotonic() - began, 1)}
     _log.info("the server has ended after %(uptime_s)s s: %(ended)s", facts)
 
 
 def report(line: str) -> None:
-    """Say on standard error why a command ends: as `print_error` does, or in the log where that is JSON."""
+    """Writes the reason for the end of a command to standard error: as `print_error` does, or as a line of the log
+    if that is JSON."""
     if _json_formatter() is None:
         print_error(line)
     else:
@@ -182,7 +185,7 @@ def report(line: str) -> None:
 
 
 def _json_formatter() -> _JsonFormatter | None:
-    """The formatter of the log of this process, if it writes JSON."""
+    """Returns the formatter of the log of this process if that is JSON, else None."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogWriter) and isinstance(handler.formatter, _JsonFormatter):
             return handler.formatter
@@ -190,7 +193,7 @@ def _json_formatter() -> _JsonFormatter | None:
 
 
 def _log_uncaught() -> None:
-    """Have the log write what Python would write to standard error by itself: warnings and uncaught exceptions."""
+    """Has the log write warnings and uncaught exceptions, which Python would print to standard error."""
     logging.captureWarnings(True)
 
     def uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -214,7 +217,7 @@ def _log_uncaught() -> None:
 
 
 def dropped_lines() -> int:
-    """Lines of the log that were dropped since the start of the process."""
+    """Returns the number of lines of the log that were dropped since the start of the process."""
     return sum(item.num_dropped for item in logging.getLogger().handlers if isinstance(item, LogWriter))
 
 
@@ -227,18 +230,18 @@ class LogWriter(logging.Handler):
     def __init__(self, stream: TextIO, *, max_waiting: int = MAX_WAITING_LINES) -> None:
         super().__init__()
         self.num_dropped = 0
-        """Lines that found the queue full."""
+        """The number of lines that found the queue full."""
         self._stream = stream
         self._max_waiting = max_waiting
         self._queue: SimpleQueue[logging.LogRecord | threading.Event | None] = SimpleQueue()
-        """An event is set once the lines before it have been written; None ends the thread."""
+        """The lines to write. An event is set once the lines before it have been written; None ends the thread."""
         self._num_reported = 0
         self._repeats = _Repeats()
         self._thread = threading.Thread(target=self._run, name="kestrel-log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue a line. Called with the handler's lock held."""
+        """Queues a line. Called with the handler's lock held."""
         if record.levelno >= logging.WARNING and self._repeats.is_left_out(record):
             return
         try:
@@ -253,20 +256,20 @@ class LogWriter(logging.Handler):
             self._queue.put(record)
 
     def flush(self) -> None:
-        """Wait until the lines that are queued now have been written, for at most `FLUSH_TIMEOUT_S`."""
+        """Waits until the lines that are queued now have been written, for at most `FLUSH_TIMEOUT_S`."""
         if self._thread.is_alive():
             written = threading.Event()
             self._queue.put(written)
             written.wait(FLUSH_TIMEOUT_S)
 
     def close(self) -> None:
-        """Write the queue and end the thread, unless the stream blocks for `FLUSH_TIMEOUT_S`."""
+        """Writes the queue and ends the thread, unless the stream blocks for `FLUSH_TIMEOUT_S`."""
         self._queue.put(None)
         self._thread.join(FLUSH_TIMEOUT_S)
         super().close()
 
     def _detach(self, record: logging.LogRecord) -> None:
-        """Keep texts instead of objects, which may be large or change before the line is written."""
+        """Keeps texts instead of objects, which may be large or change before the line is written."""
         if record.exc_info:
             record.exc_text = (self.formatter or logging.Formatter()).formatException(record.exc_info)
             record.exc_info = None
@@ -295,7 +298,7 @@ class LogWriter(logging.Handler):
         self._write(self._repeats.counts(is_last=True))
 
     def _next(self) -> logging.LogRecord | threading.Event | None:
-        """The next item of the queue. Writes the counts of lines that were left out when their second is over."""
+        """Returns the next item of the queue. Writes the counts of omitted lines when their second is over."""
         while self._repeats.has_counts:
             self._write(self._repeats.counts())
             with contextlib.suppress(Empty):
@@ -325,15 +328,15 @@ class _Repeats:
         self._lock = threading.Lock()
         self._began_s = 0.0
         self._seen: Counter[_Kind] = Counter()
-        """Lines in this second."""
+        """The lines of this second, by kind."""
 
     @property
     def has_counts(self) -> bool:
-        """Returns whether `counts` may have something now or later."""
+        """True if `counts` may return lines now or later."""
         return bool(self._seen)
 
     def is_left_out(self, record: logging.LogRecord) -> bool:
-        """Count a line. Returns True where enough lines of its kind were written in this second."""
+        """Counts a line. Returns True if the lines of its kind in this second have reached the limit."""
         error = record.exc_info[0] if record.exc_info else None
         kind = _Kind(record.name, record.levelno, str(record.msg), record.pathname, record.lineno, error)
         with self._lock:
@@ -343,7 +346,7 @@ class _Repeats:
             return self._seen[kind] > MAX_REPEATED_LINES
 
     def counts(self, *, is_last: bool = False) -> list[logging.LogRecord]:
-        """A line for each kind of which lines were left out, once the second is over."""
+        """Returns a line for each kind of omitted lines, once the second is over."""
         with self._lock:
             if not is_last and time.monotonic() - self._began_s < _COUNT_EVERY_S:
                 return []
@@ -364,7 +367,7 @@ class _Repeats:
 
 
 class _Kind(NamedTuple):
-    """Returns what lines have in common that differ in their arguments alone."""
+    """Returns the kind of a line: the part that it shares with lines that differ in their arguments alone."""
 
     logger: str
     level: int
@@ -375,7 +378,8 @@ class _Kind(NamedTuple):
 
 
 def _pieces(lines: Iterable[str]) -> Iterator[str]:
-    """The lines, as many together as a pipe takes without mixing them with those of other processes."""
+    """Yields the lines joined to pieces, each so short that a pipe does not mix it with the output of other
+    processes."""
     piece, num_bytes = "", 0
     for line in lines:
         line_bytes = len(line.encode(errors="replace"))
@@ -388,7 +392,8 @@ def _pieces(lines: Iterable[str]) -> Iterator[str]:
 
 
 class _LineFormatter(logging.Formatter):
-    """Times as `2026-11-21T07:35:39.097Z`. The part before the point is formatted once a second."""
+    """Formats lines as text, with times such as `2026-11-21T07:35:39.097Z`. The part before the point is formatted
+    once a second."""
 
     def __init__(self, process: str | None = None) -> None:
         prefix = "" if process is None else f"{process} "
@@ -404,12 +409,13 @@ class _LineFormatter(logging.Formatter):
         return f"{self._second_text}.{int(record.msecs):03d}Z"
 
     def format(self, record: logging.LogRecord) -> str:
-        """Further lines of a message are indented, so that no text of others looks like a line of its own."""
+        """Returns the line. Further lines of a message are indented, so that no text of callers looks like a line
+        of its own."""
         return printable(super().format(record)).replace("\n", "\n  ")
 
 
 class _JsonFormatter(_LineFormatter):
-    """One object per line. Named arguments of a message are fields of the object."""
+    """Formats each line as a JSON object. Named arguments of a message are fields of the object."""
 
     def __init__(self, process: str | None = None) -> None:
         super().__init__()

@@ -29,12 +29,12 @@ from kestrel_runtime.api.events import Finished
 
 PROVIDER = "kestrel"
 _MAX_NAMED_ADAPTERS = 64
-"""Each has series of its own; the requests of further adapters are counted together, as those of `_OTHER`."""
+"""The most adapters with series of their own; requests of further adapters are counted together under `_OTHER`."""
 _OTHER = "other"
 
 
 class Kind(Enum):
-    """The kind of a metric: how its value changes over time."""
+    """Says how the value of a metric changes over time."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -43,43 +43,43 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """What the metrics of an engine are read from at one scrape."""
+    """Holds the state of an engine from which its metrics are read at one scrape."""
 
     info: EngineInfo
     status: EngineStatus
     load: Load
     device: DeviceReading | None
-    """None without a GPU, and where it cannot be read."""
+    """The reading of the GPU; None without a GPU, or if it cannot be read."""
     num_restarts: int
 
     def caches(self) -> Mapping[str, CacheLoad]:
-        """Its caches by tier."""
+        """Returns the caches of the engine, by tier."""
         return {"embeddings": self.load.image_cache, "prefix_pages": self.load.prefix_cache}
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What metrics are read from at one scrape of one process."""
+    """Holds the state of one process from which its metrics are read at one scrape."""
 
     engine: EngineReading | None = None
-    """None in a process without an engine."""
+    """The reading of the engine; None in a process without an engine."""
     caches: Mapping[str, CacheLoad] = field(default_factory=dict)
-    """By tier."""
+    """The load of each cache, by tier."""
     failed: Mapping[tuple[str, ...], int] = field(default_factory=dict)
-    """Calls that failed, by method and reason."""
+    """The numbers of calls that failed, by method and reason."""
     adapter_requests: Mapping[str, int] = field(default_factory=dict)
     restarts: Mapping[str, int] | None = None
-    """Of child processes, by name; None in a process without children."""
+    """The numbers of restarts of child processes, by name; None in a process without children."""
 
 
 Value = float | None
 Values = Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]
-"""A number, or numbers by the value of the label, or of the labels. None where there is none."""
+"""A number, or numbers by the value of the label or of the labels. None means no sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric under its OpenTelemetry name, its unit in UCUM. Histograms are recorded and not read."""
+    """Defines one metric by its OpenTelemetry name; its unit is in UCUM. Histograms are recorded and not read."""
 
     name: str
     kind: Kind
@@ -92,17 +92,20 @@ class Metric:
 
     @property
     def prometheus_name(self) -> str:
-        """`rpc.server.call.duration` in s → `rpc_server_call_duration_seconds`. The client adds `_total` itself."""
+        """The name for Prometheus: `rpc.server.call.duration` in s → `rpc_server_call_duration_seconds`.
+
+        The client adds `_total` itself.
+        """
         unit = _UNITS[self.unit]
         return _underscored(self.name) + (f"_{unit}" if unit else "")
 
     @property
     def prometheus_labels(self) -> tuple[str, ...]:
-        """`rpc.method` → `rpc_method`."""
+        """The labels for Prometheus: `rpc.method` → `rpc_method`."""
         return tuple(_underscored(label) for label in self.labels)
 
     def family(self) -> CounterMetricFamily | GaugeMetricFamily:
-        """The metric without samples, as Prometheus' client has it."""
+        """Returns the metric without samples, as a family of Prometheus' client."""
         kind = CounterMetricFamily if self.kind is Kind.COUNTER else GaugeMetricFamily
         return kind(self.prometheus_name, self.help, labels=self.prometheus_labels)
 
@@ -407,7 +410,7 @@ def _served(info: EngineInfo) -> tuple[str, ...]:
 
 
 def new_registry(read: Callable[[], Reading]) -> CollectorRegistry:
-    """The metrics of one process; `read` is called at each scrape, in any thread."""
+    """Returns the registry of the metrics of one process. It calls `read` at each scrape, in any thread."""
     disable_created_metrics()  # one more series for each metric, which is not used
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -416,7 +419,7 @@ def new_registry(read: Callable[[], Reading]) -> CollectorRegistry:
 
 
 def not_ready_text() -> bytes:
-    """The text of an engine whose process is being started again: `kestrel.engine.ready` is 0."""
+    """Returns the metrics of an engine whose process is being restarted: `kestrel.engine.ready` is 0."""
     (metric,) = (item for item in METRICS if item.name == "kestrel.engine.ready")
     family = metric.family()
     family.add_metric((), 0)
@@ -435,7 +438,7 @@ class EngineReader:
         engine.on_status_change(self._note_status)
 
     def read(self) -> EngineReading:
-        """The state of the engine now."""
+        """Returns the state of the engine now."""
         return EngineReading(
             info=self._engine.info,
             status=self._engine.status,
@@ -450,10 +453,10 @@ class EngineReader:
 
 
 class ServerMetrics:
-    """Records calls as they end, in `registry`; the engine and `stored_images` are asked at each scrape.
+    """Records calls as they end, in `registry`, and reads the engine and `stored_images` at each scrape.
 
-    `record` belongs to the event loop; the registry may be read in any thread. With `reads_engine` off, other
-    processes have the metrics of the engine and of stored images.
+    `record` belongs to the event loop; the registry may be read in any thread. If `reads_engine` is False, other
+    processes report the metrics of the engine and of stored images.
     """
 
     def __init__(
@@ -478,7 +481,7 @@ class ServerMetrics:
         self._answer_series: dict[tuple[str, str], _AnswerSeries] = {}
 
     def record(self, call: CallContext, outcome: Outcome) -> None:
-        """Count a call that has ended."""
+        """Counts a call that has ended."""
         duration_s = call.duration_s
         self._calls.series(call.method, outcome.code).observe(duration_s)
         if not outcome.is_ok:
@@ -510,7 +513,8 @@ class ServerMetrics:
         self._adapter_requests[name if is_named else _OTHER] += 1
 
     def _model_label(self, request: RequestSummary) -> str:
-        """The model of a request; an adapter is named once it has answered, as callers may name any."""
+        """Returns the model of a request. An adapter is named only once it has answered, because callers may send
+        any name."""
         is_known = not request.adapter or request.adapter in self._adapter_requests
         return request.model(self._model) if is_known else f"{self._model}/{_OTHER}"
 
@@ -548,7 +552,7 @@ class ServerMetrics:
 
 
 class _AnswerSeries(NamedTuple):
-    """The series of one skill that each answer updates."""
+    """Holds the series of one skill that each answer updates."""
 
     input_tokens: Series
     output_tokens: Series
@@ -580,12 +584,12 @@ class _Scrape(Collector):
             yield family
 
     def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """Names alone, so that registering asks nothing of the engine."""
+        """Yields the names alone, so that registering does not read the engine."""
         return (metric.family() for metric in METRICS if metric.kind is not Kind.HISTOGRAM)
 
 
 class _Fixed(Collector):
-    """One metric as it is."""
+    """Collects one metric whose value does not change."""
 
     def __init__(self, family: CounterMetricFamily | GaugeMetricFamily) -> None:
         self._family = family
@@ -595,7 +599,7 @@ class _Fixed(Collector):
 
 
 def markdown_table() -> str:
-    """The table of metrics as the documentation shows it."""
+    """Returns the table of metrics for the documentation."""
     rows = ["| Metric | In Prometheus | Kind | Unit | Labels | What it says |", "|---|---|---|---|---|---|"]
     for item in METRICS:
         suffix = "_total" if item.kind is Kind.COUNTER else ""
@@ -608,7 +612,7 @@ def markdown_table() -> str:
 
 
 def bucket_table() -> str:
-    """The bounds of every histogram as the documentation shows them."""
+    """Returns the table of the bounds of every histogram for the documentation."""
     rows = ["| Histogram | Upper bounds |", "|---|---|"]
     histograms = (item for item in METRICS if item.kind is Kind.HISTOGRAM)
     rows += [f"| `{item.name}` | {', '.join(f'{bound:.12g}' for bound in item.buckets)} |" for item in histograms]

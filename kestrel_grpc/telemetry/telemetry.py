@@ -1,4 +1,4 @@
-"""Metrics, traces and the log lines of calls, as the options configure them."""
+"""Sets up metrics, traces and the log lines of calls, as the options configure them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _log = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """`observers` record every call that has ended. A feature that is off has no observer and costs nothing."""
+    """Holds the `observers` that record every call that has ended. A disabled feature has no observer and costs
+    nothing."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class Telemetry:
         instance_id: str,
         reads_engine: bool = True,
     ) -> None:
-        """`stored_images` reads the store of images. `reads_engine` is False where other processes have the metrics
+        """`stored_images` reads the store of images. `reads_engine` is False if other processes report the metrics
         of the engine and of stored images. Raises `TracingUnavailable`."""
         self._export: TraceExport | None = None
         if config.tracing and (reason := switched_off_by(os.environ)) is not None:
@@ -60,11 +61,11 @@ class Telemetry:
         self.observers: Sequence[Observer] = (*observers, self._call_log.record)
 
     def metrics_text(self) -> bytes:
-        """The metrics of this process as Prometheus text. May be called from any thread."""
+        """Returns the metrics of this process as Prometheus text. May be called from any thread."""
         return generate_latest(self._registry)
 
     async def close(self) -> None:
-        """Write the outstanding counts of the log and send the last spans."""
+        """Writes the outstanding counts of the log and sends the last spans."""
         self._call_log.close()
         if self._export is not None:
             await asyncio.to_thread(self._export.close)

@@ -1,4 +1,4 @@
-"""A trace for each call, made when it has ended: a server span with one child for each stage in the engine.
+"""Makes a trace for each call when it has ended: a server span with one child for each stage in the engine.
 
     kestrel.v1.VisionService/Query
     ├── queue          waited to be prepared and to run
@@ -8,8 +8,8 @@
 
 The engine reports how long each stage took, not when it began, so the children follow each other from the start of
 the call. Nothing is done while a call runs, and no span is ever current. At most `MAX_TRACED_PER_S` calls are
-traced, so that tracing cannot slow a busy server down. Spans hold texts only with `--trace-content`, and never
-images. The library's exporter sends them, configured by the standard `OTEL_*` variables.
+traced per second, so that tracing cannot slow a busy server down. Spans hold texts only with `--trace-content`, and
+never images. The library's exporter sends them, configured by the standard `OTEL_*` variables.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LAST_SPANS_S = 3.0
 
 
 class TracingUnavailable(Exception):
-    """Tracing is on, but traces cannot be sent; the message says why."""
+    """Raised when tracing is on but traces cannot be sent; the message says why."""
 
 
 AddPart = Callable[[Span, str, int, int], None]
@@ -79,7 +79,7 @@ class CallTracer:
         self._allowed_at = clock()
 
     def record(self, call: CallContext, outcome: Outcome) -> None:
-        """Trace a call that has ended, within the limit, and set its `trace_id`."""
+        """Traces a call that has ended, within the limit, and sets its `trace_id`."""
         if not self._is_allowed():
             return
         ended_ns = time.time_ns()
@@ -166,7 +166,10 @@ class TraceExport:
     """Sends spans to `OTEL_EXPORTER_OTLP_ENDPOINT` in the background. Needs the extra `otel`."""
 
     def __init__(self, environment: Mapping[str, str], *, instance_id: str) -> None:
-        """Raises `TracingUnavailable`. The library reads the process's environment; `environment` is checked."""
+        """Sets up the exporter. Raises `TracingUnavailable`.
+
+        `environment` is checked; the library itself reads the environment of the process.
+        """
         require_tracing(environment)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -192,11 +195,11 @@ class TraceExport:
 
     @property
     def tracer(self) -> Tracer:
-        """Makes spans that are sent."""
+        """The tracer whose spans are sent."""
         return self._provider.get_tracer("kestrel_grpc", __version__)
 
     def add_part(self, whole: Span, name: str, began_ns: int, ended_ns: int) -> None:
-        """Send a span below `whole`, which is sent itself."""
+        """Sends a span below `whole`, which is sent itself."""
         # Making a span with the tracer takes ten times as long, for locks, attributes and events, which these
         # spans do not need. Sampling was decided for the whole trace.
         parent = whole.get_span_context()
@@ -211,7 +214,7 @@ class TraceExport:
         self._processor.on_end(part)
 
     def close(self) -> None:
-        """Send the remaining spans. Blocks until they are sent, for at most a few seconds."""
+        """Sends the remaining spans. Blocks until they are sent, for at most a few seconds."""
         # The library retries for longer than a server that stops can wait.
         sending = threading.Thread(target=self._provider.shutdown, name="kestrel-last-spans", daemon=True)
         sending.start()
@@ -219,7 +222,7 @@ class TraceExport:
 
 
 def switched_off_by(environment: Mapping[str, str]) -> str | None:
-    """Returns the setting of OpenTelemetry that switches traces off, as `OTEL_SDK_DISABLED=true`, or None."""
+    """Returns the setting that switches traces off, such as `OTEL_SDK_DISABLED=true`; None if there is none."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return "OTEL_SDK_DISABLED=true"
     if environment.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none":
@@ -228,7 +231,7 @@ def switched_off_by(environment: Mapping[str, str]) -> str | None:
 
 
 def require_tracing(environment: Mapping[str, str]) -> None:
-    """Raise `TracingUnavailable` where traces cannot be sent, for a check before a model is loaded."""
+    """Raises `TracingUnavailable` if traces cannot be sent. Allows a check before a model is loaded."""
     if switched_off_by(environment) is not None:
         return
     exporters = environment.get("OTEL_TRACES_EXPORTER", "").strip() or _ONLY_EXPORTER
@@ -264,7 +267,7 @@ _EXPORTER_SETTINGS: Sequence[tuple[str, Callable[[str], object], str]] = (
     ("TIMEOUT", float, "a number of seconds"),
     ("COMPRESSION", _compression, "gzip, deflate or none"),
 )
-"""Settings whose mistakes the library does not handle: the end of their names, a parser, and what they must be."""
+"""The settings whose mistakes the library does not handle: the end of the name, a parser, and the valid values."""
 
 
 def _parts(finished: Finished) -> tuple[tuple[str, float], ...]:
@@ -283,5 +286,5 @@ def _answered(finished: Finished) -> str:
 
 
 def _message(role: str, text: str) -> str:
-    """One message in the format of the OpenTelemetry convention."""
+    """Returns one message in the format of the OpenTelemetry convention."""
     return json.dumps([{"role": role, "parts": [{"type": "text", "content": text}]}], ensure_ascii=False)

@@ -1,1 +1,1 @@
-"""The gRPC frontend: services, method handlers, health and reflection."""
+"""Serves the gRPC API: services, method handlers, health and reflection."""

@@ -1,4 +1,5 @@
-"""Closes connections of gRPC's servers. gRPC itself offers no way to do so, and there are three reasons:
+"""Closes connections of gRPC's servers, which gRPC itself offers no way to do. There are three reasons to close
+them:
 
 - The server ends. While gRPC stops, it resets arriving calls with CANCELLED, which clients do not retry. On a
   closed connection calls fail with UNAVAILABLE, which clients retry elsewhere.
@@ -27,7 +28,8 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import unquote
 
 LARGE_BYTES = 2**18
-"""Smaller responses may stay unread: the limits on calls bound them."""
+"""The size from which responses must be read in time. Smaller ones may stay unread: the limits on calls bound
+them."""
 
 _CHECK_INTERVAL_S = 0.25
 _MIN_IDLE_S = 0.5
@@ -41,14 +43,14 @@ _log = logging.getLogger(__name__)
 
 
 class Connections:
-    """The listening sockets and the connections of some ports and paths of this process.
+    """Finds the listening sockets and the connections of some ports and paths of this process.
 
     Belongs to an event loop; `close_all`, `close_peer` and `close_idle` may be called from any thread.
     """
 
     def __init__(self, read_timeout_s: float, busy_ports: Callable[[], Collection[int]]) -> None:
-        """A large response must be read within `read_timeout_s` seconds. `busy_ports` returns the remote ports of
-        connections with open calls."""
+        """`read_timeout_s` is the time in which a large response must be read. `busy_ports` returns the remote
+        ports of connections with open calls."""
         self._read_timeout_s = read_timeout_s
         self._busy_ports = busy_ports
         self._ports: frozenset[int] = frozenset()
@@ -57,20 +59,21 @@ class Connections:
         self._lock = threading.Lock()
 
     def open(self, ports: Collection[int], paths: Collection[str] = ()) -> None:
-        """Look for sockets of these ports and paths from now on. Takes two descriptors until `release`."""
+        """Looks for sockets of these ports and paths from now on. Takes two descriptors until `release`."""
         self._ports, self._paths = frozenset(ports), frozenset(paths)
         nothing = os.open(os.devnull, os.O_RDONLY)
         self._reserved = nothing, os.dup(nothing)
 
     def release(self) -> None:
-        """Give the two descriptors back: no socket is found any more."""
+        """Gives the two descriptors back. No socket is found afterwards."""
         with self._lock:
             for descriptor in self._reserved or ():
                 os.close(descriptor)
             self._reserved = None
 
     def close_all(self) -> None:
-        """Accept no further connection, and send no more on the existing ones. What has been sent still arrives."""
+        """Accepts no further connection, and sends nothing more on existing ones. Bytes that have been sent still
+        arrive."""
         # Listening sockets first, so that clients cannot reconnect.
         for item in self._sockets(are_listening=True):
             _shut_down(item, socket.SHUT_RD)
@@ -78,7 +81,7 @@ class Connections:
             _shut_down(item, socket.SHUT_WR)
 
     def expect_reader(self, num_bytes: int, peer: Callable[[], str]) -> None:
-        """Close the connection of the caller unless it reads the response in time.
+        """Closes the connection of the caller unless it reads the response in time.
 
         The current task returns a response of `num_bytes` and is done when the response is sent. `peer` returns
         gRPC's name of the caller.
@@ -91,7 +94,7 @@ class Connections:
         task.add_done_callback(lambda _: timer.cancel())
 
     def close_peer(self, peer: str) -> bool:
-        """Close the connection of a peer, such as `ipv4:192.0.2.1:1234`.
+        """Closes the connection of a peer, such as `ipv4:192.0.2.1:1234`.
 
         Returns False if there is none, as on a Unix socket.
         """
@@ -105,7 +108,7 @@ class Connections:
         return False
 
     async def watch_descriptors(self) -> None:
-        """Close idle connections whenever descriptors run out, until cancelled. Does nothing without Linux."""
+        """Closes idle connections whenever descriptors run out, until cancelled. Does nothing without Linux."""
         if not hasattr(socket, "TCP_INFO"):
             return
         loop, may_log_at = asyncio.get_running_loop(), 0.0
@@ -120,10 +123,10 @@ class Connections:
                 _log.warning("descriptors run out: %d idle connections are closed", num_closed)
 
     def close_idle(self, busy_ports: Collection[int], *, min_idle_s: float = _MIN_IDLE_S) -> int:
-        """Close the connections that have been idle for longest, at most half of all. Returns how many were closed.
+        """Closes the longest idle connections, at most half of all. Returns the number of closed ones.
 
-        A connection stays if its peer has one of `busy_ports`, or if something was sent or received on it in the
-        last `min_idle_s` seconds.
+        A connection stays open if its peer has one of `busy_ports`, or if something was sent or received on it in
+        the last `min_idle_s` seconds.
         """
         found = self._sockets(are_listening=False)
         all_idle_s = [_idle_s(item, busy_ports) for item in found if item.family != socket.AF_UNIX]
@@ -136,7 +139,8 @@ class Connections:
         return num_closed
 
     def _sockets(self, *, are_listening: bool) -> Iterator[socket.socket]:
-        """Listening sockets, or connections. Each is valid until the next is asked for, and must not be closed.
+        """Yields listening sockets, or connections. Each is valid until the next is asked for, and must not be
+        closed.
 
         Each is duplicated to a reserved descriptor, because gRPC may close the original at any time and the system
         may give its number to another file. This works even when all other descriptors are in use.
@@ -170,7 +174,7 @@ class Connections:
 
 
 def is_short_of_descriptors() -> bool:
-    """True if this process may open few further descriptors, or none."""
+    """Returns True if this process may open few further descriptors, or none."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return False
@@ -183,7 +187,8 @@ def is_short_of_descriptors() -> bool:
 
 
 def _descriptors() -> Iterable[int]:
-    """The numbers of open descriptors; without a free descriptor to list them, all numbers up to the limit."""
+    """Returns the numbers of the open descriptors. If no descriptor is free for listing them, returns all numbers
+    up to the limit."""
     try:
         return [int(name) for name in os.listdir("/dev/fd")]
     except OSError:
@@ -192,7 +197,7 @@ def _descriptors() -> Iterable[int]:
 
 
 def _shut_down(item: socket.socket, how: int) -> bool:
-    """Returns False if the peer has closed the connection."""
+    """Shuts a connection down. Returns False if the peer has closed it."""
     try:
         item.shutdown(how)
     except OSError:
@@ -201,7 +206,8 @@ def _shut_down(item: socket.socket, how: int) -> bool:
 
 
 def _idle_s(item: socket.socket, busy_ports: Collection[int]) -> float:
-    """Seconds since something was sent or received; -1 if calls are open or the connection has ended."""
+    """Returns the seconds since something was sent or received; -1 if calls are open or the connection has
+    ended."""
     try:
         if item.getpeername()[1] in busy_ports:
             return -1.0
@@ -212,7 +218,7 @@ def _idle_s(item: socket.socket, busy_ports: Collection[int]) -> float:
 
 
 def _address(peer: str) -> tuple[IPv4Address | IPv6Address, int] | None:
-    """The address and the port in gRPC's name of a caller."""
+    """Returns the address and the port in gRPC's name of a caller."""
     family, _, rest = peer.partition(":")
     host, _, port = unquote(rest).rpartition(":")
     if family not in ("ipv4", "ipv6") or not port.isdecimal():
@@ -229,6 +235,6 @@ def _remote_address(item: socket.socket) -> tuple[IPv4Address | IPv6Address, int
 
 
 def _plain(host: str) -> IPv4Address | IPv6Address:
-    """Parse an address. An IPv6 socket shows the address of an IPv4 peer as a mapped one."""
+    """Parses an address. An IPv6 socket shows the address of an IPv4 peer as a mapped one."""
     address = ip_address(host)
     return getattr(address, "ipv4_mapped", None) or address

@@ -1,4 +1,4 @@
-"""`EngineService`: which server this is, what it serves, how busy it is; clears caches and cancels requests."""
+"""Implements `EngineService`: describes the server, its model and its load; clears caches and cancels requests."""
 
 # ruff: noqa: N802 (methods bear the names of their RPCs)
 
@@ -21,9 +21,9 @@ from kestrel_runtime.api.errors import EngineUnavailable, InvalidRequest, Violat
 
 # What processes ask each other.
 _CANCEL = "cancel requests"
-"""The answer is the number of requests, in digits."""
+"""The topic of the question whose answer is the number of cancelled requests, in digits."""
 _LOAD = "load"
-"""The answer is a `FrontendLoad`."""
+"""The topic of the question whose answer is a `FrontendLoad`."""
 
 _STATUSES: Mapping[EngineStatus, wire.EngineStatus] = MappingProxyType(
     {
@@ -38,10 +38,10 @@ _MAX_LOGGED_CHARS = 200
 
 
 class EngineService:
-    """Answers from the engine's own description; `instance_id` names this run of the server.
+    """Implements `EngineService` on the engine's own description; `instance_id` names this run of the server.
 
-    `access` knows the namespaces of callers. Requests that can be cancelled are the `requests` of this process and
-    those of its `peers`.
+    `access` knows the namespaces of callers. `CancelRequests` cancels the `requests` of this process and those of
+    its `peers`.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class EngineService:
         return wire.UnloadAdapterResponse(adapter=_adapter(await self._engine.unload_adapter(name)))
 
     def _frontend_load(self) -> wire.FrontendLoad:
-        """The load of this process."""
+        """Returns the load of this process."""
         return wire.FrontendLoad(
             name=self._peers.own_name,
             process_id=os.getpid(),
@@ -134,7 +134,7 @@ class EngineService:
         )
 
     def _cancel(self, request: wire.CancelRequestsRequest) -> int:
-        """Cancel the selected requests of this process; returns how many."""
+        """Cancels the selected requests of this process and returns their number."""
         selection = request.WhichOneof("selection")
         attribute = "request_id" if selection == "request_id" else "principal"
         wanted = getattr(request, selection or "")
@@ -144,7 +144,8 @@ class EngineService:
         return b"%d" % self._cancel(wire.CancelRequestsRequest.FromString(question))
 
     def _namespace(self, request: wire.ClearCacheRequest) -> str | None:
-        """The namespace that a request names; None for all. Raises `InvalidRequest` where there is none."""
+        """Returns the namespace that a request names; None for all. Raises `InvalidRequest` if the namespace is
+        unknown."""
         owner, known = request.WhichOneof("owner"), self._access.namespaces()
         if owner is None:
             return None
@@ -190,12 +191,12 @@ class EngineService:
 
 
 def _for_log(kind: str, name: str) -> str:
-    """Returns what an operator's call names, shortened: it may be a text of any length."""
+    """Returns a name from an operator's call, cut to a length that fits into a line of the log."""
     return f"{kind} {name[:_MAX_LOGGED_CHARS]}"
 
 
 def _name_of(request: wire.LoadAdapterRequest | wire.UnloadAdapterRequest) -> str:
-    """Raises `InvalidRequest` where it is no name of an adapter."""
+    """Returns the name of an adapter. Raises `InvalidRequest` if the text is not one."""
     if AdapterName.parse(request.name) is None:
         raise InvalidRequest((Violation("name", "must be the name of an adapter, such as name or name@step"),))
     return request.name

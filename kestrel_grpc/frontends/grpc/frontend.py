@@ -1,4 +1,4 @@
-"""The gRPC frontend: its servers, their services, their ports and their connections."""
+"""Sets up the gRPC frontend: its servers, their services, their ports and their connections."""
 
 from __future__ import annotations
 
@@ -52,19 +52,20 @@ _log = logging.getLogger(__name__)
 
 
 class ForeignService(Protocol):
-    """A service that another frontend adds to the gRPC servers, with a contract that is not ours."""
+    """Describes a service that another frontend adds to the gRPC servers, with a contract of others."""
 
     name: str
-    """As `package.Service`."""
+    """The full name, as `package.Service`."""
     file: Any
-    """The descriptor of its file."""
+    """The descriptor of the file that defines the service."""
 
     def handlers(self, groups: CallGroups) -> Iterable[tuple[CallAdmission, Mapping[str, grpc.RpcMethodHandler]]]:
-        """Groups of methods by name, with their admissions. Methods take a `CallContext`, not gRPC's context."""
+        """Returns groups of methods by name, each with its admission. Methods take a `CallContext`, not gRPC's
+        context."""
         ...
 
     def translate_failure(self, failure: CallFailure) -> CallFailure:
-        """The failure as clients of this service expect it."""
+        """Returns the failure in the form that clients of this service expect."""
         ...
 
 
@@ -91,10 +92,10 @@ class GrpcFrontend:
         num_processors: float,
         shares_ports: bool = False,
     ) -> None:
-        """With `shares_ports` other processes of this server listen on the same ports. `num_processors` is the
-        processor time that this process may use, in seconds per second."""
+        """If `shares_ports` is True, other processes of this server listen on the same ports. `num_processors` is
+        the processor time that this process may use, in seconds per second."""
         self.port: int | None = None
-        """The port that is listened on; None before `start`."""
+        """The port of gRPC; None before `start`."""
         self.triton_port: int | None = None
         """The second port for the same services; None where there is none, and before `start`."""
         self.admin_port: int | None = None
@@ -131,7 +132,7 @@ class GrpcFrontend:
         self._closing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen and serve. Raises `PortUnavailable`."""
+        """Listens and serves. Raises `PortUnavailable`."""
         config = self._config
         public, operators = self._servers[0], self._servers[-1]
         open_one = partial(open_port, is_shared=self._shares_ports)
@@ -149,7 +150,7 @@ class GrpcFrontend:
         self._watch = asyncio.create_task(self._connections.watch_descriptors())
 
     async def close(self) -> None:
-        """Accept no further connection or call, and cancel calls that still run. May be repeated."""
+        """Accepts no further connection or call, and cancels calls that still run. May be repeated."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._end_connections())
         # The caller may run out of time; the closing goes on.
@@ -170,7 +171,7 @@ class GrpcFrontend:
             stop.result()
 
     def _server(self, *files: Any) -> grpc.aio.Server:
-        """A server of the services in `files`, of health and of reflection.
+        """Makes a server of the services in `files`, of health and of reflection.
 
         The server of `VisionService` has the foreign services, too.
         """

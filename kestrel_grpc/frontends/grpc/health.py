@@ -1,4 +1,4 @@
-"""grpc.health.v1 on top of `Readiness`: `Check` for probes, `Watch` for load balancers."""
+"""Implements grpc.health.v1 on top of `Readiness`: `Check` for probes, `Watch` for load balancers."""
 
 # ruff: noqa: N802 (methods bear the names of their RPCs)
 
@@ -17,14 +17,15 @@ from kestrel_grpc.frontends.grpc.method_handlers import AdmittedServices
 
 
 class Health:
-    """All services have the same status. `Watch` sends the latest status; a slow reader misses earlier ones."""
+    """Reports the same status for all services. `Watch` sends the latest status; a slow reader misses earlier
+    ones."""
 
     def __init__(self, readiness: Readiness, services: Iterable[str]) -> None:
         self._readiness = readiness
         self._services = frozenset(("", *services))
 
     def add_to(self, checks: AdmittedServices, watches: AdmittedServices) -> None:
-        """Add `Check` and `Watch` to a server, each with an admission of its own."""
+        """Adds `Check` and `Watch` to a server, each with an admission of its own."""
         codec: Any = {
             "request_deserializer": HealthCheckRequest.FromString,
             "response_serializer": HealthCheckResponse.SerializeToString,

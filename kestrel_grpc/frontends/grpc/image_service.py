@@ -1,4 +1,4 @@
-"""`ImageService`: stores, describes and drops images in the namespace of the caller."""
+"""Implements `ImageService`: stores, describes and drops images in the namespace of the caller."""
 
 # ruff: noqa: N802 (methods bear the names of their RPCs)
 
@@ -31,7 +31,7 @@ from kestrel_runtime.api.fair_limit import FairLimit
 
 _NOT_SHA256 = "must be 64 lower-case hexadecimal digits"
 _MAX_SENT_AT_ONCE = 8
-"""Files that are being sent: each stays in memory until its caller has read it."""
+"""The most files that are being sent. Each stays in memory until its caller has read it."""
 
 
 class ImageService:
@@ -75,7 +75,7 @@ class ImageService:
         return wire.DeleteImageResponse()
 
     def _hold_place(self, principal: str) -> None:
-        """Count a file that is being sent until the call ends. Raises `TooManyCalls`."""
+        """Counts a file that is being sent until the call ends. Raises `TooManyCalls`."""
         if not self._sending.take(principal):
             raise TooManyCalls(f"all of the {self._sending.limit} files that may be sent, or this caller's share")
         task = asyncio.current_task()
@@ -84,7 +84,7 @@ class ImageService:
 
 
 def upload_header(message: wire.UploadImageRequest | None, max_image_bytes: int) -> Announcement:
-    """The first message of an upload. Raises `InvalidRequest`, or `ImageError` for a size above the limit."""
+    """Reads the first message of an upload. Raises `InvalidRequest`, or `ImageError` for a size above the limit."""
     if message is None or message.WhichOneof("part") != "header":
         raise InvalidRequest((Violation("header", "must come first"),))
     found = message.header
@@ -102,7 +102,7 @@ def upload_header(message: wire.UploadImageRequest | None, max_image_bytes: int)
 
 
 def upload_chunk(message: wire.UploadImageRequest) -> bytes:
-    """A later message of an upload. Raises `InvalidRequest`."""
+    """Reads a later message of an upload. Raises `InvalidRequest`."""
     if message.WhichOneof("part") != "chunk":
         raise InvalidRequest((Violation("chunk", "must follow the header"),))
     found = message.chunk
@@ -112,7 +112,7 @@ def upload_chunk(message: wire.UploadImageRequest) -> bytes:
 
 
 def put_image(message: wire.PutImageRequest) -> tuple[bytes, ImageHandle | None, Keeping]:
-    """An image in one message, and its handle if the caller gives one. Raises `InvalidRequest`."""
+    """Reads an image in one message, and its handle if the caller gives one. Raises `InvalidRequest`."""
     violations: list[Violation] = []
     data = message.data
     if not data:

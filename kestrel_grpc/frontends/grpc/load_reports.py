@@ -1,4 +1,5 @@
-"""Tells balancers with each answer how busy the server is, by ORCA's report in the trailing metadata of a call."""
+"""Reports the load of the server to balancers with each answer: ORCA's report in the trailing metadata of a
+call."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _MIN_CPU_WINDOW_S = 1.0
 
 
 class LoadReports:
-    """The reports of a server; `proto/compat/xds` describes them. Belongs to the event loop of the calls."""
+    """Makes the load reports of a server; `proto/compat/xds` describes them. Belongs to the event loop of the
+    calls."""
 
     def __init__(self, engine: Engine, num_processors: float) -> None:
         """`num_processors` is the processor time that this process may use, in seconds per second."""
@@ -22,7 +24,7 @@ class LoadReports:
         self._processors = _ProcessorUse(num_processors)
 
     def metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """The report for a call whose request the engine has just finished."""
+        """Returns the report for a call whose request the engine has just finished."""
         load = self._engine.load()
         # The request of the call has left the engine, and is part of the load all the same.
         num_requests = 1 + load.num_running + load.num_waiting + load.num_preprocessing
@@ -42,7 +44,7 @@ class LoadReports:
 
 
 class _ProcessorUse:
-    """The use of processors by this process, measured anew at most once in `_MIN_CPU_WINDOW_S` seconds."""
+    """Measures the use of processors by this process, at most once in `_MIN_CPU_WINDOW_S` seconds."""
 
     def __init__(self, num_processors: float) -> None:
         self._num_processors = num_processors
@@ -50,7 +52,7 @@ class _ProcessorUse:
         self._utilization = 0.0
 
     def utilization(self) -> float:
-        """The share of what it may use, from 0 to 1, between the last two measurements."""
+        """Returns the used share of the processor time, from 0 to 1, between the last two measurements."""
         now_s, used_s = time.monotonic(), time.process_time()
         window_s = now_s - self._since[0]
         if window_s >= _MIN_CPU_WINDOW_S:

@@ -1,8 +1,8 @@
-"""Limits on serialized requests, checked before protobuf turns them into objects.
+"""Limits serialized requests, before protobuf turns them into objects.
 
 A field of two bytes on the wire takes forty in memory, and a microsecond to check: a message as large as an image
-could hold millions of them. So a message must be small apart from one image, and must have few fields.
-The check visits the outermost fields and those around an image only, and copies no payload.
+could hold millions of them. So a message must be small apart from one image, and must have few fields. The check
+visits only the outermost fields and those around an image, and copies no payload.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from google.protobuf.message import DecodeError
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
 
 MAX_OTHER_BYTES = 2**20
-"""For everything in a message but the payload of its image."""
+"""The most bytes of a message apart from the payload of its image."""
 MAX_FIELDS = 1000
-"""For the message and its image together, as they come on the wire: each item of a repeated field counts."""
+"""The most fields of a message and its image together, as serialized: each item of a repeated field counts."""
 _UNCHECKED_BYTES = 128 * 1024
-"""A message up to here holds too little to take long."""
+"""The size up to which a message is not checked: it holds too little to take long."""
 _IMAGE_URI = "kestrel.v1.Image.uri"
-"""A text that may hold an image."""
+"""The text field that may hold an image."""
 _VARINT, _FIXED64, _LENGTH, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 _MAX_VARINT_BYTES = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A field that may hold an image. `is_image`: it holds the bytes of the image and nothing else."""
+    """Marks a field that may hold an image. `is_image`: it holds the bytes of the image and nothing else."""
 
     is_image: bool
 
 
 Layout = Mapping[int, "Payload | Layout"]
-"""By number, the fields of a message that may hold an image, and those whose own fields may."""
+"""The fields of a message that may hold an image, or whose own fields may, by number."""
 
 
 def layout_of(descriptor: Any) -> Layout:
-    """The layout of the messages of a type, which must not contain itself."""
+    """Returns the layout of the messages of a type, which must not contain itself."""
     found: dict[int, Payload | Layout] = {}
     for field in descriptor.fields:
         if field.type == FieldDescriptor.TYPE_BYTES:
@@ -54,9 +54,9 @@ def layout_of(descriptor: Any) -> Layout:
 
 
 def check_shape(message: bytes, layout: Layout, max_image_bytes: int) -> None:
-    """Raise `InvalidRequest` for a message that is too large or has too many fields, apart from its image.
+    """Raises `InvalidRequest` for a message that is too large or has too many fields, apart from its image.
 
-    Raises `ImageError` for an image above `max_image_bytes`, and `DecodeError` where the bytes are no protobuf
+    Raises `ImageError` for an image above `max_image_bytes`, and `DecodeError` if the bytes are no protobuf
     message. The image is the longest of the fields that may hold one.
     """
     num_bytes = len(message)
@@ -70,8 +70,8 @@ def check_shape(message: bytes, layout: Layout, max_image_bytes: int) -> None:
 
 
 def _walk(message: bytes, position: int, end: int, layout: Layout, num_fields: int) -> tuple[int, bool, int]:
-    """The length of the longest payload, whether it is an image and nothing else, and the number of fields added to
-    `num_fields`."""
+    """Returns the length of the longest payload, True if that is an image and nothing else, and the number of
+    fields added to `num_fields`."""
     payload_bytes = depth = 0
     is_image = False
     while position < end:
@@ -114,7 +114,7 @@ def _walk(message: bytes, position: int, end: int, layout: Layout, num_fields: i
 
 
 def _varint(message: bytes, position: int, end: int) -> tuple[int, int]:
-    """A number, and the position behind it."""
+    """Returns a number, and the position after it."""
     if position >= end:
         raise DecodeError
     byte = message[position]

@@ -74,7 +74,7 @@ class AdmittedServices:
         translate_failure: FailureTranslator | None = None,
         load_reports: LoadReports | None = None,
     ) -> None:
-        """`max_message_bytes` is the largest message that is taken. `translate_failure` changes a failure to the
+        """`max_message_bytes` is the largest message that is accepted. `translate_failure` changes a failure to the
         form that the service's clients expect.
 
         With `load_reports`, calls that end well have one in their trailing metadata.
@@ -89,12 +89,12 @@ class AdmittedServices:
     def add_registered_method_handlers(
         self, service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler]
     ) -> None:
-        """Called by the generated code, with each method's handler."""
+        """Adds the methods of a service. The generated code calls it with each method's handler."""
         wrapped = {name: self._wrap(f"{service_name}/{name}", handler) for name, handler in method_handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, wrapped),))
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
-        """Called by the generated code with the same methods unwrapped, which are ignored."""
+        """Does nothing. The generated code calls it with the same methods, unwrapped."""
 
     def _wrap(self, method: str, handler: Any) -> grpc.RpcMethodHandler:
         # Bytes are parsed and written here: gRPC itself ends a call whose message does not parse with INTERNAL.
@@ -114,9 +114,9 @@ class AdmittedServices:
         return grpc.stream_stream_rpc_method_handler(self._streaming(method, begin, serialize))
 
     def _receiver(self, parse: Any) -> _Receive:
-        """Receives the next message of a call; None where there is none.
+        """Returns a function that receives the next message of a call; it returns None if there is none.
 
-        Raises `InvalidRequest`, `MessageTooLarge`, and `Unsupported` where it is compressed.
+        It raises `InvalidRequest`, `MessageTooLarge`, and `Unsupported` for a compressed message.
         """
         layout = layout_of(parse.__self__.DESCRIPTOR)
         admission, limit_bytes = self._admission, self._max_message_bytes
@@ -144,8 +144,10 @@ class AdmittedServices:
     def _upload(
         self, serve: Callable[[AsyncIterator[Message], CallContext], Awaitable[Message]], parse: Any
     ) -> _Answer:
-        """Many small messages are answered by one. Together they count as one message, with one place and one
-        timeout, which last as long as the servicer collects them."""
+        """Answers many small messages by one. Together they count as one message.
+
+        One limit of messages and one timeout hold for all of them, as long as the servicer collects them.
+        """
         admission = self._admission
 
         async def messages(context: Context) -> AsyncGenerator[Message, None]:
@@ -256,7 +258,7 @@ class AdmittedServices:
 
 
 async def _required(message: Message | None) -> Message:
-    """The one message of a call. Raises `InvalidRequest` where there is none."""
+    """Returns the one message of a call. Raises `InvalidRequest` if there is none."""
     if message is None:
         # gRPC also reports this where the caller has hung up, or where it refuses a message itself; then the call
         # is cancelled a moment later.
@@ -274,7 +276,7 @@ def _invalid(description: str) -> InvalidRequest:
 
 
 def _one_to_one(serve: Callable[[Message, CallContext], Awaitable[Message]], receive: _Receive) -> _Answer:
-    """One message is answered by one."""
+    """Answers one message by one."""
 
     async def answer(context: Context, call: CallContext) -> Message:
         # Only the servicer refers to the message, and drops it when the engine has the request.
@@ -286,7 +288,7 @@ def _one_to_one(serve: Callable[[Message, CallContext], Awaitable[Message]], rec
 def _one_to_many(
     serve: Callable[[Message, CallContext], AsyncGenerator[Message, None]], receive: _Receive
 ) -> _Begin:
-    """One message is answered by many."""
+    """Answers one message by many."""
 
     async def begin(context: Context, call: CallContext) -> AsyncGenerator[Message, None]:
         return serve(await _required(await receive(context, call)), call)
@@ -297,7 +299,7 @@ def _one_to_many(
 def _many_to_many(
     serve: Callable[[AsyncIterator[Message], CallContext], AsyncGenerator[Message, None]], receive: _Receive
 ) -> _Begin:
-    """Many messages are answered by many. The requests end if no further message comes in time."""
+    """Answers many messages by many. The requests end if no further message arrives in time."""
 
     async def requests(context: Context, call: CallContext) -> AsyncIterator[Message]:
         is_first = True

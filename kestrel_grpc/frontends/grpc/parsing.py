@@ -66,9 +66,9 @@ _DEFAULT_OPTIONS = RequestOptions()
 
 
 def image_reference(message: Any) -> ImageReference | None:
-    """The address or the handle of the image; None if the message has the bytes of an image, or no image.
+    """Returns the address or the handle of the image; None if the message has the bytes of an image, or no image.
 
-    For a message that has been converted: its request then has a placeholder as its image.
+    Takes a message that has been converted; its request has a placeholder as its image.
     """
     source = message.image.WhichOneof("source")
     if source == "uri":
@@ -79,7 +79,7 @@ def image_reference(message: Any) -> ImageReference | None:
 def new_request(
     kind: type[RequestT], message: Any, violations: list[Violation], *, needs_image: bool = True, **own: Any
 ) -> RequestT:
-    """A request of the fields that all messages share and of its `own` fields.
+    """Returns a request of the fields that all messages share and of its `own` fields.
 
     Raises `InvalidRequest` with all violations: first `violations`, which the caller has found in `own`, then those
     of shared fields, then those that the request finds.
@@ -96,7 +96,8 @@ def new_request(
 
 
 def _renamed(violation: Violation) -> Violation:
-    """The violation with the path of its field in the message, where choices are in a message of their own."""
+    """Returns the violation with the path of its field in the message, which has choices in a message of their
+    own."""
     field = violation.field
     if field.startswith(_CHOICES):
         field = f"{_CHOICES}.values{field.removeprefix(_CHOICES)}"
@@ -104,7 +105,7 @@ def _renamed(violation: Violation) -> Violation:
 
 
 def spatial_refs(messages: Sequence[media_pb2.SpatialRef], violations: list[Violation]) -> tuple[SpatialRef, ...]:
-    """References to parts of the image, in order; adds what is wrong with them to `violations`."""
+    """Returns the references to parts of the image, in order. Adds their problems to `violations`."""
     if len(messages) > MAX_SPATIAL_REFS:  # before each is looked at
         violations.append(too_many_spatial_refs())
         return ()
@@ -123,7 +124,7 @@ def spatial_refs(messages: Sequence[media_pb2.SpatialRef], violations: list[Viol
 
 
 def constraint(message: generation_pb2.Constraint) -> Constraint:
-    """The constraint of the answer. A constraint without a kind is refused when it is checked."""
+    """Returns the constraint of the answer. A constraint without a kind is refused when it is checked."""
     kind = message.WhichOneof("kind")
     return Constraint(
         choices=tuple(message.choices.values[: MAX_CHOICES + 1]),
@@ -133,7 +134,7 @@ def constraint(message: generation_pb2.Constraint) -> Constraint:
 
 
 def seconds_of(duration: Duration) -> float | None:
-    """The length of a duration in seconds; None if it is not well formed."""
+    """Returns the length of a duration in seconds; None if it is not well formed."""
     same_sign = duration.seconds == 0 or duration.nanos == 0 or (duration.seconds > 0) == (duration.nanos > 0)
     if not same_sign or abs(duration.nanos) >= 10**9 or abs(duration.seconds) > _MAX_DURATION_S:
         return None
@@ -141,7 +142,7 @@ def seconds_of(duration: Duration) -> float | None:
 
 
 def _image(message: Any, violations: list[Violation]) -> bytes | RawImage:
-    """The image, or a placeholder for one that `image_reference` names."""
+    """Returns the image, or a placeholder for one that `image_reference` names."""
     source = message.image.WhichOneof("source")
     if source == "raw":
         return _raw_image(message.image.raw, violations)
@@ -161,7 +162,7 @@ def _raw_image(message: media_pb2.RawImage, violations: list[Violation]) -> byte
 
 
 def _sampling(message: Any) -> SamplingParams:
-    """The settings that are given, which have the same names in the request."""
+    """Returns the given settings, which have the same names in the request."""
     if not message.HasField("sampling"):
         return _DEFAULT_SAMPLING
     sampling: generation_pb2.SamplingParams = message.sampling

@@ -1,7 +1,7 @@
-"""How gRPC's servers listen: channel arguments, ports, the Unix socket, and certificates.
+"""Opens the ports of gRPC's servers: channel arguments, TCP ports, the Unix socket, and certificates.
 
 gRPC ignores a channel argument whose name it does not know, so a test looks for all names in its library. Other
-tests show the effects; that of the read buffer is in the row `endless-headers` of `bench.attacks`.
+tests show the effects; the row `endless-headers` of `bench.attacks` shows that of the read buffer.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from kestrel_grpc.access.tls import CertificateFiles, Pem
 from kestrel_grpc.process.free_ports import PortUnavailable, address_of, require_free_port, require_free_socket
 
 MAX_CONCURRENT_STREAMS = 100
-"""Calls that one connection may have open. Further ones wait in the client, which is told the number at first."""
+"""The most open calls of one connection. The server announces it; further calls wait in the client."""
 MAX_DEALLOCATING_STREAMS = 200
-"""Calls of one connection that have ended or were reset but still take memory. Further calls are refused."""
+"""The most calls of one connection that have ended or were reset but still take memory. Further calls are
+refused."""
 MAX_PENDING_CALLS = 20_000
-"""Calls of all connections that wait for the event loop."""
+"""The most calls of all connections that wait for the event loop."""
 UNREAD_BYTES = 256 * 1024
-"""How much of a call's message a client may send before the server reads it."""
+"""The bytes of a call's message that a client may send before the server reads it."""
 READ_BUFFER_BYTES = 1024 * 1024
-"""How much of what a connection sends is read at once."""
+"""The most bytes of a connection that are read at once."""
 MAX_PING_STRIKES = 100
-"""How many pings in a row may come too early before the connection is closed. A client that pings every 10 seconds
+"""The number of early pings in a row after which the connection is closed. A client that pings every 10 seconds
 sends seven at once after a minute of network delay; a hundred are a flood."""
 _MIN_PING_INTERVAL_MS = 10_000
 # Whoever may write to the socket may call: its owner and its group.
@@ -33,9 +34,10 @@ _SOCKET_MODE = 0o660
 
 
 def server_options(max_message_bytes: int, *, shares_ports: bool = False) -> tuple[tuple[str, int], ...]:
-    """Arguments for `grpc.aio.server`; `max_message_bytes` is the largest request message that is accepted.
+    """Returns the options for `grpc.aio.server`; `max_message_bytes` is the largest request message that is
+    accepted.
 
-    With `shares_ports` other processes of this server listen on the same ports.
+    If `shares_ports` is True, other processes of this server listen on the same ports.
     """
     return (
         # Messages that are somewhat too large reach the server, which says why it refuses them. Larger ones would
@@ -86,9 +88,9 @@ def open_port(
     *,
     is_shared: bool = False,
 ) -> int:
-    """Listen on a port and return it; 0 takes a free one. Raises `PortUnavailable`.
+    """Listens on a port and returns it; 0 takes a free one. Raises `PortUnavailable`.
 
-    Other processes of this server listen on a shared port, too.
+    If `is_shared` is True, other processes of this server listen on the port, too.
     """
     if not is_shared:
         require_free_port(host, port)
@@ -102,7 +104,7 @@ def open_port(
 
 
 def open_unix_socket(server: grpc.aio.Server, path: Path) -> None:
-    """Listen on a socket at a path; gRPC removes it when the server stops. Raises `PortUnavailable`."""
+    """Listens on a socket at a path; gRPC removes it when the server stops. Raises `PortUnavailable`."""
     require_free_socket(path)
     try:
         server.add_insecure_port(f"unix:{path}")
@@ -112,12 +114,12 @@ def open_unix_socket(server: grpc.aio.Server, path: Path) -> None:
 
 
 def server_credentials(certificate: CertificateFiles) -> grpc.ServerCredentials:
-    """Credentials that follow their files: each new connection gets the certificate that was read last."""
+    """Returns credentials that follow their files: each new connection gets the certificate that was read last."""
 
     served = certificate.value
 
     def fetch() -> Any:  # gRPC's types leave out the None that says that nothing has changed
-        """Called for each new connection, in one of gRPC's threads."""
+        """Returns the certificate for a new connection. Called in one of gRPC's threads."""
         nonlocal served
         if certificate.value is served:
             return None

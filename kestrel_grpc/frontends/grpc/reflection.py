@@ -1,4 +1,4 @@
-"""Server reflection in both versions, v1 and v1alpha: the same messages under two package names.
+"""Serves reflection in both versions, v1 and v1alpha: the same messages under two package names.
 
 The descriptors come from a separate pool, which holds the served services and nothing else of the process. They are
 served with the comments of the contract, which generated modules do not have: `make proto` writes them to
@@ -27,7 +27,7 @@ V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 
 
 def add_reflection(services: AdmittedServices, described: Iterable[Any]) -> None:
-    """Serve reflection about the descriptors `described`, every service in them, and reflection itself."""
+    """Serves reflection about the descriptors `described`, every service in them, and reflection itself."""
     pool = DescriptorPool()
     names = [V1, V1ALPHA]
     for file in (*described, reflection_pb2.DESCRIPTOR):
@@ -51,23 +51,23 @@ def _add(pool: DescriptorPool, file: Any) -> None:
 
 
 def _as_v1(file: Any) -> FileDescriptorProto:
-    """The same file under the package of version 1."""
+    """Returns the file under the package of version 1."""
     text = str(FileDescriptorProto.FromString(file.serialized_pb))
     return text_format.Parse(text.replace("v1alpha", "v1"), FileDescriptorProto())
 
 
 class CommentedPool:
-    """A pool of descriptors whose files have the comments of the contract, as far as `grpc_reflection` uses it."""
+    """Finds descriptors of files with the comments of the contract, as far as `grpc_reflection` needs it."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
 
     def FindFileByName(self, name: str) -> CommentedFile:  # noqa: N802 -- as the pool's
-        """The file of this name. Raises KeyError."""
+        """Returns the file of this name. Raises KeyError."""
         return CommentedFile(self._pool.FindFileByName(name))
 
     def FindFileContainingSymbol(self, symbol: str) -> CommentedFile:  # noqa: N802 -- as the pool's
-        """The file that defines a symbol. Raises KeyError."""
+        """Returns the file that defines a symbol. Raises KeyError."""
         try:
             file = self._pool.FindFileContainingSymbol(symbol)
         except KeyError:
@@ -81,7 +81,7 @@ class CommentedPool:
 
 
 class CommentedFile:
-    """The descriptor of a file and of those that it imports, as far as reflection reads them."""
+    """Represents the descriptor of a file and of those that it imports, as far as reflection reads them."""
 
     def __init__(self, file: Any) -> None:
         self.name: str = file.name
@@ -93,7 +93,7 @@ class CommentedFile:
         return [CommentedFile(file) for file in self._file.dependencies]
 
     def CopyToProto(self, message: FileDescriptorProto) -> None:  # noqa: N802 -- as a descriptor's
-        """Write the descriptor, comments included, into a message."""
+        """Writes the descriptor, comments included, into a message."""
         self._file.CopyToProto(message)
         comments = _comments().get(self.name)
         if comments is not None:
@@ -102,7 +102,7 @@ class CommentedFile:
 
 @cache
 def _comments() -> dict[str, SourceCodeInfo]:
-    """The comments of each file."""
+    """Returns the comments of each file."""
     packed = files("kestrel_grpc.frontends.grpc").joinpath("comments.binpb.zlib").read_bytes()
     commented = FileDescriptorSet.FromString(zlib.decompress(packed))
     return {file.name: file.source_code_info for file in commented.file}

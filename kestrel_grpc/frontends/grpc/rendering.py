@@ -1,4 +1,4 @@
-"""Converts to protobuf what responses of `VisionService` share."""
+"""Converts to protobuf the parts that responses of `VisionService` share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CHANNELS: Mapping[TextChannel, generation_pb2.TextChannel] = MappingProxyType(
 
 
 def fill_delta(delta: generation_pb2.TextDelta, event: TextDelta) -> None:
-    """A piece of text."""
+    """Writes a piece of text into `delta`."""
     # In its place: a message that is made apart and then copied into its parent takes twice the time.
     delta.text = event.text
     delta.channel = _CHANNELS[event.channel]
@@ -50,12 +50,12 @@ def fill_delta(delta: generation_pb2.TextDelta, event: TextDelta) -> None:
 
 
 def started(event: Started, request_id: str, model: str) -> generation_pb2.StreamStarted:
-    """The first event of a stream."""
+    """Returns the first event of a stream."""
     return generation_pb2.StreamStarted(request_id=request_id, model=model, usage=_usage(event.usage))
 
 
 def info(finished: Finished, request_id: str, model: str) -> generation_pb2.ResponseInfo:
-    """The fields that every result has about its request."""
+    """Returns the fields that every result has about its request."""
     width_px, height_px = finished.image_size_px or (0, 0)
     return generation_pb2.ResponseInfo(
         request_id=request_id,
@@ -70,12 +70,12 @@ def info(finished: Finished, request_id: str, model: str) -> generation_pb2.Resp
 
 
 def finish_reason(finished: Finished) -> generation_pb2.FinishReason:
-    """Why generation ended."""
+    """Returns the reason for the end of the generation."""
     return _FINISH_REASONS[finished.finish_reason]
 
 
 def reasoning(thought: Reasoning) -> generation_pb2.Reasoning:
-    """The reasoning before the answer."""
+    """Returns the reasoning before the answer."""
     return generation_pb2.Reasoning(
         text=thought.text,
         groundings=[
@@ -91,7 +91,7 @@ def reasoning(thought: Reasoning) -> generation_pb2.Reasoning:
 
 
 def logprobs(tokens: Iterable[TokenLogprob] | None) -> list[generation_pb2.TokenLogprob]:
-    """Logprobs of tokens; none where none were asked for."""
+    """Returns the logprobs of tokens; none if the request asked for none."""
     return [
         generation_pb2.TokenLogprob(
             text=token.text,
@@ -108,12 +108,12 @@ def logprobs(tokens: Iterable[TokenLogprob] | None) -> list[generation_pb2.Token
 
 
 def points(locations: Iterable[Location]) -> list[media_pb2.NormalizedPoint]:
-    """Places in the image."""
+    """Returns positions in the image."""
     return [media_pb2.NormalizedPoint(x=location.x, y=location.y) for location in locations]
 
 
 def region(box: Box) -> media_pb2.NormalizedBox:
-    """A region of the image."""
+    """Returns a region of the image."""
     return media_pb2.NormalizedBox(x_min=box.x_min, y_min=box.y_min, x_max=box.x_max, y_max=box.y_max)
 
 

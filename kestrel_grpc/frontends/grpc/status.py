@@ -30,12 +30,12 @@ _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
 
 def status_code(failure: CallFailure) -> grpc.StatusCode:
-    """The code as gRPC's library has it."""
+    """Returns the code as a value of gRPC's library."""
     return grpc.StatusCode[failure.code.name]
 
 
 def trailing_metadata(failure: CallFailure, request_id: str) -> TrailingMetadata:
-    """The trailing metadata: the request's id and the details."""
+    """Returns the trailing metadata: the request's id and the details."""
     status = status_pb2.Status(
         code=failure.code.value,
         message=failure.message,

@@ -1,4 +1,4 @@
-"""`VisionService`: parses a request, submits it, renders its events.
+"""Implements `VisionService`: parses a request, submits it, renders its events.
 
 `BINDINGS` has all of its RPCs. A new one is a line there, a function that converts its message to a request, and
 one that converts the events of that request to its response.
@@ -92,12 +92,12 @@ class VisionService:
 
 
 def _parsed(parse: Callable[[Any], Request], message: Any) -> tuple[Request, ImageReference | None]:
-    """The request, and the address or handle of its image, if it has one."""
+    """Returns the request, and the address or handle of its image, if it has one."""
     return parse(message), parsing.image_reference(message)
 
 
 def query(message: wire.QueryRequest | wire.CompleteQueryRequest) -> Query:
-    """A question, streamed or not."""
+    """Returns the request for an answer to a question, streamed or not."""
     violations = _stream_violations(message)
     return parsing.new_request(
         Query,
@@ -112,7 +112,7 @@ def query(message: wire.QueryRequest | wire.CompleteQueryRequest) -> Query:
 
 
 def query_event(event: TextEvent, request_id: str, model: str) -> wire.QueryResponse:
-    """One message of a `Query` stream."""
+    """Returns one message of a `Query` stream."""
     if isinstance(event, TextDelta):  # first: nearly every event is one
         response = wire.QueryResponse()
         rendering.fill_delta(response.delta, event)
@@ -123,7 +123,7 @@ def query_event(event: TextEvent, request_id: str, model: str) -> wire.QueryResp
 
 
 def query_result(finished: Finished, request_id: str, model: str) -> wire.QueryResult:
-    """A whole answer."""
+    """Returns a whole answer."""
     output = _expect(finished, QueryOutput)
     return wire.QueryResult(
         answer=output.answer,
@@ -134,7 +134,7 @@ def query_result(finished: Finished, request_id: str, model: str) -> wire.QueryR
 
 
 def complete_query(finished: Finished, request_id: str, model: str) -> wire.CompleteQueryResponse:
-    """The response with a whole answer."""
+    """Returns the response with a whole answer."""
     return wire.CompleteQueryResponse(
         result=query_result(finished, request_id, model),
         alternatives=[_query_alternative(other) for other in finished.alternatives],
@@ -153,7 +153,7 @@ def _query_alternative(finished: Finished) -> wire.QueryAlternative:
 
 
 def caption(message: wire.CaptionRequest | wire.CompleteCaptionRequest) -> Caption:
-    """A description, streamed or not."""
+    """Returns the request for a description, streamed or not."""
     violations = _stream_violations(message)
     length = _CAPTION_LENGTHS.get(message.length)
     if length is None:
@@ -162,7 +162,7 @@ def caption(message: wire.CaptionRequest | wire.CompleteCaptionRequest) -> Capti
 
 
 def caption_event(event: TextEvent, request_id: str, model: str) -> wire.CaptionResponse:
-    """One message of a `Caption` stream."""
+    """Returns one message of a `Caption` stream."""
     if isinstance(event, TextDelta):
         response = wire.CaptionResponse()
         rendering.fill_delta(response.delta, event)
@@ -173,7 +173,7 @@ def caption_event(event: TextEvent, request_id: str, model: str) -> wire.Caption
 
 
 def caption_result(finished: Finished, request_id: str, model: str) -> wire.CaptionResult:
-    """A whole description."""
+    """Returns a whole description."""
     output = _expect(finished, CaptionOutput)
     return wire.CaptionResult(
         caption=output.caption,
@@ -183,7 +183,7 @@ def caption_result(finished: Finished, request_id: str, model: str) -> wire.Capt
 
 
 def complete_caption(finished: Finished, request_id: str, model: str) -> wire.CompleteCaptionResponse:
-    """The response with a whole description."""
+    """Returns the response with a whole description."""
     return wire.CompleteCaptionResponse(
         result=caption_result(finished, request_id, model),
         alternatives=[_caption_alternative(other) for other in finished.alternatives],
@@ -201,35 +201,35 @@ def _caption_alternative(finished: Finished) -> wire.CaptionAlternative:
 
 
 def point(message: wire.PointRequest) -> Point:
-    """Places of objects."""
+    """Returns the request for the positions of objects."""
     return _about_objects(Point, message, max_objects=_max_objects(message))
 
 
 def point_response(finished: Finished, request_id: str, model: str) -> wire.PointResponse:
-    """The places found."""
+    """Returns the response with the positions."""
     points = rendering.points(_expect(finished, PointOutput).points)
     return wire.PointResponse(points=points, info=rendering.info(finished, request_id, model))
 
 
 def detect(message: wire.DetectRequest) -> Detect:
-    """Boxes around objects."""
+    """Returns the request for boxes around objects."""
     return _about_objects(Detect, message, max_objects=_max_objects(message))
 
 
 def detect_response(finished: Finished, request_id: str, model: str) -> wire.DetectResponse:
-    """The boxes found."""
+    """Returns the response with the boxes."""
     boxes = _expect(finished, DetectOutput).boxes
     objects = [wire.DetectedObject(box=rendering.region(box)) for box in boxes]
     return wire.DetectResponse(objects=objects, info=rendering.info(finished, request_id, model))
 
 
 def segment(message: wire.SegmentRequest | wire.StreamSegmentRequest) -> Segment:
-    """The outline of an object, streamed or not."""
+    """Returns the request for the outline of an object, streamed or not."""
     return _about_objects(Segment, message)
 
 
 def segment_response(finished: Finished, request_id: str, model: str) -> wire.SegmentResponse:
-    """The outlines found."""
+    """Returns the response with the outlines."""
     masks = _expect(finished, SegmentOutput).segments
     segments = [
         wire.Segment(svg_path=mask.svg_path, box=rendering.region(mask.box), is_partial=mask.is_partial)
@@ -239,7 +239,7 @@ def segment_response(finished: Finished, request_id: str, model: str) -> wire.Se
 
 
 def segment_event(event: Event, request_id: str, model: str) -> wire.StreamSegmentResponse:
-    """One message of a `StreamSegment` stream."""
+    """Returns one message of a `StreamSegment` stream."""
     if isinstance(event, TextDelta):
         path = wire.PathDelta(text=event.text, token_index=event.token_index, token_count=event.num_tokens)
         return wire.StreamSegmentResponse(path_delta=path)
@@ -251,19 +251,19 @@ def segment_event(event: Event, request_id: str, model: str) -> wire.StreamSegme
 
 
 def gaze(message: wire.GazeRequest) -> Gaze:
-    """The eye whose look is followed."""
+    """Returns the request for the position that the person with this eye looks at."""
     violations = [] if message.HasField("eye") else [Violation("eye", "is required")]
     return parsing.new_request(Gaze, message, violations, eye=PointRef(message.eye.x, message.eye.y))
 
 
 def gaze_response(finished: Finished, request_id: str, model: str) -> wire.GazeResponse:
-    """The place that is looked at."""
+    """Returns the response with the position."""
     target = next(iter(rendering.points(_expect(finished, PointOutput).points)), None)
     return wire.GazeResponse(target=target, info=rendering.info(finished, request_id, model))
 
 
 def _stream_violations(message: Any) -> list[Violation]:
-    """The violation of asking for several samples in a stream, which has one."""
+    """Returns a violation if a stream, which has one sample, is asked for several."""
     if isinstance(message, wire.QueryRequest | wire.CaptionRequest) and message.sampling.n > 1:
         return [Violation("sampling.n", "must be 1 in a stream")]
     return []
@@ -286,7 +286,8 @@ def _expect(finished: Finished, output_type: type[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """One RPC. `render` converts an event, the id of the request and the name of the model to a response.
+    """Binds an RPC to its two functions. `render` converts an event, the request's id and the model's name to a
+    response.
 
     It gets every event of the request if `is_streamed`, and otherwise the last one.
     """

@@ -1,1 +1,1 @@
-"""Shared by the HTTP frontends: connections, checks of headers, bodies, event streams, JSON."""
+"""Shares what the HTTP frontends need: connections, checks of headers, bodies, event streams, JSON."""

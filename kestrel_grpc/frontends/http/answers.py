@@ -19,37 +19,37 @@ from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
 
 Answer = bytes | AsyncGenerator[bytes, None]
-"""JSON, or server-sent events."""
+"""The body of an answer: JSON, or server-sent events."""
 
 
 class Renderer(Protocol):
-    """The format of the answers to one request."""
+    """Formats the answers to one request."""
 
     def answer(self, finished: Finished) -> bytes:
-        """A whole answer, as JSON."""
+        """Returns the whole answer, as JSON."""
         ...
 
     def events(self, event: Event, sample: int) -> bytes:
-        """The server-sent events for an event of a sample; may be empty."""
+        """Returns the server-sent events for an event of a sample; empty if there are none."""
         ...
 
     def end(self, finished: Finished) -> bytes:
-        """The server-sent events after the last event of all samples; may be empty."""
+        """Returns the server-sent events after the last event of all samples; empty if there are none."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request as a frontend reads it from a body."""
+    """Holds a request that a frontend has read from a body."""
 
     request: Request
     image: ImageReference | None
-    """Names the image if `request.image` is a placeholder."""
+    """The name of the image, if `request.image` is a placeholder."""
     is_streamed: bool
     style: Any
-    """What the body says about the form of the answer; the frontend's renderer reads it."""
+    """The form of the answer that the body asks for; the frontend's renderer reads it."""
     field_name: Callable[[str], str]
-    """Converts the name of a field of the engine's requests to the name in the body."""
+    """Converts the name of a field of the engine's requests to its name in the body."""
 
 
 def serving(
@@ -73,7 +73,7 @@ def serving(
 
 
 class _Naming(AbstractContextManager[None]):
-    """Gives the fields in an `InvalidRequest` of the block the names that they have in the body."""
+    """Renames the fields in an `InvalidRequest` of the block to their names in the body."""
 
     def __init__(self, field_name: Callable[[str], str]) -> None:
         self._field_name = field_name
@@ -90,7 +90,7 @@ class _Naming(AbstractContextManager[None]):
 async def _rendered_events(
     submission: Submission, streams: Sequence[Stream], renderer: Renderer, call: CallContext, naming: _Naming
 ) -> AsyncGenerator[bytes, None]:
-    """The server-sent events of the samples of a request. Closing the generator cancels the request."""
+    """Yields the server-sent events of the samples of a request. Closing the generator cancels the request."""
     finished: dict[int, Finished] = {}
     with naming, ending_with(*streams):
         async for sample, event in _numbered(streams):
@@ -108,7 +108,7 @@ async def _rendered_events(
 
 
 async def _numbered(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Event], None]:
-    """The events of all streams in the order of their arrival, each with the number of its stream."""
+    """Yields the events of all streams in the order of their arrival, each with the number of its stream."""
     if len(streams) == 1:  # saves a task for each event
         async for event in streams[0]:
             yield 0, event

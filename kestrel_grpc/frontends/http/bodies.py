@@ -1,7 +1,7 @@
-"""Bodies of JSON requests as pydantic models, and what is wrong with them in our own words.
+"""Defines bodies of JSON requests as pydantic models, and describes their mistakes in our own words.
 
-A refusal names everything that is wrong with a body. If `read` finds wrong values, it omits them or replaces them
-by examples, so that the engine's request can be made from the rest and its checks are reported as well.
+A refusal names every mistake of a body. If `read` finds wrong values, it omits them or replaces them by examples,
+so that the engine's request can be made from the rest and its checks are reported as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kestrel_runtime.api.requests import MAX_TEXT_BYTES
 
 
 class Unusable(ValueError):
-    """Raised by our own validators; its text is for callers."""
+    """Raised by our validators; its text is for callers."""
 
 
 _MAX_NAME_CHARS = 64
@@ -43,11 +43,11 @@ TextOr = Annotated[
     Annotated[Text, Tag(_TEXT_TAG)] | Annotated[Item, Tag(_LIST_TAG)],
     Discriminator(_tag, custom_error_type=_CHOICE_ERROR, custom_error_message=""),
 ]
-"""`TextOr[list[X]]`."""
+"""A text or another type, as `TextOr[list[X]]`. Mistakes are reported for the type that was sent."""
 
 
 class Body(BaseModel):
-    """An object in JSON: no value is converted from another type, and unknown names are refused."""
+    """Represents an object in JSON: no value is converted from another type, and unknown names are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -65,7 +65,7 @@ _Error = Mapping[str, Any]
 
 
 class Problems:
-    """Everything that is wrong with one request."""
+    """Collects all mistakes of one request."""
 
     def __init__(self) -> None:
         self._violations: list[Violation] = []
@@ -74,28 +74,28 @@ class Problems:
         self._leads_to_mended: set[str] = set()
 
     def add(self, field: str, description: str) -> None:
-        """Report a value that `read` has accepted."""
+        """Reports a value that `read` has accepted."""
         if field not in self._leads_to_mended and self._mended.isdisjoint(_prefixes(field)):
             self._violations.append(Violation(field, description))
 
     def add_renamed(self, violations: Iterable[Violation], name: Callable[[str], str]) -> None:
-        """Report what the engine's request refuses, under the names of the body."""
+        """Reports the values that the engine's request refuses, under their names in the body."""
         for violation in violations:
             self.add(name(violation.field), violation.description)
 
     def add_unreadable(self, violations: Iterable[Violation], mended: Iterable[str]) -> None:
-        """Report what `read` refuses, and note the paths at which it has mended the body."""
+        """Reports the values that `read` refuses, and records the paths at which it has repaired the body."""
         self._violations += violations
         self._mended.update(mended)
         self._leads_to_mended.update(prefix for path in self._mended for prefix in _prefixes(path))
 
     def add_image_error(self, error: ImageError, path: str) -> None:
-        """The image at this path cannot be used."""
+        """Reports that the image at this path cannot be used."""
         error.violations = tuple(Violation(path, item.description) for item in error.violations)
         self._image_error = error
 
     def require_none(self) -> None:
-        """Raise `InvalidRequest` if there is one, or `ImageError` if the image alone is wrong."""
+        """Raises `InvalidRequest` if there is a mistake, or `ImageError` if the image alone is wrong."""
         image = self._image_error
         if self._violations:
             raise InvalidRequest((*self._violations, *(image.violations if image else ())))
@@ -104,7 +104,7 @@ class Problems:
 
 
 def read(body_type: type[AnyBody], document: Mapping[str, Any], problems: Problems) -> AnyBody:
-    """The body without its wrong values, which are added to `problems`."""
+    """Returns the body without its wrong values, which are added to `problems`."""
     try:
         return body_type.model_validate(document)
     except ValidationError as failure:
@@ -117,7 +117,7 @@ def read(body_type: type[AnyBody], document: Mapping[str, Any], problems: Proble
 
 
 def example(body_type: type[Body]) -> dict[str, Any]:
-    """The smallest document that is valid."""
+    """Returns the smallest valid document."""
     fields = _fields(body_type)
     return {name: _example(field) for name, field in fields.items() if field.is_required()}
 
@@ -128,7 +128,7 @@ def _example(field: FieldInfo) -> Any:
 
 
 def _mended(body_type: type[Body], document: Mapping[str, Any], errors: Iterable[_Error]) -> Mapping[str, Any]:
-    """The document with an example in place of each value that is wrong, or without it."""
+    """Returns the document with each wrong value replaced by an example, or removed."""
     mended = _copied(document, 3)
     for error in errors:
         name, *below = _place(error)
@@ -147,7 +147,7 @@ def _mended(body_type: type[Body], document: Mapping[str, Any], errors: Iterable
 
 
 def _copied(value: Any, num_levels: int) -> Any:
-    """A copy of so many levels of objects and lists."""
+    """Returns a copy of the outermost `depth` levels of objects and lists."""
     if num_levels and isinstance(value, dict):
         return {name: _copied(item, num_levels - 1) for name, item in value.items()}
     return list(value) if num_levels and isinstance(value, list) else value
@@ -202,7 +202,7 @@ _DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
 
 
 def _path(error: _Error) -> str:
-    """The place of an error, as `messages[0].content`."""
+    """Returns the path of an error, such as `messages[0].content`."""
     names = _place(error)
     if names[-1:] == [_KEY_MARK]:
         *names, key, _ = names
@@ -216,12 +216,12 @@ def _joined(names: Iterable[str | int]) -> str:
 
 
 def _place(error: _Error) -> list[Any]:
-    """The names and indices on the way to an error."""
+    """Returns the names and indices that lead to an error."""
     return [name for name in error["loc"] if name not in (_TEXT_TAG, _LIST_TAG)]
 
 
 def _names_beside(body_type: type[Body], error: _Error) -> Iterable[str]:
-    """The names that are known at the place of an unknown one."""
+    """Returns the known names at the place of an unknown one."""
     known = _fields(body_type)
     for name in _place(error)[:-1]:
         if isinstance(name, str):
@@ -231,12 +231,12 @@ def _names_beside(body_type: type[Body], error: _Error) -> Iterable[str]:
 
 @cache
 def _fields(*body_types: type[Body]) -> dict[str, FieldInfo]:
-    """The fields by the names that they have in JSON."""
+    """Returns the fields by their names in JSON."""
     return {field.alias or name: field for kind in body_types for name, field in kind.model_fields.items()}
 
 
 def _body_types(field: FieldInfo) -> list[type[Body]]:
-    """The models of the objects that are, or are in, the value of a field."""
+    """Returns the models of the objects that the value of a field is or contains."""
     return list(_body_types_in(field.annotation))
 
 
@@ -248,6 +248,6 @@ def _body_types_in(annotation: Any) -> Iterator[type[Body]]:
 
 
 def _prefixes(path: str) -> Iterator[str]:
-    """The path, and those that lead to it: of `a.b[1]` also `a` and `a.b`."""
+    """Yields the path and its prefixes: for `a.b[1]` also `a` and `a.b`."""
     yield from (path[: found.start()] for found in re.finditer(r"[.\[]", path))
     yield path

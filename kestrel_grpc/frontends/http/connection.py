@@ -1,8 +1,9 @@
-"""HTTP/1.1 connections, and the ports that accept them: uvicorn's protocol with limits on time, size and number.
+"""Serves HTTP/1.1 connections and the ports that accept them: uvicorn's protocol with limits on time, size and
+number.
 
-Bounds what a client can take up before the application sees its request: the bytes and the time of the headers, the
-bytes that frame a body, the time between requests, and the number of connections. The body itself is bounded by who
-reads it; until then at most 64 KiB of it are held.
+Bounds the resources that a client can take before the application sees its request: the bytes and the time of the
+headers, the bytes that frame a body, the time between requests, and the number of connections. The reader of the
+body bounds the body itself; until then at most 64 KiB of it are held.
 
 Also decides where a request ends, so that a proxy, the parser and the application see the same end: offers of
 another protocol (`Upgrade`) are ignored, fields behind a body are dropped, and a body that is neither counted by
@@ -35,14 +36,15 @@ from kestrel_grpc.process.free_ports import PortUnavailable, address_of, require
 App = Callable[..., Any]
 """An ASGI application."""
 HEAD_TIMEOUT_S = 10.0
-"""For the headers of a request, from the connection or from their first byte."""
+"""The time limit for the headers of a request, in seconds from the connection or from their first byte."""
 IDLE_TIMEOUT_S = 75.0
-"""Between two requests on a connection."""
+"""The longest time between two requests on a connection, in seconds."""
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request apart from its body: request line, headers, and the framing of chunks."""
+"""The most bytes of a request apart from its body: request line, headers, and the framing of chunks."""
 MAX_CONNECTIONS = 1024
 MAX_REPLACED_PER_S = 200
-"""New connections of one address that may replace others at the limit of connections; further ones are closed."""
+"""The most new connections of one address per second that may replace others at the limit of connections. Further
+ones are closed."""
 CONNECTION_KEY = "kestrel.connection"
 """The entry of an ASGI scope that holds the `Connection`."""
 _BODY_BYTES_PER_FRAMING_BYTE = 8
@@ -60,21 +62,22 @@ _OFFERS = frozenset((b"upgrade", b"http2-settings"))
 
 
 class ReplaceableConnections:
-    """The connections that a new one may replace: first those with a refused request, then idle ones, oldest first.
+    """Orders the connections that a new one may replace: first those with a refused request, then idle ones, oldest
+    first.
 
-    Kept in order, since under attack every new connection replaces another one.
+    The order is kept up to date, since under attack every new connection replaces another one.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        """The most connections at a time, of all kinds."""
+        """The most concurrent connections of all kinds."""
         self._refused: dict[Connection, None] = {}
         self._idle: dict[Connection, None] = {}
         self._second = 0
         self._num_replaced: Counter[str] = Counter()
 
     def may_replace(self, address: str) -> bool:
-        """Count a new connection of this address; True if it may replace another one."""
+        """Counts a new connection of this address. Returns True if it may replace another one."""
         second = int(time.monotonic())
         if second != self._second:
             self._second = second
@@ -83,22 +86,22 @@ class ReplaceableConnections:
         return self._num_replaced[address] <= MAX_REPLACED_PER_S
 
     def add_refused(self, connection: Connection) -> None:
-        """The request of the connection is refused; only its answer or the rest of its body is outstanding."""
+        """Adds a connection whose request was refused: only its answer or the rest of its body is outstanding."""
         self.remove(connection)
         self._refused[connection] = None
 
     def add_idle(self, connection: Connection) -> None:
-        """The connection waits for a request."""
+        """Adds a connection that waits for a request."""
         self.remove(connection)
         self._idle[connection] = None
 
     def remove(self, connection: Connection) -> None:
-        """The connection serves a request or is closed."""
+        """Removes a connection that serves a request or is closed."""
         self._refused.pop(connection, None)
         self._idle.pop(connection, None)
 
     def pop(self) -> Connection | None:
-        """Remove and return the first one."""
+        """Removes and returns the first connection; None if there is none."""
         for group in (self._refused, self._idle):
             for connection in group:
                 del group[connection]
@@ -107,10 +110,10 @@ class ReplaceableConnections:
 
 
 class Connection(HttpToolsProtocol):
-    """Serves one request at a time. Whoever serves it is cancelled when the client disconnects.
+    """Serves one request at a time. The task that serves it is cancelled when the client disconnects.
 
-    A request that arrives before the answer to the one before it is complete is not read; the connection then
-    closes with that answer.
+    A request that arrives before the previous answer is complete is not read; the connection then closes with that
+    answer.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class Connection(HttpToolsProtocol):
         self._has_head = False
         self._refusal: tuple[int, str] | None = None
         self.body_problem = ""
-        """Names what is wrong with the framing of the body that is being received; empty where nothing is."""
+        """The problem with the framing of the body that is being received; empty if there is none."""
 
     @property
     def is_idle(self) -> bool:
@@ -140,19 +143,19 @@ class Connection(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def note_refusal(self) -> None:
-        """The request is refused: a new connection may replace this one before its answer is sent."""
+        """Records that the request is refused: a new connection may replace this one before its answer is sent."""
         self._is_refused = True
         if not self.transport.is_closing():
             self._replaceable.add_refused(self)
 
     def serve_by(self, task: asyncio.Task[Any] | None) -> None:
-        """Cancel this task if the client disconnects. None: cancel nothing."""
+        """Has this task cancelled if the client disconnects; None cancels nothing."""
         self._serving = task
         if task is not None and self.closed.done():
             task.cancel()
 
     def abort(self) -> None:
-        """Close at once. What has not been sent is lost."""
+        """Closes at once. Bytes that have not been sent are lost."""
         if self.cycle is not None:
             self.cycle.disconnected = True
         self.transport.abort()
@@ -191,7 +194,7 @@ class Connection(HttpToolsProtocol):
             self._arm_head_timer()
 
     def _parse(self, data: bytes) -> None:
-        """Feed the parser. Raises `HttpParserError`, also where a method that the parser calls has raised."""
+        """Feeds the parser. Raises `HttpParserError`, also if a method that the parser calls has raised."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
@@ -205,7 +208,7 @@ class Connection(HttpToolsProtocol):
                 self._parse(rest)
 
     def _head_without_offer(self) -> bytes:
-        """The request line and the headers as they were parsed, without those that offer another protocol."""
+        """Returns the request line and the parsed headers, without headers that offer another protocol."""
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         for name, value in self.headers:
             if name == b"connection":
@@ -251,7 +254,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _require_framing(self) -> None:
-        """Refuse a request whose end is not found in the way in which everybody finds it."""
+        """Refuses a request whose end other HTTP software might find elsewhere."""
         version = self.parser.get_http_version()
         if version not in _VERSIONS:
             self._stop(505, "this port speaks HTTP/1.1")
@@ -264,7 +267,7 @@ class Connection(HttpToolsProtocol):
             self._stop(501, "the only Transfer-Encoding that this server reads is chunked")
 
     def _use_address(self) -> None:
-        """Take the host and the path from a target such as `http://localhost:8000/v1/models`."""
+        """Takes the host and the path from a target such as `http://localhost:8000/v1/models`."""
         _, separator, rest = self.url.partition(b"://")
         if not separator:
             return
@@ -292,17 +295,18 @@ class Connection(HttpToolsProtocol):
             self.transport.close()  # the rest of an unread body has no other timeout
 
     def _stop(self, status: int, message: str) -> None:
-        """Stop the parser, from a method that it calls; the request is refused."""
+        """Stops the parser, from a method that it calls; the request is refused."""
         self._refusal = (status, message)
         raise ValueError(message)
 
     def _end_input(self) -> None:
-        """The parser has stopped."""
+        """Refuses the request after the parser has stopped."""
         if not self._ignores_input:
             self._refuse(*(self._refusal or (400, _INVALID)))
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer a request that never reaches the application, and close; or have it answer the one that it has."""
+        """Refuses the request. If it has not reached the application, answers and closes; otherwise the application
+        answers."""
         self._ignores_input = True
         if not self.is_idle:
             self.cycle.keep_alive = False
@@ -346,7 +350,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _probe_when_silent(item: socket.socket) -> None:
-    """Let the system close the connection of a client that no longer exists, within 80 seconds."""
+    """Has the system close the connection of a client that no longer exists, within 80 seconds."""
     item.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _PROBES.items():
         if hasattr(socket, name):
@@ -354,14 +358,14 @@ def _probe_when_silent(item: socket.socket) -> None:
 
 
 class Listener:
-    """One port with its connections, whose requests go to the ASGI application `app`."""
+    """Listens on one port and passes the requests of its connections to the ASGI application `app`."""
 
     def __init__(self, app: App, *, max_connections: int | None = None) -> None:
-        """`max_connections` None: a share of the descriptors, at most `MAX_CONNECTIONS`."""
+        """If `max_connections` is None, it is a share of the descriptors, at most `MAX_CONNECTIONS`."""
         self.port: int | None = None
-        """The port that is listened on; None before `start`."""
+        """The TCP port; None before `start`."""
         self.is_local = False
-        """True where only this machine reaches the port; known after `start`."""
+        """True if only this machine reaches the port; known after `start`."""
         self._app = app
         self._max_connections = max_connections
         self._state = ServerState()
@@ -370,9 +374,9 @@ class Listener:
     async def start(
         self, host: str, port: int, context: ssl.SSLContext | None = None, *, is_shared: bool = False
     ) -> None:
-        """Listen and serve, with TLS if there is a context. Raises `PortUnavailable`.
+        """Listens and serves, with TLS if there is a context. Raises `PortUnavailable`.
 
-        Other processes of this server listen on a shared port, too.
+        If `is_shared` is True, other processes of this server listen on the port, too.
         """
         if not is_shared:
             require_free_port(host, port)
@@ -395,7 +399,7 @@ class Listener:
         self.is_local = all(ipaddress.ip_address(name[0].partition("%")[0]).is_loopback for name in names)
 
     async def close(self) -> None:
-        """Accept no connection any more and end those that there are. May be repeated."""
+        """Accepts no further connection and ends the existing ones. May be repeated."""
         if self._server is not None:
             self._server.close()
         connections: list[Any] = list(self._state.connections)
@@ -409,7 +413,7 @@ class Listener:
 
 
 def connection_limit() -> int:
-    """The most connections: they use at most a quarter of the process's descriptors."""
+    """Returns the largest number of connections that use at most a quarter of the process's descriptors."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, limit // _DESCRIPTOR_SHARE)
 
@@ -435,7 +439,7 @@ def _connection_factory(app: App, state: ServerState, max_connections: int) -> C
 
 
 class _Arrival(asyncio.Protocol):
-    """A new connection before it costs anything: under attack, most are closed at once."""
+    """Decides about a new connection before it takes resources: under attack, most are closed at once."""
 
     def __init__(
         self, new_connection: Callable[[], Connection], state: ServerState, replaceable: ReplaceableConnections
@@ -461,5 +465,5 @@ class _Arrival(asyncio.Protocol):
 
 @lru_cache(maxsize=1)
 def _default_headers(now_s: int) -> list[tuple[bytes, bytes]]:
-    """The date, which has whole seconds."""
+    """Returns the header `date`, which has whole seconds."""
     return [(b"date", formatdate(now_s, usegmt=True).encode())]

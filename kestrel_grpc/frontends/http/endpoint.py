@@ -34,39 +34,40 @@ from kestrel_grpc.frontends.http.exchange import (
 from kestrel_runtime.api.errors import DeadlineExceeded, InvalidRequest, Violation
 
 TIMEOUT_KEY = "x-request-timeout"
-"""The header with the seconds that the caller waits; the counterpart of gRPC's deadline."""
+"""The header with the seconds that the caller waits, as gRPC's deadline."""
 _INLINE_BYTES = 256 * 1024
 """A larger body is parsed in a thread, so that other calls do not wait for the parser."""
 _WRITE_BYTES = 256 * 1024
-"""Written at once: the rest waits until the caller has taken it, and encryption holds up no other calls."""
+"""The bytes that are written at once. The rest waits until the caller has taken them, so that encryption delays no
+other calls."""
 # `float` accepts more, such as 1_0.
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?|\.[0-9]+")
 MAX_TIMEOUT_S = 86_400.0
-"""The most seconds in that header."""
+"""The largest value of that header, in seconds."""
 _NO_TIMEOUT = nullcontext()
 
 
 class Dialect(Protocol):
-    """The differences between frontends: where the token is, and the form of errors."""
+    """Describes the differences between frontends: the place of the token, and the form of errors."""
 
     failure_description: str
     """A sentence about the form of errors, for the OpenAPI document."""
 
     def authorizations(self, exchange: Exchange) -> Sequence[str]:
-        """The `authorization` headers that other headers of the request stand for."""
+        """Returns the `authorization` headers that other headers of the request replace."""
         ...
 
     def failure(self, failure: CallFailure, request_id: str) -> bytes:
-        """The body of the response to a call that has failed."""
+        """Returns the body of the response to a call that has failed."""
         ...
 
     def failure_event(self, failure: CallFailure, request_id: str) -> bytes:
-        """The last event of a stream that fails after its start."""
+        """Returns the last event of a stream that fails after its start."""
         ...
 
 
 class Group(Enum):
-    """The group of calls that share limits and places."""
+    """Names the group of calls that share limits."""
 
     INFERENCE = auto()
     OPERATIONS = auto()
@@ -75,7 +76,7 @@ class Group(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What the OpenAPI document says about an operation."""
+    """Describes an operation in the OpenAPI document."""
 
     id: str
     summary: str
@@ -88,7 +89,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The operation at a path. `parse` is pure and may run in a thread; `serve` gets its result.
+    """Defines the operation at a path. `parse` is pure and may run in a thread; `serve` gets its result.
 
     `serve` answers with JSON or with a stream of server-sent events.
     """
@@ -96,20 +97,21 @@ class Operation:
     verb: str
     path: str
     method: str
-    """The name of the call for access rules, metrics and logs, as `rest/query`."""
+    """The name of the call for access rules, metrics and logs, such as `rest/query`."""
     parse: Callable[..., Any] | None
-    """None for an operation without a body: `serve` gets the variable parts of the path, by name."""
+    """Parses the body; None for an operation without one. `serve` then gets the variable parts of the path, by
+    name."""
     serve: Callable[[Any, CallContext], Awaitable[Answer]]
     content_type: bytes = JSON
     takes_file: bool = False
     """True if the body is a file, not JSON: `parse` also gets the parameters of the query."""
     group: Group = Group.INFERENCE
     description: Description | None = None
-    """None: the OpenAPI document omits the operation."""
+    """The text of the OpenAPI document; None if the document omits the operation."""
 
 
 class Endpoint:
-    """An ASGI application that serves one operation."""
+    """Serves one operation, as an ASGI application."""
 
     def __init__(
         self, operation: Operation, admission: CallAdmission, dialect: Dialect, max_message_bytes: int
@@ -189,7 +191,7 @@ class Endpoint:
     async def _fail(
         self, error: BaseException, call: CallContext, exchange: Exchange, events: EventStream | None
     ) -> None:
-        """Answer with the failure, unless the caller has ended the call."""
+        """Answers with the failure, unless the caller has ended the call."""
         failure = self._admission.fail(call, error)
         begun = events if events is not None and events.has_begun else None
         if failure is not None and begun is None:
@@ -219,7 +221,7 @@ def _pieces(data: bytes) -> Iterable[bytes]:
 
 
 def failure_headers(failure: CallFailure) -> list[Header]:
-    """The headers of the response to a call that has failed."""
+    """Returns the headers of the response to a call that has failed."""
     headers: dict[str, str] = {}
     if failure.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(failure.retry_after_s)))
@@ -232,7 +234,7 @@ def failure_headers(failure: CallFailure) -> list[Header]:
 
 
 def _timeout(text: str | None) -> tuple[float | None, InvalidRequest | None]:
-    """The seconds in the header, or the error in it."""
+    """Returns the seconds in the header, or the error in it."""
     if text is None:
         return None, None
     seconds = float(text) if _NUMBER.fullmatch(text) else math.nan

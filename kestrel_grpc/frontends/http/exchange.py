@@ -1,4 +1,4 @@
-"""One request over HTTP and its response: reads the body within limits, writes answers and server-sent events."""
+"""Handles one request over HTTP and its response: reads the body within limits, writes answers and events."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ JSON = b"application/json"
 # the answer.
 _DISCARD_S = 2.0
 HEARTBEAT_S = 15.0
-"""Silence on a stream until a comment is sent. Proxies close a connection after about a minute of silence."""
+"""The silence on a stream after which a comment is sent, in seconds. Proxies close a connection after about a
+minute of silence."""
 _HEARTBEAT = b": waiting\n\n"
 _ALWAYS: tuple[Header, ...] = ((b"x-content-type-options", b"nosniff"),)
 
 
 class Exchange:
-    """`headers` are those of the request, decoded, with names in lower case."""
+    """Represents one request and its response. `headers` are those of the request, decoded, with names in lower
+    case."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.headers: list[tuple[str, str]] = [
@@ -45,34 +47,34 @@ class Exchange:
         self._has_whole_body = False
 
     def header(self, name: str) -> str | None:
-        """The first value of a header."""
+        """Returns the first value of a header; None if it is absent."""
         return self._first_values.get(name)
 
     def peer(self) -> str:
-        """The address of the client, as `host:port`."""
+        """Returns the address of the client, as `host:port`."""
         client = self._scope.get("client")
         return f"{client[0]}:{client[1]}" if client else ""
 
     def require_json(self, limit_bytes: int) -> None:
-        """Raise if the headers announce a body that is not JSON, is compressed or exceeds the limit."""
+        """Raises an error if the headers announce a body that is not JSON, is compressed or exceeds the limit."""
         media_type = (self.header("content-type") or "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             raise MediaTypeUnsupported("JSON, with the content type application/json")
         self.require_fit(limit_bytes)
 
     def require_file(self, limit_bytes: int) -> None:
-        """Raise if the headers announce a body that is not a file, is compressed or exceeds the limit."""
+        """Raises an error if the headers announce a body that is not a file, is compressed or exceeds the limit."""
         media_type = (self.header("content-type") or "").partition(";")[0].strip().lower()
         if media_type != "application/octet-stream" and not media_type.startswith("image/"):
             raise MediaTypeUnsupported("a file, with the content type application/octet-stream or image/…")
         self.require_fit(limit_bytes)
 
     def parameters(self) -> Mapping[str, str]:
-        """The parameters of the query; the last of each name counts."""
+        """Returns the parameters of the query. Of a repeated name the last value counts."""
         return dict(parse_qsl(self._scope["query_string"].decode("latin-1"), keep_blank_values=True))
 
     def require_fit(self, limit_bytes: int) -> None:
-        """Raise if the headers announce a body that is compressed or exceeds the limit."""
+        """Raises an error if the headers announce a body that is compressed or exceeds the limit."""
         if (self.header("content-encoding") or "identity").lower() != "identity":
             raise MediaTypeUnsupported("sent without compression")
         length = self.header("content-length")
@@ -80,7 +82,7 @@ class Exchange:
             raise MessageTooLarge(limit_bytes)
 
     async def read_body(self, limit_bytes: int) -> bytes:
-        """The whole body. Raises `MessageTooLarge` as soon as it exceeds the limit."""
+        """Returns the whole body. Raises `MessageTooLarge` as soon as it exceeds the limit."""
         first = await self._next_piece()
         if self._has_whole_body:
             if len(first) > limit_bytes:
@@ -113,7 +115,7 @@ class Exchange:
         content_type: bytes = JSON,
         headers: Iterable[Header] = (),
     ) -> None:
-        """Send a whole response. If the body has not been read, the connection closes after the response."""
+        """Sends a whole response. If the body has not been read, the connection closes after the response."""
         is_last = not self._has_whole_body and self.connection.cycle.more_body
         head: list[Header] = [
             (b"content-type", content_type),
@@ -132,7 +134,7 @@ class Exchange:
             await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def begin(self, num_bytes: int, request_id: str, content_type: bytes) -> None:
-        """Send the headers of a response of so many bytes, which `write` sends in pieces."""
+        """Sends the headers of a response of `num_bytes`, which `write` sends in pieces."""
         head: list[Header] = [
             (b"content-type", content_type),
             (REQUEST_ID_KEY.encode(), request_id.encode()),
@@ -142,7 +144,7 @@ class Exchange:
         await self.send({"type": "http.response.start", "status": 200, "headers": head})
 
     async def begin_events(self, request_id: str) -> None:
-        """Send the headers of a stream of server-sent events."""
+        """Sends the headers of a stream of server-sent events."""
         head: list[Header] = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
@@ -153,7 +155,7 @@ class Exchange:
         await self.send({"type": "http.response.start", "status": 200, "headers": head})
 
     async def write(self, data: bytes, *, is_last: bool = False) -> None:
-        """Send a piece of a response that has begun."""
+        """Sends a piece of a response that has begun."""
         await self.send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async def _discard_body(self) -> None:
@@ -181,7 +183,7 @@ class EventStream:
         self._beating: asyncio.Task[None] | None = None
 
     async def write(self, data: bytes) -> None:
-        """Send one or more whole events."""
+        """Sends one or more whole events."""
         self._is_writing = True
         if not self.has_begun:
             self.has_begun = True
@@ -191,11 +193,11 @@ class EventStream:
         self._written_at = self._loop.time()
 
     async def end(self, data: bytes = b"") -> None:
-        """Send the last events and end the response."""
+        """Sends the last events and ends the response."""
         await self._exchange.write(data, is_last=True)
 
     def close(self) -> None:
-        """Stop the heartbeat."""
+        """Stops the heartbeat."""
         self._timer.cancel()
         if self._beating is not None:
             self._beating.cancel()
@@ -209,5 +211,5 @@ class EventStream:
 
 
 def encoded(headers: Mapping[str, str]) -> list[Header]:
-    """Headers as they are sent."""
+    """Returns the headers in the form in which they are sent."""
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

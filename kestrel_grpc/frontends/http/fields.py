@@ -1,4 +1,4 @@
-"""The fields that bodies of REST and of OpenAI's API share: images, sampling, constraints."""
+"""Defines the fields that bodies of REST and of OpenAI's API share: images, sampling, constraints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kestrel_runtime.api.sampling_params import MAX_STOPS, RANGES, SamplingParam
 
 EXAMPLE_IMAGE = "data:image/png;base64,iVBORw0KGgo="
 PLACEHOLDER = b"?"
-"""In place of an image that the request only names, or that cannot be read."""
+"""The bytes that stand for an image that the request only names, or that cannot be read."""
 _ADDRESSES = ("http://", "https://")
 _MAX_TOKEN_ID_DIGITS = 10
 
@@ -44,14 +44,14 @@ ImageText = Annotated[str | LongText, PlainValidator(_image_text), WithJsonSchem
 
 
 class GivenImage(NamedTuple):
-    """`reference` names the image where `data` is a placeholder. Without both there is no image."""
+    """Holds the image of a body: its bytes `data`, or `reference` and a placeholder, or neither."""
 
     data: bytes | None
     reference: ImageReference | None = None
 
 
 def read_image(value: str | LongText, path: str, max_bytes: int, problems: Problems) -> GivenImage:
-    """The image in the field at `path`: base64, a `data:` URI, an address, or the handle of a stored image.
+    """Reads the image in the field at `path`: base64, a `data:` URI, an address, or the handle of a stored image.
 
     Fetches nothing.
     """
@@ -98,7 +98,7 @@ def _decoded(value: str | LongText, max_bytes: int) -> bytes:
 
 
 def _with_token_ids(given: Any) -> Any:
-    """Names that are no ids stay texts, which pydantic refuses."""
+    """Converts names to token ids. Names that are no ids stay texts, which pydantic refuses."""
     if not isinstance(given, dict):
         return given
     return {
@@ -110,7 +110,8 @@ def _with_token_ids(given: Any) -> Any:
 
 
 def setting(name: str, description: str) -> Any:
-    """A field for the setting of `SamplingParams` of this name, with its range; `SamplingParams` checks it."""
+    """Returns a field for the setting of `SamplingParams` of this name, with its range, which `SamplingParams`
+    checks."""
     least, most = RANGES[name]
     return Field(
         None,
@@ -120,7 +121,7 @@ def setting(name: str, description: str) -> Any:
 
 
 class Sampling(Body):
-    """How tokens are sampled; absent values are the skill's."""
+    """Sets how tokens are sampled; absent values are the skill's."""
 
     temperature: float | None = setting("temperature", "0 is greedy; the default is the skill's.")
     top_p: float | None = Field(None, description="Share of probability that tokens are sampled from.")
@@ -151,7 +152,7 @@ class Sampling(Body):
     n: int | None = setting("n", "How many samples to draw; 1 in a stream of the REST API.")
 
     def params(self, **others: Any) -> SamplingParams:
-        """The settings of the engine; `others` stand in place of those of the same name."""
+        """Returns the settings for the engine; `others` replace those of the same name."""
         given = self.__dict__
         settings = {name: given[name] for name in _SETTINGS}
         stop, biases = self.stop, self.logit_bias
@@ -167,7 +168,7 @@ _SETTINGS = tuple(Sampling.model_fields)
 
 
 class ConstraintBody(Body):
-    """What the answer must look like; one of its fields."""
+    """Constrains the form of the answer, by one of its fields."""
 
     choices: list[Text] | None = Field(
         None,
@@ -181,14 +182,14 @@ class ConstraintBody(Body):
     )
 
     def value(self) -> Constraint:
-        """The constraint of the engine."""
+        """Returns the constraint for the engine."""
         return new_constraint(self.choices, self.regex, self.json_schema)
 
 
 def new_constraint(
     choices: list[str] | None = None, regex: str | None = None, json_schema: Mapping[str, Any] | None = None
 ) -> Constraint:
-    """The constraint of the engine; it checks that it is exactly one of the three."""
+    """Returns the constraint for the engine, which checks that exactly one of the three is given."""
     return Constraint(tuple(choices or ()), regex, None if json_schema is None else _written(json_schema))
 
 
@@ -203,7 +204,7 @@ def _written(schema: Mapping[str, Any]) -> str:
 
 
 class _Numbers:
-    """Keeps numbers as the caller wrote them, of which `json` writes doubles only."""
+    """Keeps numbers as the caller wrote them; `json` writes doubles only."""
 
     def __init__(self) -> None:
         self._mark = secrets.token_hex(8)  # no text of the body can equal a name that its author cannot guess
@@ -211,7 +212,8 @@ class _Numbers:
         self._num_left = MAX_SCHEMA_NODES
 
     def marked(self, value: Any) -> Any:
-        """Returns the value with a text in place of each such number, unless it is too large for a schema."""
+        """Returns the value with a text in place of each number that no double is exactly, unless it is too large
+        for a schema."""
         self._num_left -= 1
         if self._num_left < 0:
             return value

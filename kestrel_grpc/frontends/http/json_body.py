@@ -22,24 +22,24 @@ from kestrel_runtime.api.errors import InvalidRequest, Violation
 MAX_OTHER_BYTES = 2**20
 """The most bytes of a body apart from its long texts."""
 MAX_TEXTS = 20_000
-"""The most texts in a body of more than `_UNCHECKED_BYTES`; names count."""
+"""The most texts, names included, in a body of more than `_UNCHECKED_BYTES`."""
 _UNCHECKED_BYTES = 128 * 1024
-"""A body of at most this size is parsed quickly, whatever it holds."""
+"""The size up to which a body is not checked: it is parsed quickly, whatever it holds."""
 _LONG_BYTES = 64 * 1024
 _EXACT_CHARS = 16
-"""A point and 15 digits, which a double keeps unless it is subnormal, zero or infinite."""
+"""The length of a point and 15 digits, which a double keeps unless it is subnormal, zero or infinite."""
 HALF = "holds half of a surrogate pair"
-"""Describes a text or a name that is not Unicode. Only an escape can write one."""
+"""The problem of a text or a name that is not Unicode. Only an escape can write one."""
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _MAX_NAME_CHARS = 64
 _PIECE_BYTES = 2**20
 _ESCAPE_BYTES = 6  # the longest, such as \u000a
 _MAX_ESCAPED_BYTES = 4096
-"""Without six bytes between two escapes: base64 has lines, and other text is not divided."""
+"""The most bytes without six bytes between two escapes. Base64 has lines, and other text is not divided."""
 
 
 class LongText:
-    """A text of more than 64 KiB as written in the JSON: with escapes, without quotes."""
+    """Represents a text of more than 64 KiB as it is written in the JSON: with escapes, without quotes."""
 
     __slots__ = ("_raw",)
 
@@ -47,7 +47,7 @@ class LongText:
         self._raw = raw
 
     def ascii_bytes(self) -> bytes:
-        """The characters, all of which must be ASCII. Raises `ValueError`."""
+        """Returns the characters as bytes. Raises `ValueError` unless all are ASCII."""
         if b"\\" in self._raw:
             return b"".join(json.loads(b'"%b"' % piece).encode("ascii") for piece in self._pieces())
         if not self._raw.isascii():
@@ -55,7 +55,8 @@ class LongText:
         return self._raw
 
     def _pieces(self) -> Iterator[bytes]:
-        """The text in pieces, since other threads wait while one is parsed. None ends within an escape."""
+        """Yields the text in pieces, none of which ends within an escape. Other threads wait while a piece is
+        parsed."""
         start = 0
         while start < len(self._raw):
             ends = range(start + _PIECE_BYTES, start + _PIECE_BYTES + _MAX_ESCAPED_BYTES)
@@ -65,13 +66,13 @@ class LongText:
 
 
 class WrittenFloat(float):
-    """A number that no double is exactly, with the text that the caller wrote."""
+    """Represents a number that no double is exactly, with the text that the caller wrote."""
 
     __slots__ = ("text",)
     text: str
 
     def __new__(cls, text: str) -> WrittenFloat:
-        """Make the nearest double."""
+        """Makes the nearest double."""
         made = super().__new__(cls, text)
         made.text = text
         return made
@@ -85,11 +86,11 @@ def _float(text: str) -> float:
 
 
 def parse_json(body: bytes, report: Callable[[str, str], object]) -> dict[str, Any]:
-    """The object in a body; long texts that are values of an object become `LongText`. Raises `InvalidRequest`.
+    """Returns the object in a body. Long texts that are values of an object become `LongText`.
 
-    Numbers that no double is exactly become `WrittenFloat`. Halves of surrogate pairs stay as their escapes.
-    `report` is called with the place of each text or name that has one, such as `messages[0].content`, and with the
-    problem.
+    Raises `InvalidRequest`. Numbers that no double is exactly become `WrittenFloat`. Halves of surrogate pairs stay
+    as their escapes. `report` is called with the place of each text or name that has one, such as
+    `messages[0].content`, and with the problem.
     """
     long_texts: dict[str, LongText] = {}
     if len(body) > _UNCHECKED_BYTES:
@@ -117,7 +118,7 @@ def parse_json(body: bytes, report: Callable[[str, str], object]) -> dict[str, A
 
 
 def _without_halves(value: Any, path: str, report: Callable[[str, str], object]) -> Any:
-    """A value with the escapes of halves in place of these."""
+    """Returns a value with halves of surrogate pairs written as their escapes."""
     if isinstance(value, dict):
         found: dict[str, Any] = {}
         for name, item in value.items():
@@ -136,7 +137,7 @@ def _without_halves(value: Any, path: str, report: Callable[[str, str], object])
 
 
 def _without_long_texts(body: bytes) -> tuple[bytes, dict[str, LongText]]:
-    """The JSON with a short text in place of each long one, and the long texts by these short ones."""
+    """Returns the JSON with a short text in place of each long one, and the long texts by the short ones."""
     pieces: list[bytes] = []
     found: dict[str, LongText] = {}
     nonce = secrets.token_hex(8)  # no text of the body can equal a name that its author cannot guess
@@ -159,7 +160,7 @@ def _without_long_texts(body: bytes) -> tuple[bytes, dict[str, LongText]]:
 
 
 def _end_of_text(body: bytes, start: int) -> int:
-    """The index of the closing quote of the text that opens at `start`."""
+    """Returns the index of the closing quote of the text that opens at `start`."""
     before, num_quotes = start, 0
     while (quote := body.find(b'"', before + 1)) >= 0:
         num_backslashes = quote - before - 1 - len(body[before + 1 : quote].rstrip(b"\\"))

@@ -1,4 +1,4 @@
-"""The OpenAPI document, from the operations and the models of their bodies."""
+"""Makes the OpenAPI document from the operations and the models of their bodies."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _FILE: Mapping[str, Any] = {"application/octet-stream": {"schema": {"type": "str
 
 
 class _Schemas(GenerateJsonSchema):
-    """Without titles, which repeat names."""
+    """Makes schemas without titles, which only repeat names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
 
 def document(operations: Iterable[tuple[Operation, str]], model: str) -> bytes:
-    """Describes `operations`, each with a sentence about the form of its errors."""
+    """Returns the document of `operations`, each with a sentence about the form of its errors."""
     described = [(item, item.description, failure) for item, failure in operations if item.description is not None]
     bodies: list[type[Body]] = [what.body for _, what, _ in described if what.body is not None]
     references, schemas = models_json_schema(

@@ -1,4 +1,4 @@
-"""Results of the engine as JSON, for all frontends that answer in JSON.
+"""Converts results of the engine to JSON, for all frontends that answer in JSON.
 
 Triton's frontend uses it too: the output tensor of its responses holds JSON.
 """
@@ -38,14 +38,14 @@ Points = Callable[[Iterable[Location]], list[Any]]
 """The format of points: `pairs` or `objects`."""
 
 _ITEMS_AT_ONCE = 16
-"""Bounds the tokens that are encoded at a time, each with up to 20 others: other threads wait for them."""
+"""The most tokens that are encoded at a time, each with up to 20 alternatives. Other threads wait for them."""
 
 # Iterators stand for lists.
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=list).encode
 
 
 def to_json(facts: Any) -> bytes:
-    """JSON without spaces, in UTF-8; half of a surrogate pair becomes a question mark.
+    """Returns JSON without spaces, in UTF-8. Half of a surrogate pair becomes a question mark.
 
     Raises `ValueError` for numbers that are not finite, which JSON does not have.
     """
@@ -53,7 +53,8 @@ def to_json(facts: Any) -> bytes:
 
 
 def large_json(facts: Any) -> bytes:
-    """The same for large answers, in a thread: encodes piece by piece, so that other threads go on meanwhile."""
+    """Returns the JSON of a large answer, in a thread. Encodes piece by piece, so that other threads run
+    meanwhile."""
     return b"".join(_pieces(facts))
 
 
@@ -80,7 +81,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 def sent_event(facts: Mapping[str, Any], encode: Callable[[Any], bytes] = to_json) -> bytes:
-    """A server-sent event."""
+    """Returns one server-sent event."""
     return b"data: %b\n\n" % encode(facts)
 
 
@@ -92,7 +93,7 @@ def encoder_for(finished: Finished) -> Callable[[Any], bytes]:
 def result(
     output: QueryOutput | CaptionOutput | PointOutput | DetectOutput, points: Points, grounding_points: Points
 ) -> dict[str, Any]:
-    """The result of a skill. `grounding_points` is the format of the points in a reasoning."""
+    """Returns the result of a skill. `grounding_points` is the format of the points in a reasoning."""
     if isinstance(output, QueryOutput):
         found = {"answer": output.answer, **_logprobs(output.logprobs)}
         if output.reasoning is None:
@@ -108,13 +109,13 @@ def result(
 
 
 def ending(finished: Finished) -> dict[str, Any]:
-    """Why generation ended."""
+    """Returns the fields that say why generation ended."""
     stop = {} if finished.stop_sequence is None else {"stop_sequence": finished.stop_sequence}
     return {"finish_reason": FINISH_REASONS[finished.finish_reason], **stop}
 
 
 def logprobs(tokens: Iterable[TokenLogprob]) -> Iterator[dict[str, Any]]:
-    """Tokens with their logprobs."""
+    """Returns tokens with their logprobs."""
     return ({**_token(token), "top": [_token(top) for top in token.top]} for token in tokens)
 
 
@@ -127,7 +128,7 @@ def _token(token: TokenLogprob | TopLogprob) -> dict[str, Any]:
 
 
 def grounding(reasoning: Reasoning, points: Points) -> dict[str, Any]:
-    """The points that parts of a reasoning speak of."""
+    """Returns the points that parts of a reasoning refer to."""
     return {
         "grounding": [
             {"start_idx": item.start_char, "end_idx": item.end_char, "points": points(item.points)}
@@ -137,15 +138,15 @@ def grounding(reasoning: Reasoning, points: Points) -> dict[str, Any]:
 
 
 def objects(locations: Iterable[Location]) -> list[dict[str, float]]:
-    """Points as objects."""
+    """Returns points as objects."""
     return [{"x": location.x, "y": location.y} for location in locations]
 
 
 def pairs(locations: Iterable[Location]) -> list[tuple[float, float]]:
-    """Points as lists of two numbers."""
+    """Returns points as lists of two numbers."""
     return [(location.x, location.y) for location in locations]
 
 
 def box(box: Box) -> dict[str, float]:
-    """A box."""
+    """Returns a box as an object."""
     return {"x_min": box.x_min, "y_min": box.y_min, "x_max": box.x_max, "y_max": box.y_max}

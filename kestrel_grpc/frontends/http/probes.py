@@ -1,12 +1,12 @@
-"""Probes and metrics over HTTP, for machines.
+"""Serves probes and metrics over HTTP.
 
 | `/healthz`, `/livez` | 200 while the engine runs, else 503 |
 | `/readyz` | 200 while the server accepts requests, else 503 |
 | `/metrics` | Prometheus text |
 
-The HTTP port answers them beside its services, `/metrics` to callers with a token; `ProbePort` answers them alone,
-to everybody who reaches it, until the server has stopped. Probes are answered whatever `Host` a request names.
-Pages of other sites do not get `/metrics` (`access/sources.py`).
+The HTTP port answers them in addition to its services, `/metrics` to callers with a token. `ProbePort` answers them
+alone, without a token, until the server has stopped. Probes are answered whatever `Host` a request names. Pages of
+other sites do not get `/metrics` (`access/sources.py`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kestrel_runtime.api.errors import InvalidRequest
 TEXT = b"text/plain; charset=utf-8"
 METRICS_TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 MAX_CONNECTIONS = 32
-"""Of a `ProbePort`. Beyond that number a new connection replaces the one that has been idle longest."""
+"""The most connections of a `ProbePort`. Beyond that number a new connection replaces the longest idle one."""
 
 
 class Probes:
-    """What the probes answer. A probe is no call: they come all the time."""
+    """Answers probes. A probe is not recorded as a call, since probes arrive all the time."""
 
     def __init__(
         self, is_alive: Callable[[], bool], is_ready: Callable[[], bool], scrape: Callable[[], Awaitable[bytes]]
@@ -38,16 +38,16 @@ class Probes:
         self._is_ready = is_ready
 
     def apps(self) -> Mapping[str, App]:
-        """An ASGI application for the path of each probe."""
+        """Returns an ASGI application for the path of each probe."""
         alive = _answer_if(self._is_alive)
         return {"/healthz": alive, "/livez": alive, "/readyz": _answer_if(self._is_ready)}
 
 
 class ProbePort(Listener):
-    """A port of its own for probes and metrics, without a token."""
+    """Serves probes and metrics on a port of their own, without a token."""
 
     def __init__(self, probes: Probes, hosts: Collection[str] = ()) -> None:
-        """`hosts`: the port's names on this machine, in addition to addresses and `localhost`.
+        """`hosts` are the port's names on this machine, in addition to addresses and `localhost`.
 
         A port that other machines reach may have any name there.
         """
@@ -78,7 +78,7 @@ class ProbePort(Listener):
 
 
 def _answer_if(is_well: Callable[[], bool]) -> App:
-    """An ASGI application that says whether all is well."""
+    """Returns an ASGI application that answers 200 if `is_well` returns True, else 503."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         status, body = (200, b"ok\n") if is_well() else (503, b"unavailable\n")

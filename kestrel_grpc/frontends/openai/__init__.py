@@ -1,1 +1,1 @@
-"""The part of OpenAI's API that a vision-language model can serve. Knows its own JSON and no other frontend."""
+"""Serves the part of OpenAI's API that a vision-language model can. Knows its own JSON and no other frontend."""

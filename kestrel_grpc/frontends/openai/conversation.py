@@ -29,7 +29,7 @@ from kestrel_grpc.frontends.http.json_body import LongText
 
 MAX_MESSAGES = 256
 MAX_PARTS = 256
-"""Of the content of one message."""
+"""The most parts of the content of one message."""
 NOT_SUPPORTED = "is not supported"
 MANY_IMAGES = "several images in one conversation are not supported"
 _INSTRUCTIONS = ("system", "developer")
@@ -90,16 +90,16 @@ class Message(Body):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The question, and the image as it stands in the request; None where there is none."""
+    """Holds the question, and the image as the request has it; None if there is no image."""
 
     question: str
     image: str | LongText | None = None
     image_path: str = ""
-    """The field that holds the image."""
+    """The path of the field that holds the image."""
 
 
 def read_conversation(messages: Sequence[Message], problems: Problems) -> Conversation:
-    """The conversation as one question."""
+    """Returns the conversation as one question."""
     reader = _Reader(problems)
     turns = [(message.role, reader.text(message, f"messages[{index}]")) for index, message in enumerate(messages)]
     if turns[-1][0] != "user":
@@ -124,7 +124,7 @@ class _Reader:
         self._problems = problems
 
     def text(self, message: Message, path: str) -> str:
-        """The text of a message."""
+        """Returns the text of a message."""
         is_answer = message.role == "assistant"
         for name in _ONLY_OF_ANSWERS:
             if not is_answer and name in message.model_fields_set:
@@ -139,7 +139,7 @@ class _Reader:
         return "\n".join(text for text in texts if text is not None)
 
     def _part(self, part: Part, role: str, path: str) -> str | None:
-        """The text of a part; None for an image."""
+        """Returns the text of a part; None if it is an image."""
         wanted, other = ("text", "image_url") if part.type == "text" else ("image_url", "text")
         if getattr(part, other) is not None:
             self._problems.add(f"{path}.{other}", f"is not a field of a part of type {part.type}")

@@ -44,7 +44,7 @@ _CODES: Mapping[str, str] = MappingProxyType(
 
 
 class ChatRenderer:
-    """The answers of `/v1/chat/completions` to one request; `created_s` is in seconds since the epoch."""
+    """Formats the answers of `/v1/chat/completions` to one request; `created_s` is in seconds since the epoch."""
 
     def __init__(self, request_id: str, model: str, created_s: int, *, includes_usage: bool) -> None:
         self._facts = {"id": f"chatcmpl-{request_id}", "created": created_s, "model": model}
@@ -57,13 +57,13 @@ class ChatRenderer:
         self._tail = f',"logprobs":null,"finish_reason":null}}]{usage}}}\n\n'.encode()
 
     def answer(self, finished: Finished) -> bytes:
-        """The whole answer."""
+        """Returns the whole answer."""
         choices = [_chat_choice(index, sample) for index, sample in enumerate((finished, *finished.alternatives))]
         facts = {"object": "chat.completion", "choices": choices, "usage": _usage(finished.usage)}
         return encoder_for(finished)({**self._facts, **facts})
 
     def events(self, event: Event, sample: int) -> bytes:
-        """The server-sent events of an event of a sample."""
+        """Returns the server-sent events for an event of a sample; empty if there are none."""
         head = b'%b%d,"delta":' % (self._head, sample)
         if isinstance(event, TextDelta):
             is_answer = event.channel is TextChannel.ANSWER
@@ -80,7 +80,7 @@ class ChatRenderer:
         return head + f'{{}},"logprobs":null,"finish_reason":"{reason}"}}]{usage}}}\n\n'.encode()
 
     def end(self, finished: Finished) -> bytes:
-        """The last server-sent events of all samples."""
+        """Returns the last server-sent events of all samples."""
         if not self._includes_usage:
             return DONE
         facts = {"object": "chat.completion.chunk", "choices": [], "usage": _usage(finished.usage)}
@@ -88,7 +88,7 @@ class ChatRenderer:
 
 
 class CompletionRenderer:
-    """The answers of `/v1/completions` to one request; `created_s` is in seconds since the epoch."""
+    """Formats the answers of `/v1/completions` to one request; `created_s` is in seconds since the epoch."""
 
     def __init__(self, request_id: str, model: str, created_s: int, *, includes_usage: bool) -> None:
         self._facts = {
@@ -101,12 +101,12 @@ class CompletionRenderer:
         self._num_chars = defaultdict[int, int](int)  # of the text sent so far, by sample
 
     def answer(self, finished: Finished) -> bytes:
-        """The whole answer."""
+        """Returns the whole answer."""
         choices = [_whole_text(index, sample) for index, sample in enumerate((finished, *finished.alternatives))]
         return encoder_for(finished)({**self._facts, "choices": choices, "usage": _usage(finished.usage)})
 
     def events(self, event: Event, sample: int) -> bytes:
-        """The server-sent events for an event of a sample; may be empty."""
+        """Returns the server-sent events for an event of a sample; empty if there are none."""
         usage = {"usage": None} if self._includes_usage else {}
         if isinstance(event, TextDelta):
             logprobs = _text_logprobs(event.logprobs, self._num_chars[sample]) if event.logprobs else None
@@ -119,26 +119,26 @@ class CompletionRenderer:
         return sent_event({**self._facts, "choices": choices, **usage})
 
     def end(self, finished: Finished) -> bytes:
-        """The last server-sent events of all samples."""
+        """Returns the last server-sent events of all samples."""
         if not self._includes_usage:
             return DONE
         return sent_event({**self._facts, "choices": [], "usage": _usage(finished.usage)}) + DONE
 
 
 def models_json(models: Sequence[str], adapters: Iterable[str], created_s: int) -> bytes:
-    """The list of the served model's names and of its adapters."""
+    """Returns the list of the served model's names and of its adapters."""
     data = [_model(name, created_s) for name in models]
     data += [_model(name, created_s, parent=models[0]) for name in adapters]
     return to_json({"object": "list", "data": data})
 
 
 def model_json(name: str, created_s: int, *, parent: str | None) -> bytes:
-    """The served model, or one of its adapters; `parent` is the model that the adapter changes."""
+    """Returns the served model, or one of its adapters; `parent` is the model that the adapter changes."""
     return to_json(_model(name, created_s, parent=parent))
 
 
 def failure_json(failure: CallFailure) -> bytes:
-    """A failure in the form of OpenAI's errors."""
+    """Returns a failure in the form of OpenAI's errors."""
     violations = [item for detail in failure.details if isinstance(detail, BadFields) for item in detail.violations]
     code = _CODES.get(failure.reason, failure.reason.lower())
     if violations and violations[0].description in (NOT_SUPPORTED, MANY_IMAGES):
@@ -189,7 +189,7 @@ def _text_choice(
 
 
 def _text_logprobs(tokens: Iterable[TokenLogprob], num_chars: int) -> dict[str, Any]:
-    """`num_chars` of the text come before these tokens."""
+    """Returns the logprobs of tokens. `num_chars` is the length of the text before these tokens."""
     offsets: list[int] = []
     decoder = _Utf8Decoder(errors="ignore")  # a character may have several tokens
     tokens = tuple(tokens)
@@ -219,6 +219,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _model(name: str, created_s: int, *, parent: str | None = None) -> dict[str, Any]:
-    """`parent`: the model that the named adapter changes."""
+    """Returns the description of a model. `parent` is the model that the named adapter changes."""
     found = {"id": name, "object": "model", "created": created_s, "owned_by": "kestrel"}
     return found if parent is None else {**found, "parent": parent}

@@ -1,6 +1,6 @@
-"""The bodies of OpenAI's requests: fields that are read, without effect, or refused unless they ask for nothing.
+"""Defines the bodies of OpenAI's requests: fields are read, ignored, or refused unless they ask for nothing.
 
-A field is accepted without effect where it cannot change an answer of these models.
+A field is ignored if it cannot change an answer of these models.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """What the answer must look like, in the words of OpenAI."""
+    """Constrains the form of the answer, as OpenAI's API does."""
 
     type: Literal["text", "json_object", "json_schema"] = Field(
         description="The kind of answer.", examples=["text"]
@@ -71,7 +71,7 @@ class ResponseFormat(Body):
     json_schema: JsonSchemaFormat | None = Field(None, description="For the type of this name.")
 
     def value(self, problems: Problems) -> Constraint | None:
-        """The constraint of the engine; None where any text will do."""
+        """Returns the constraint for the engine; None if the answer may be any text."""
         if self.type == "text":
             return None
         if self.type == "json_schema" and self.json_schema is None:
@@ -81,7 +81,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """What the answer must look like, in the words of vLLM; one of its fields."""
+    """Constrains the form of the answer, as vLLM does, by one of its fields."""
 
     choice: list[Text] | None = Field(
         None,
@@ -96,7 +96,7 @@ class StructuredOutputs(Body):
     json_object: bool = Field(False, description="Whether the answer is any JSON object.")
 
     def value(self) -> Constraint | None:
-        """The constraint of the engine; None where any text will do."""
+        """Returns the constraint for the engine; None if the answer may be any text."""
         if self.choice is None and self.regex is None and self.json_ is None and not self.json_object:
             return None
         json_schema = _ANY_OBJECT if self.json_ is None and self.json_object else self.json_
@@ -107,7 +107,8 @@ class StructuredOutputs(Body):
 
 
 class Only:
-    """The type of a field that must have one of `values` or be null: the server lacks what other values ask for."""
+    """Defines the type of a field that must have one of `values` or be null: the server lacks the features of other
+    values."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -214,7 +215,7 @@ class CompletionBody(_OpenAiBody):
 
 
 def parse_chat(max_image_bytes: int, data: bytes) -> ParsedRequest:
-    """A request of `/v1/chat/completions`. Raises `InvalidRequest` with everything that is wrong, or `ImageError`.
+    """Reads a request of `/v1/chat/completions`. Raises `InvalidRequest` with every mistake, or `ImageError`.
 
     `max_image_bytes` is the largest encoded image.
     """
@@ -235,7 +236,7 @@ def parse_chat(max_image_bytes: int, data: bytes) -> ParsedRequest:
 
 
 def parse_completion(data: bytes) -> ParsedRequest:
-    """A request of `/v1/completions`. Raises `InvalidRequest` with everything that is wrong."""
+    """Reads a request of `/v1/completions`. Raises `InvalidRequest` with every mistake."""
     problems = Problems()
     body = read(CompletionBody, parse_json(data, problems.add), problems)
     sampling = body.params(seed=_seed(body, problems), logprobs=body.logprobs)
@@ -246,7 +247,7 @@ def parse_completion(data: bytes) -> ParsedRequest:
 
 
 def _seed(body: ChatBody | CompletionBody, problems: Problems) -> int | None:
-    """The seed of the engine, which has 64 bits without a sign: another one for each."""
+    """Returns the seed for the engine, which has 64 bits without a sign. Different seeds stay different."""
     seed = body.seed
     if seed is None or seed == _NO_SEED:
         return None
@@ -266,7 +267,7 @@ def _parsed(
     *,
     reasoning: bool = False,
 ) -> ParsedRequest:
-    """`text_name`: the field that has the question."""
+    """Returns the request for the engine. `text_name` is the field that has the question."""
     constraint, constraint_name = _constraint(body, problems)
     name = partial(
         _name,
@@ -294,7 +295,7 @@ def _parsed(
 
 
 def _constraint(body: ChatBody | CompletionBody, problems: Problems) -> tuple[Constraint | None, str]:
-    """What the answer must look like, None where any text will do, and the name of the field that says so."""
+    """Returns the constraint of the answer, None if it may be any text, and the name of its field."""
     response_format = body.response_format if isinstance(body, ChatBody) else None
     given = {
         "response_format": None if response_format is None else response_format.value(problems),
@@ -311,7 +312,8 @@ def _constraint(body: ChatBody | CompletionBody, problems: Problems) -> tuple[Co
 def _name(
     field: str, *, body: ChatBody | CompletionBody, text_name: str, image_name: str, constraint_name: str
 ) -> str:
-    """The name in a body of a field of the engine's requests: of those that stand for it, the one that was sent."""
+    """Returns the name in the body of a field of the engine's requests: of several names for it, the one that was
+    sent."""
     group, _, rest = field.partition(".")
     if field == "sampling.max_tokens" and isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         return "max_completion_tokens"

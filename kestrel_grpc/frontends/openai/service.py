@@ -1,4 +1,4 @@
-"""OpenAI's routes, and how each is served."""
+"""Serves OpenAI's routes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _REFUSED = ("/v1/responses", "/v1/embeddings", "/v1/images/generations", "/v1/mo
 
 
 class OpenAiDialect:
-    """Errors of OpenAI's API."""
+    """Defines the errors of OpenAI's API."""
 
     failure_description = "A failure, in `error`: `message`, `type`, `param` and `code`."
 
     def authorizations(self, exchange: Exchange) -> Sequence[str]:
-        """There is no other header."""
+        """Returns nothing: only `authorization` holds a token."""
         return ()
 
     def failure(self, failure: CallFailure, request_id: str) -> bytes:
@@ -49,12 +49,13 @@ class OpenAiDialect:
 
 
 class OpenAiService:
-    """Chat and completions are queries of the engine. Each call is one request of the engine and ends with it."""
+    """Serves chat and completions as queries of the engine. Each call is one request of the engine and ends with
+    it."""
 
     def __init__(
         self, submission: Submission, engine: Engine, *, model_names: Sequence[str] = (), max_image_bytes: int
     ) -> None:
-        """`model_names`: the names of the served model that callers are told; none for its own name."""
+        """`model_names` are the names of the served model that callers see; none means the engine's name."""
         self._submission = submission
         self._engine = engine
         self._models = tuple(model_names) or (engine.info.model,)

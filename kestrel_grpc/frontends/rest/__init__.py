@@ -1,1 +1,1 @@
-"""The REST API, compatible with Moondream's. Knows its own JSON and no other frontend."""
+"""Serves the REST API, compatible with Moondream's. Knows its own JSON and no other frontend."""

@@ -1,4 +1,5 @@
-"""`/v1/images`: stores, describes and deletes image files; requests name their `image_id` instead of an image."""
+"""Serves `/v1/images`: stores, describes and deletes image files; requests name their `image_id` instead of an
+image."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ PARAMETERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ParsedImage:
-    """A file, the handle that the caller announces, and how long to keep the file."""
+    """Holds a file, the handle that the caller announces, and the time to keep the file."""
 
     data: bytes
     announced: ImageHandle | None
@@ -31,7 +32,10 @@ class ParsedImage:
 
 
 class ImageRoutes:
-    """Shares store, quotas and limits with `ImageService`. `max_image_bytes` is the largest encoded image."""
+    """Serves the routes of images, with store, quotas and limits of `ImageService`.
+
+    `max_image_bytes` is the largest encoded image.
+    """
 
     def __init__(self, intake: ImageIntake, *, max_image_bytes: int) -> None:
         self._intake = intake
@@ -76,7 +80,7 @@ class ImageRoutes:
         )
 
     def _parsed(self, data: bytes, parameters: Mapping[str, str]) -> ParsedImage:
-        """Raises `InvalidRequest`, or `ImageError` for a file that is too large."""
+        """Reads a file. Raises `InvalidRequest`, or `ImageError` for a file that is too large."""
         violations = [Violation(name, "is no parameter here") for name in parameters.keys() - PARAMETERS.keys()]
         sha256, pin = parameters.get("sha256"), parameters.get("pin", "false")
         if sha256 is not None and not is_sha256(sha256):

@@ -1,6 +1,6 @@
 """Converts the engine's events and results to JSON and server-sent events.
 
-Every answer has `request_id`, `model`, `finish_reason` and metrics beside its result.
+Every answer has `request_id`, `model`, `finish_reason` and metrics in addition to its result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kestrel_runtime.api.events import Event, Finished, OutlineBox, Output, Segm
 
 
 class Renderer:
-    """The answers to one request."""
+    """Formats the answers to one request."""
 
     def __init__(self, request_id: str, model: str, format: Format) -> None:
         self._request_id = request_id
@@ -34,15 +34,15 @@ class Renderer:
         self._is_kestrel = format == "kestrel"
 
     def answer(self, finished: Finished) -> bytes:
-        """A whole answer."""
+        """Returns the whole answer."""
         return encoder_for(finished)(self._facts(finished))
 
     def end(self, finished: Finished) -> bytes:
-        """Nothing: the last event has the whole answer."""
+        """Returns nothing: the last event has the whole answer."""
         return b""
 
     def events(self, event: Event, sample: int) -> bytes:
-        """The server-sent events for an event; may be empty."""
+        """Returns the server-sent events for an event; empty if there are none."""
         if isinstance(event, TextDelta):
             if event.channel is TextChannel.PATH:
                 return sent_event({"type": "path_delta", "chunk": event.text, "completed": False})
@@ -103,7 +103,7 @@ class Renderer:
 
 
 def failure_body(failure: CallFailure, request_id: str) -> dict[str, Any]:
-    """A failure in the form of all errors of the REST API."""
+    """Returns a failure in the form of all errors of the REST API."""
     error: dict[str, Any] = {
         "code": failure.reason,
         "message": failure.message,
@@ -126,12 +126,12 @@ def failure_body(failure: CallFailure, request_id: str) -> dict[str, Any]:
 
 
 def failure_json(failure: CallFailure, request_id: str) -> bytes:
-    """The body of a response."""
+    """Returns the body of the response to a call that has failed."""
     return to_json(failure_body(failure, request_id))
 
 
 def failure_event(failure: CallFailure, request_id: str) -> bytes:
-    """The last event of a stream."""
+    """Returns the last event of a stream that fails."""
     return sent_event({**failure_body(failure, request_id), "completed": True})
 
 

@@ -1,4 +1,4 @@
-"""The routes of the REST API: the body of each, and the request of the engine that it becomes."""
+"""Defines the routes of the REST API: the body of each, and the request of the engine that it becomes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _NO_IMAGE = GivenImage(None)
 
 
 class Settings(Sampling):
-    """How tokens are sampled, and how many objects are found.
+    """Sets how tokens are sampled, and how many objects are found.
 
     One kind for all routes, since Moondream's client has one type of settings for all its methods.
     """
@@ -69,7 +69,7 @@ _NO_SETTINGS = Settings.model_validate({})
 
 
 class SkillBody(Body):
-    """What all routes have."""
+    """Holds the fields of all routes."""
 
     settings: Settings = Field(_NO_SETTINGS, description="How tokens are sampled.")
     model: Text = Field("", description="The model's name, or `model/adapter`; the one that is served by default.")
@@ -93,10 +93,11 @@ class SkillBody(Body):
 
     @abstractmethod
     def request(self, image: bytes | None, **shared: Any) -> Request:
-        """The request of the engine. `shared` is what `shared` returns. Raises `InvalidRequest`."""
+        """Returns the request for the engine. `shared` is the result of the method `shared`. Raises
+        `InvalidRequest`."""
 
     def shared(self) -> dict[str, Any]:
-        """The arguments that the requests of all skills take."""
+        """Returns the arguments that the requests of all skills take."""
         options = RequestOptions(
             model=self.model,
             max_queue_s=self.max_queue_seconds,
@@ -242,7 +243,7 @@ ROUTES: Mapping[str, type[SkillBody]] = MappingProxyType(
 
 
 def parse_request(body_type: type[SkillBody], max_image_bytes: int, data: bytes) -> ParsedRequest:
-    """Raises `InvalidRequest` with everything that is wrong, or an `ImageError`.
+    """Reads the body of a skill. Raises `InvalidRequest` with every mistake, or an `ImageError`.
 
     `max_image_bytes` is the largest encoded image.
     """
@@ -292,7 +293,7 @@ _SIDES: Mapping[str, str] = MappingProxyType(
 
 
 def field_name(field: str, *, has_stops: bool = True) -> str:
-    """The name in the body of a field of the engine's requests. `has_stops`: whether `stop` is a list."""
+    """Returns the name in the body of a field of the engine's requests. `has_stops` is True if `stop` is a list."""
     if field == "sampling.stop[0]" and not has_stops:
         return "settings.stop"
     if field.startswith("sampling."):

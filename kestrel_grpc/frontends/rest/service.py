@@ -1,4 +1,4 @@
-"""The REST API: a route for each skill, and routes for stored images."""
+"""Serves the REST API: a route for each skill, and routes for stored images."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _TOKEN_KEY = "x-moondream-auth"
 
 
 class RestDialect:
-    """Headers and errors of the REST API."""
+    """Defines headers and errors of the REST API."""
 
     failure_description = "A failure, in `error`: `code`, `message`, `status`, `request_id` and `violations`."
 
     def authorizations(self, exchange: Exchange) -> Sequence[str]:
-        """Moondream's client sends its key in a header of its own."""
+        """Returns the key that Moondream's client sends in a header of its own."""
         return [f"Bearer {value}" for name, value in exchange.headers if name == _TOKEN_KEY]
 
     def failure(self, failure: CallFailure, request_id: str) -> bytes:
@@ -36,7 +36,7 @@ class RestDialect:
 
 
 class RestService:
-    """Each call of a skill is one request of the engine and ends with it.
+    """Serves the routes. Each call of a skill is one request of the engine and ends with it.
 
     If `intake` is None no images are stored.
     """

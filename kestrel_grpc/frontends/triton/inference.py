@@ -1,4 +1,4 @@
-"""`ModelInfer` and `ModelStreamInfer`: requests to the model, one in a call or many in a stream."""
+"""Implements `ModelInfer` and `ModelStreamInfer`: requests to the model, one in a call or many in a stream."""
 
 # ruff: noqa: N802 (methods bear the names of their RPCs)
 
@@ -28,9 +28,10 @@ _Message = wire.ModelStreamInferResponse
 
 
 class Inference:
-    """Each request of a stream is a call of its own, admitted by `requests`. `served` is the engine's model.
+    """Implements the two methods. Each request of a stream is a call of its own, admitted by `requests`.
 
-    While `is_crowded` returns True, a stream reads its next request only when all of its requests have ended.
+    `served` is the engine's name of the model. While `is_crowded` returns True, a stream reads its next request
+    only when all of its requests have ended.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Inference:
     async def serve(
         self, message: wire.ModelInferRequest, stream_call: CallContext, index: int, out: _Responses
     ) -> None:
-        """One request of a stream, in a task of its own."""
+        """Serves one request of a stream, in a task of its own."""
         render, has_empty_final = ResponseRenderer(message), wants_empty_final(message)
         call = self._requests.begin(
             stream_call.headers, stream_call.remaining_s, stream_call.method, stream_call.peer
@@ -117,7 +118,7 @@ class Inference:
 
 
 class _Responses:
-    """The responses to the requests of a stream, in the order in which they become available."""
+    """Queues the responses to the requests of a stream, in the order in which they become available."""
 
     def __init__(self, *, is_strict: bool) -> None:
         self.is_strict = is_strict
@@ -125,27 +126,27 @@ class _Responses:
         self._taken: dict[int, asyncio.Event] = {}
 
     async def put(self, response: _Message | Exception | None) -> None:
-        """Add a response, an error that ends the stream, or None for the end; waits while there are many."""
+        """Adds a response, an error that ends the stream, or None for the end. Waits while the queue is full."""
         await self._queue.put(response)
 
     async def get(self) -> _Message | Exception | None:
-        """The next one."""
+        """Returns the next item. Waits until there is one."""
         return await self._queue.get()
 
     async def wait_until_taken(self, index: int) -> None:
-        """Wait until the engine has a request, so that its message is held no longer."""
+        """Waits until the engine has the request, so that its message is held no longer."""
         self._taken[index] = asyncio.Event()
         await self._taken[index].wait()
 
     def has_taken(self, index: int) -> None:
-        """Called when the engine has a request, or the request has failed."""
+        """Records that the engine has the request, or that the request has failed."""
         event = self._taken.pop(index, None)
         if event is not None:
             event.set()
 
 
 class _RequestStream:
-    """One call of `ModelStreamInfer`: reads requests while others run."""
+    """Runs one call of `ModelStreamInfer`: reads requests while others run."""
 
     def __init__(self, inference: Inference, call: CallContext) -> None:
         self._inference = inference
@@ -155,7 +156,7 @@ class _RequestStream:
         self._requests: set[asyncio.Task[None]] = set()
 
     async def responses(self, messages: AsyncIterator[wire.ModelInferRequest]) -> AsyncGenerator[_Message, None]:
-        """The responses of all requests. If the caller leaves, requests that still run are cancelled."""
+        """Yields the responses of all requests. If the caller leaves, requests that still run are cancelled."""
         reading = asyncio.create_task(self._read(messages))
         try:
             while (item := await self._out.get()) is not None:
@@ -169,7 +170,7 @@ class _RequestStream:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _read(self, messages: AsyncIterator[wire.ModelInferRequest]) -> None:
-        """Start a task for each request; the next one is read when the engine has the one before it, so that a
+        """Starts a task for each request. The next one is read when the engine has the previous one, so that a
         stream holds one message at a time."""
         end: Exception | None = None
         index = 0
@@ -191,6 +192,6 @@ class _RequestStream:
 
 
 def _limit(call: CallContext, timeout_s: float | None) -> None:
-    """Bring the deadline forward to the timeout of the request."""
+    """Brings the deadline forward to the timeout of the request."""
     if timeout_s is not None:
         call.deadline_s = timeout_s if call.deadline_s is None else min(call.deadline_s, timeout_s)

@@ -1,4 +1,4 @@
-"""The one model as Triton's clients know it: its name, its inputs, its output.
+"""Describes the one model to Triton's clients: its name, its inputs, its output.
 
 The names and types are those of Kestrel's model for Triton, which has no `EYE`.
 """
@@ -24,7 +24,7 @@ _DATA_TYPES: Mapping[str, wire.DataType] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input tensor. In `shape`, -1 stands for any length."""
+    """Describes one input tensor. In `shape`, -1 stands for any length."""
 
     name: str
     datatype: str
@@ -55,12 +55,12 @@ INPUTS: Mapping[str, Input] = MappingProxyType(
 
 
 def is_model(name: str, version: str, served: str) -> bool:
-    """True if `name` is `MODEL` or `served`, the engine's name of the model, and it has this version."""
+    """Returns True if `name` is `MODEL` or `served`, the engine's name of the model, and it has this version."""
     return name in (MODEL, served) and version in ("", VERSION)
 
 
 def require_model(name: str, version: str, served: str) -> None:
-    """Raise `ModelNotFound` unless `is_model` returns True."""
+    """Raises `ModelNotFound` unless `is_model` returns True."""
     if is_model(name, version, served):
         return
     known = name in (MODEL, served)
@@ -68,7 +68,7 @@ def require_model(name: str, version: str, served: str) -> None:
 
 
 def metadata(name: str) -> wire.ModelMetadataResponse:
-    """The model under the name that a caller uses."""
+    """Returns the description of the model under the name that the caller uses."""
     tensor = wire.ModelMetadataResponse.TensorMetadata
     return wire.ModelMetadataResponse(
         name=name,
@@ -80,7 +80,7 @@ def metadata(name: str) -> wire.ModelMetadataResponse:
 
 
 def config(name: str) -> wire.ModelConfig:
-    """How the model is configured, under the name that a caller uses."""
+    """Returns the configuration of the model under the name that the caller uses."""
     return wire.ModelConfig(
         name=name,
         platform=_PLATFORM,

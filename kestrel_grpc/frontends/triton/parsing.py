@@ -45,22 +45,23 @@ _PRIORITIES: Mapping[int, Priority] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A request of the engine, and how its caller wants it answered."""
+    """Holds a request of the engine, and the form in which its caller wants the answer."""
 
     request: Request
     streams: bool
-    """Whether the text is wanted in pieces."""
+    """True if the text is wanted in pieces."""
     timeout_s: float | None
-    """Time for the whole answer; None where the caller set none."""
+    """The time for the whole answer, in seconds; None if the caller set none."""
 
 
 def wants_empty_final(message: wire.ModelInferRequest) -> bool:
-    """Whether the last response of a stream must be one without output."""
+    """Returns True if the last response of a stream must be one without output."""
     return _EMPTY_FINAL in message.parameters and message.parameters[_EMPTY_FINAL].bool_param
 
 
 async def infer_request(message: wire.ModelInferRequest, served: str, read_region: ReadRegion) -> InferRequest:
-    """Raises `ModelNotFound`, `Unsupported`, and `InvalidRequest` with all problems of one kind."""
+    """Converts a message. Raises `ModelNotFound`, `Unsupported`, and `InvalidRequest` with all problems of one
+    kind."""
     require_model(message.model_name, message.model_version, served)
     _check_outputs(message)
     violations: list[Violation] = []
@@ -88,19 +89,19 @@ async def infer_request(message: wire.ModelInferRequest, served: str, read_regio
 
 
 class _Tensors:
-    """Values of scalar inputs, by name; adds what is wrong to `violations`."""
+    """Reads the values of scalar inputs, by name. Adds problems to `violations`."""
 
     def __init__(self, tensors: Mapping[str, Tensor], violations: list[Violation]) -> None:
         self._tensors = tensors
         self._violations = violations
 
     def value(self, name: str) -> Any:
-        """None if there is no such input."""
+        """Returns the value of an input; None if there is no such input."""
         tensor = self._tensors.get(name)
         return None if tensor is None else tensor.elements[0]
 
     def text(self, name: str) -> str:
-        """Empty if there is no such input."""
+        """Returns the text of an input; "" if there is no such input."""
         try:
             return (self.value(name) or b"").decode()
         except UnicodeDecodeError:
@@ -108,11 +109,11 @@ class _Tensors:
             return "?"
 
     def image(self) -> bytes:
-        """Empty if there is none."""
+        """Returns the bytes of the image; empty if there is none."""
         return self.value("IMAGE") or b""
 
     def eye(self) -> PointRef:
-        """The place of the eye, which `gaze` needs."""
+        """Returns the position of the eye, which `gaze` needs."""
         tensor = self._tensors.get("EYE")
         if tensor is None:
             self._violations.append(Violation("EYE", "is required"))
@@ -120,7 +121,7 @@ class _Tensors:
         return PointRef(*tensor.elements)
 
     def spatial_refs(self) -> tuple[SpatialRef, ...]:
-        """Rows of two numbers are points, rows of four are boxes."""
+        """Returns the references to parts of the image: rows of two numbers are points, rows of four are boxes."""
         tensor = self._tensors.get("SPATIAL_REFS")
         if tensor is None:
             return ()
@@ -199,7 +200,7 @@ def _check_outputs(message: wire.ModelInferRequest) -> None:
 
 
 def _parameters(message: wire.ModelInferRequest, violations: list[Violation]) -> tuple[Priority, float | None]:
-    """The priority, and the timeout in seconds. Unknown parameters are refused."""
+    """Returns the priority, and the timeout in seconds. Unknown parameters are refused."""
     violations += [
         Violation(f"parameters.{shown(key)}", "is not a parameter of this server")
         for key in sorted(message.parameters)

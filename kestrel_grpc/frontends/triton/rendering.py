@@ -1,4 +1,4 @@
-"""Converts events to JSON in the output tensor of Triton's responses, and failures to Triton's words."""
+"""Converts events to JSON in the output tensor of Triton's responses, and failures to Triton's messages."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class ResponseRenderer:
         self._id = message.id
 
     def answer(self, finished: Finished, request_id: str) -> wire.ModelInferResponse:
-        """A whole answer."""
+        """Returns the response with a whole answer."""
         return self._with_output(_facts(finished, request_id))
 
     def piece(self, delta: TextDelta) -> wire.ModelStreamInferResponse:
-        """A piece of the text of a streamed answer, or of the reasoning before it."""
+        """Returns the response with a piece of the text of a streamed answer, or of the reasoning before it."""
         facts: dict[str, Any] = {"chunk": delta.text, "completed": False, "token_index": delta.token_index}
         if delta.channel is TextChannel.REASONING:
             facts |= {"chunk": "", "reasoning_chunk": delta.text}
@@ -60,18 +60,18 @@ class ResponseRenderer:
     def last(
         self, finished: Finished, request_id: str, *, streams: bool, is_final: bool
     ) -> wire.ModelStreamInferResponse:
-        """The whole answer at the end of its pieces, or on its own."""
+        """Returns the response with the whole answer, at the end of its pieces or on its own."""
         facts = _facts(finished, request_id)
         if streams:
             facts = {"chunk": "", "completed": True, **facts}
         return _streamed(self._with_output(facts), is_final=is_final)
 
     def empty(self) -> wire.ModelStreamInferResponse:
-        """The end of a request, without output."""
+        """Returns the response that ends a request, without output."""
         return _streamed(self._bare(), is_final=True)
 
     def error(self, message: str) -> wire.ModelStreamInferResponse:
-        """A request has failed."""
+        """Returns the response to a request that has failed."""
         return wire.ModelStreamInferResponse(error_message=message, infer_response=self._bare())
 
     def _bare(self) -> wire.ModelInferResponse:
@@ -117,7 +117,7 @@ def _result(output: Output) -> dict[str, Any]:
 
 
 def to_triton(failure: CallFailure) -> CallFailure:
-    """The same failure as Triton's clients expect it."""
+    """Returns the failure in the form that Triton's clients expect."""
     details = tuple(
         BadFields(tuple(_renamed(violation) for violation in detail.violations))
         if isinstance(detail, BadFields)
@@ -142,7 +142,7 @@ def _renamed(violation: Violation) -> Violation:
 
 
 def _text(violation: Violation) -> str:
-    """Descriptions of tensors name their input themselves."""
+    """Returns a violation as text. Descriptions of tensors already name their input."""
     if not violation.field or violation.field.startswith(("inputs", "outputs", "raw_input_contents")):
         return violation.description
     return f"{violation.field}: {violation.description}"

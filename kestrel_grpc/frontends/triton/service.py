@@ -1,4 +1,4 @@
-"""`GRPCInferenceService`: readiness, descriptions, statistics, shared memory, and refusals of what is unsupported.
+"""Implements `GRPCInferenceService`: readiness, descriptions, statistics, shared memory, and refusals of the rest.
 
 `inference.py` has the two methods that run requests.
 """
@@ -36,7 +36,7 @@ _STATISTICS = "statistics of the model"
 
 
 class TritonService:
-    """Triton's service for a gRPC server; see `ForeignService` of the gRPC frontend."""
+    """Implements Triton's service for a gRPC server; see `ForeignService` of the gRPC frontend."""
 
     name: str = _SERVICE.full_name
     file: Any = wire.DESCRIPTOR
@@ -44,7 +44,7 @@ class TritonService:
     def __init__(
         self, submission: Submission, readiness: Readiness, memory: SharedMemory, peers: Peers, served: str
     ) -> None:
-        """`served` is the name that the engine gives its model."""
+        """`served` is the engine's name of its model."""
         self._submission = submission
         self._readiness = readiness
         self._memory = memory
@@ -55,11 +55,11 @@ class TritonService:
         peers.answer(_STATISTICS, lambda _: self._statistics.serialized())
 
     def translate_failure(self, failure: CallFailure) -> CallFailure:
-        """A failure as Triton's clients expect it."""
+        """Returns the failure in the form that Triton's clients expect."""
         return to_triton(failure)
 
     def handlers(self, groups: CallGroups) -> Iterator[tuple[CallAdmission, Mapping[str, grpc.RpcMethodHandler]]]:
-        """The methods of each group, by name."""
+        """Yields the methods of each group by name, with the admission of the group."""
         inference = Inference(
             self._submission,
             groups.inference,
@@ -75,7 +75,7 @@ class TritonService:
         yield groups.streams, _handlers(inference, ("ModelStreamInfer",))
 
     def close(self) -> None:
-        """Forget the shared memory of all callers."""
+        """Forgets the shared memory of all callers."""
         self._memory.close()
 
     async def ServerLive(self, message: wire.ServerLiveRequest, call: CallContext) -> wire.ServerLiveResponse:

@@ -1,4 +1,5 @@
-"""Regions of POSIX shared memory, from which callers on this machine have inputs read instead of sending them.
+"""Reads inputs from regions of POSIX shared memory, in which callers on this machine put them instead of sending
+them.
 
 The server copies from the file of a region and never maps it, so that a caller who shortens the file cannot end the
 server with SIGBUS. Only callers on this machine may name regions. The name of a shared memory object must begin
@@ -22,7 +23,7 @@ from kestrel_runtime.api.errors import InvalidRequest, Violation
 KIND = "shared memory region"
 FOLDER = Path("/dev/shm")
 MAX_REGIONS = 64
-"""Of one caller. Each takes a file descriptor."""
+"""The most regions of one caller. Each takes a file descriptor."""
 MAX_ALL_REGIONS = 512
 _MAX_NAME_CHARS = 128
 _LENGTH_BYTES = 4
@@ -35,7 +36,7 @@ _LOCAL_PEERS = (
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of a shared memory object, whose file is open under `descriptor`."""
+    """Describes a part of a shared memory object, whose file is open under `descriptor`."""
 
     name: str
     key: str
@@ -45,7 +46,7 @@ class Region:
 
 
 class SharedMemory:
-    """The regions of all callers. Belongs to one event loop. Without a `prefix` there are none.
+    """Holds the regions of all callers. Belongs to one event loop. Without a `prefix` there are none.
 
     A read takes at most `max_image_bytes` and the length before an image. `owners` returns the names of those who
     may call now; None means that callers have no names.
@@ -66,11 +67,11 @@ class SharedMemory:
 
     @property
     def is_on(self) -> bool:
-        """Whether there can be regions."""
+        """True if callers may register regions."""
         return self._prefix is not None
 
     def regions(self, call: CallContext, name: str = "") -> Mapping[str, Region]:
-        """The regions of a caller; the one of this name, if it is not empty. Raises `ResourceMissing`."""
+        """Returns the regions of a caller: all, or the one named. Raises `ResourceMissing`."""
         self._check(call)
         regions = self._regions.get(call.principal, {})
         if not name:
@@ -78,7 +79,7 @@ class SharedMemory:
         return {name: self._region(call, name)}
 
     def register(self, call: CallContext, name: str, key: str, offset: int, num_bytes: int) -> None:
-        """Add a region. Raises `ResourceExists`, and `InvalidRequest` where it cannot be used."""
+        """Adds a region. Raises `ResourceExists`, and `InvalidRequest` if it cannot be used."""
         self._check(call)
         self._drop_gone()
         regions = self._regions.setdefault(call.principal, {})
@@ -101,7 +102,7 @@ class SharedMemory:
         regions[name] = Region(name, key, offset, num_bytes, descriptor)
 
     def unregister(self, call: CallContext, name: str = "") -> None:
-        """Forget the caller's region of this name, or all of the caller's regions. An unknown name is no error."""
+        """Drops the caller's region of this name, or all of the caller's regions. An unknown name is no error."""
         self._check(call)
         regions = self._regions.get(call.principal, {})
         for item in (name,) if name else tuple(regions):
@@ -111,7 +112,7 @@ class SharedMemory:
             self._regions.pop(call.principal, None)
 
     async def read(self, call: CallContext, name: str, offset: int, num_bytes: int) -> bytes:
-        """A copy of a part of the caller's region.
+        """Returns a copy of a part of the caller's region.
 
         Raises `ResourceMissing`, and `InvalidRequest`, for example if the file has been shortened.
         """
@@ -133,7 +134,7 @@ class SharedMemory:
         return data
 
     def close(self) -> None:
-        """Forget all regions."""
+        """Drops all regions."""
         for regions in self._regions.values():
             for region in regions.values():
                 os.close(region.descriptor)
@@ -152,7 +153,7 @@ class SharedMemory:
         return region
 
     def _open(self, key: str) -> int:
-        """The file of a shared memory object. Raises `InvalidRequest`."""
+        """Opens the file of a shared memory object and returns its descriptor. Raises `InvalidRequest`."""
         assert self._prefix is not None
         parts = _KEY.fullmatch(key)
         if parts is None or not parts[1].startswith(self._prefix.lstrip("/")):
@@ -170,7 +171,7 @@ class SharedMemory:
         return descriptor
 
     def _drop_gone(self) -> None:
-        """Forget the regions of callers that may not call any more."""
+        """Drops the regions of callers that may not call any more."""
         if self._owners is None:
             return
         known = self._owners()
@@ -180,7 +181,7 @@ class SharedMemory:
 
 
 def _read(descriptor: int, offset: int, num_bytes: int) -> bytes:
-    """Up to `num_bytes` bytes; fewer where the file ends before. Closes the descriptor."""
+    """Returns up to `num_bytes` bytes, fewer if the file ends before. Closes the descriptor."""
     try:
         parts: list[bytes] = []
         while num_bytes > 0:

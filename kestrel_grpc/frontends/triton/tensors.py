@@ -1,7 +1,7 @@
 """Reads input tensors: checks them against the model's inputs and converts their elements to Python values.
 
 It reports every problem of a message at once, with `inputs[2]` or `raw_input_contents[0]` as its field.
-`parsing.py` knows what the inputs mean.
+`parsing.py` interprets the inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REGION, REGION_OFFSET, REGION_BYTES = (
     "shared_memory_offset",
     "shared_memory_byte_size",
 )
-"""Parameters of a tensor whose elements are in shared memory."""
+"""The parameters of a tensor whose elements are in shared memory."""
 _MAX_INPUTS = 2 * len(INPUTS)
 _MAX_ELEMENTS = 4096
 _MAX_PROBLEMS = 8
@@ -34,11 +34,11 @@ _CONTENTS = {
 }
 
 ReadRegion = Callable[[str, int, int], Awaitable[bytes]]
-"""Reads from the caller's region of this name: so many bytes from an offset. Raises `InvalidRequest`."""
+"""Reads bytes of the caller's region of this name, from an offset, of a length. Raises `InvalidRequest`."""
 
 
 class Tensor:
-    """The shape and the elements of one input: `bytes`, `bool`, `int` or `float`."""
+    """Holds the shape and the elements of one input: `bytes`, `bool`, `int` or `float`."""
 
     __slots__ = ("elements", "shape")
 
@@ -48,16 +48,16 @@ class Tensor:
 
 
 def shown(text: str) -> str:
-    """A value from a caller, cut and in ASCII, so that it fits into a status."""
+    """Returns a value from a caller, shortened and in ASCII, so that it fits into a status."""
     return ascii(text[:_MAX_ECHO_CHARS])[1:-1][:_MAX_ECHO_CHARS]
 
 
 class _Problem(Exception):
-    """A problem of one tensor."""
+    """Raised for a problem of one tensor."""
 
 
 async def read_tensors(message: wire.ModelInferRequest, read_region: ReadRegion) -> Mapping[str, Tensor]:
-    """The input tensors by name. Raises `InvalidRequest`."""
+    """Returns the input tensors by name. Raises `InvalidRequest`."""
     if len(message.inputs) > _MAX_INPUTS:
         raise _refusal("inputs", f"expected at most {len(INPUTS)} inputs but got {len(message.inputs)}")
     raw = iter(message.raw_input_contents)
@@ -158,7 +158,7 @@ def _elements(
 
 
 def _only_element(name: str, data: bytes) -> bytes:
-    """The one element of a BYTES tensor: its length in 4 bytes, little endian, and what it holds."""
+    """Returns the one element of a BYTES tensor, which begins with its length in 4 bytes, little endian."""
     if len(data) < _LENGTH.size:
         raise _Problem(f"incomplete string length indicator for inference input '{name}', expecting 4 bytes")
     (length,) = _LENGTH.unpack_from(data)

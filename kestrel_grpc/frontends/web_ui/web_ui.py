@@ -109,7 +109,7 @@ class WebUi:
 
 
 class _StaticFile:
-    """An ASGI application that answers GET and HEAD with one file."""
+    """Answers GET and HEAD with one file, as an ASGI application."""
 
     def __init__(self, data: bytes, media_type: str) -> None:
         self._data = data

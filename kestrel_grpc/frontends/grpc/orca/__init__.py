@@ -1,1 +1,1 @@
-"""Generated messages of `proto/compat/xds`."""
+"""Holds the generated messages of `proto/compat/xds`."""

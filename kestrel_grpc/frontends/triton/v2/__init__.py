@@ -1,1 +1,1 @@
-"""Messages of `proto/compat/inference`, generated into a descriptor pool of their own."""
+"""Holds the messages of `proto/compat/inference`, generated into a descriptor pool of their own."""
