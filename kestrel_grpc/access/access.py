@@ -65,11 +65,11 @@ SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
 
 
 class TokenInvalid(AccessRefused):
-    """Raised when the call has no token that the server knows."""
+    """The call has no token that the server knows."""
 
 
 class ScopeRequired(AccessRefused):
-    """Raised when the token does not allow the method, which needs one of `scopes`."""
+    """The token does not allow the method, which needs one of `scopes`."""
 
     def __init__(self, scopes: frozenset[Scope], name: str) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ class AccessRefused(Exception):
 
 
 class RateLimited(AccessRefused):
-    """Raised when the token has reached a limit, which the text `limit` describes."""
+    """The token has reached a limit, which `limit` describes."""
 
     def __init__(self, name: str, limit: str, retry_after_s: float) -> None:
         super().__init__()

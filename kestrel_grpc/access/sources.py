@@ -18,7 +18,7 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 
 class SourceNotAllowed(Exception):
-    """Raised when the call was made for another host, or by a page of another site. `header` is the header that
+    """The call was made for another host, or by a page of another site. `header` is the header that
     says so."""
 
     def __init__(self, header: str, value: str) -> None:

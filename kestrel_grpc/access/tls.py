@@ -14,7 +14,7 @@ from kestrel_grpc.access.reloading import ReloadedFiles, read_regular_file
 
 
 class CertificateError(ValueError):
-    """Raised when the files cannot be used as certificate and key; the message says which and why."""
+    """The files cannot be used as certificate and key; the message says which and why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class Token:
 
 
 class TokenFileError(ValueError):
-    """Raised when the file cannot be read or is invalid; the message names every violation."""
+    """The file cannot be read or is invalid; the message names every violation."""
 
 
 def read_tokens(path: Path) -> Mapping[bytes, Token]:

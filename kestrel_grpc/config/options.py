@@ -63,7 +63,7 @@ _REASONS: Mapping[str, str] = MappingProxyType(
 
 
 class ConfigurationError(Exception):
-    """Raised when options cannot be used; `problems` has a line for each."""
+    """Options cannot be used; `problems` has a line for each."""
 
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__("; ".join(problems))

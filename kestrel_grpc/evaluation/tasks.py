@@ -19,7 +19,7 @@ _SAMPLE_SEED = 0
 
 
 class SetUnusable(Exception):
-    """Raised when a set cannot be used; the message names the file or the entry."""
+    """A set cannot be used; the message names the file or the entry."""
 
 
 @dataclass(frozen=True, slots=True)

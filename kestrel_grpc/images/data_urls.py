@@ -29,11 +29,11 @@ _COMMON_ESCAPES: Mapping[bytes, bytes] = MappingProxyType(
 
 
 class DataUnreadable(ValueError):
-    """Raised when the text does not have the form; the message is for callers."""
+    """The text does not have the form; the message is for callers."""
 
 
 class DataTooLarge(Exception):
-    """Raised when the data are larger than allowed."""
+    """The data are larger than allowed."""
 
 
 def is_data_url(text: bytes) -> bool:

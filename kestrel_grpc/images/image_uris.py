@@ -26,21 +26,21 @@ _MAX_BEGIN_CHARS = 256
 
 
 class ImageUriNotAllowed(InvalidRequest):
-    """Raised when the server may not fetch images from the URI."""
+    """The server does not fetch images from this URI."""
 
     def __init__(self, description: str) -> None:
         super().__init__((Violation(_FIELD, description),))
 
 
 class ImageFetchFailed(InvalidRequest):
-    """Raised when the URI is allowed but the image could not be fetched."""
+    """The URI is allowed, but the image could not be fetched."""
 
     def __init__(self, description: str) -> None:
         super().__init__((Violation(_FIELD, description),))
 
 
 class RemoteImagesUnavailable(Exception):
-    """Raised when the libraries that fetching needs are not installed."""
+    """The libraries that fetching needs are not installed."""
 
 
 class ImageSource(Protocol):

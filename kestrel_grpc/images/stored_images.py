@@ -79,7 +79,7 @@ class StoredImage:
 
 
 class ImageNotFound(Exception):
-    """Raised when no image of this name is stored in the namespace of the caller."""
+    """No image of this name is stored in the namespace of the caller."""
 
     def __init__(self, handle: ImageHandle) -> None:
         super().__init__(str(handle))
@@ -87,7 +87,7 @@ class ImageNotFound(Exception):
 
 
 class ImageQuotaExceeded(Exception):
-    """Raised when the image does not fit next to the pinned images of its namespace into the quota of
+    """The image does not fit next to the pinned images of its namespace into the quota of
     `limit_bytes`."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -96,7 +96,7 @@ class ImageQuotaExceeded(Exception):
 
 
 class ImageStoreFull(Exception):
-    """Raised when the image does not fit next to the pinned images of all namespaces into the store of
+    """The image does not fit next to the pinned images of all namespaces into the store of
     `limit_bytes`."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -107,7 +107,7 @@ class ImageStoreFull(Exception):
 
 
 class ImageSizeMismatch(InvalidRequest):
-    """Raised when the size of the received image differs from the announced size.
+    """The size of the received image differs from the announced size.
 
     `num_bytes` is None if the image is larger and was not counted to its end.
     """
@@ -118,7 +118,7 @@ class ImageSizeMismatch(InvalidRequest):
 
 
 class ImageDigestMismatch(InvalidRequest):
-    """Raised when the digest of the received image differs from the digest that the caller announced."""
+    """The digest of the received image differs from the digest that the caller announced."""
 
     def __init__(self, field: str, actual: ImageHandle) -> None:
         super().__init__((Violation(field, f"the bytes that came have the digest {actual.sha256}"),))

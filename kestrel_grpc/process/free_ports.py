@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class PortUnavailable(Exception):
-    """Raised when an address cannot be listened on; the message says which and why."""
+    """An address cannot be listened on; the message says which and why."""
 
 
 def require_free_port(host: str, port: int) -> None:

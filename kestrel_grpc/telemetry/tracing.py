@@ -44,7 +44,7 @@ _LAST_SPANS_S = 3.0
 
 
 class TracingUnavailable(Exception):
-    """Raised when tracing is on but traces cannot be sent; the message says why."""
+    """Tracing is on but traces cannot be sent; the message says why."""
 
 
 AddPart = Callable[[Span, str, int, int], None]

@@ -147,7 +147,7 @@ def _mended(body_type: type[Body], document: Mapping[str, Any], errors: Iterable
 
 
 def _copied(value: Any, num_levels: int) -> Any:
-    """Returns a copy of the outermost `depth` levels of objects and lists."""
+    """Returns a copy of the outermost `num_levels` levels of objects and lists."""
     if num_levels and isinstance(value, dict):
         return {name: _copied(item, num_levels - 1) for name, item in value.items()}
     return list(value) if num_levels and isinstance(value, list) else value
