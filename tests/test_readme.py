@@ -220,6 +220,14 @@ def test_the_remaining_examples_run_as_written(session):
     assert "moondream-nano" in shown(session, "kestrel-grpc models")
 
 
+def test_the_first_screen_shows_what_the_built_in_model_answers(address, activated):
+    (block,) = re.findall(r"^```console\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    asked = re.findall(r"^\$ (.*)\n((?:[^$].*\n)+)", block, re.MULTILINE)
+    assert len(asked) == block.count("$ ") > 1
+    for command, answer in asked:
+        assert run(["bash", "-euc", f"{command} --address {address}"], address, activated) == answer
+
+
 def test_every_block_is_run_or_has_a_reason():
     assert [part for part in NOT_RUN if not any(part in text for _, text in _BLOCK.findall(README))] == []
     assert len(examples(README)) >= 8
