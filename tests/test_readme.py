@@ -82,6 +82,23 @@ def test_the_example_of_a_schema_runs_as_written(address, activated):
     assert "kinds of shapes: [" in run([sys.executable, "-c", block], address, activated)
 
 
+@pytest.mark.parametrize(
+    ("number", "printed"),
+    [
+        (0, ['the word "KITE"', "(Box(x_min=0.1"]),
+        (1, ["['yellow', 'blue', 'green']", "A red circle, ", "\nTrue\n"]),
+    ],
+)
+def test_the_examples_of_the_engine_in_a_process_of_its_own_run_as_written(number: int, printed: list[str]):
+    text = (CHECKOUT / "docs" / "engine.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    command = [sys.executable, "-c", blocks[number]]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=MAX_WAIT_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [part for part in printed if part not in done.stdout] == []
+
+
 def test_the_example_of_an_adapter_runs_as_written(activated):
     text = (CHECKOUT / "docs" / "adapters.md").read_text(encoding="utf-8")
     (block,) = (
