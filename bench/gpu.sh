@@ -75,8 +75,8 @@ verifications() {
     local folder precision
     for folder in "${folders[@]}"; do
         for precision in "float32" "bfloat16" "bfloat16 --set kv-dtype=float8" \
-            "bfloat16 --set text-path=fused-float8" \
-            "bfloat16 --set text-path=fused-float8 --set vision-path=calibrated-float8 --set kv-dtype=float8"; do
+            "bfloat16 --set text-backend=fused-float8" \
+            "bfloat16 --set text-backend=fused-float8 --set vision-backend=calibrated-float8 --set kv-dtype=float8"; do
             echo "verify $folder --dtype $precision"
         done
     done
@@ -93,7 +93,7 @@ as() {
 export -f as
 
 card_checks() {
-    local card seed folder set="--set text-path=fused-float8 --set vision-path=calibrated-float8 --set kv-dtype=float8"
+    local card seed folder set="--set text-backend=fused-float8 --set vision-backend=calibrated-float8 --set kv-dtype=float8"
     for folder in "${folders[@]}"; do
         verified() { echo "as $1 verify-$1-$(basename "$folder")-$2 kestrel_grpc verify $folder --device cuda --dtype $3"; }
         for card in 8.0 8.6 8.9; do verified "$card" bfloat16 bfloat16; done

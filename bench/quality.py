@@ -297,7 +297,7 @@ def main() -> None:
         metavar="OPTION=VALUE",
         action="append",
         default=[],
-        help="another option of serve, such as text-path=fused; may be repeated",
+        help="another option of serve, such as text-backend=fused; may be repeated",
     )
     parser.add_argument("--scenes", type=int, default=600, help="how many (%(default)s)")
     parser.add_argument(

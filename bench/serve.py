@@ -159,7 +159,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 def precision_of(options: Sequence[str]) -> str:
     """What the options of a server say of the formats that it computes in."""
-    named = ("--precision", "--dtype", "--text-path", "--vision-path", "--kv-dtype")
+    named = ("--precision", "--dtype", "--text-backend", "--vision-backend", "--kv-dtype")
     pairs = [f"{name} {value}" for name, value in pairwise(options) if name in named]
     return ", ".join(pairs) or "the default: bfloat16 on a GPU, else float32"
 

@@ -36,7 +36,7 @@ from bench.harness.workload import chart
 from kestrel_ops import Kernels
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
-from kestrel_runtime.models.verification import Case
+from kestrel_runtime.models.family import Case
 from kestrel_runtime.verify.recording import Call, Picture, call_of, query_call, record_expected, write_questions
 from kestrel_runtime.verify.reference_fixture import ReferenceFixture
 
@@ -63,7 +63,7 @@ class ModelPath:
 
     def options(self) -> list[str]:
         """The options of `kestrel-grpc verify` for a path that leaves the graphs to the engine."""
-        own = {"text-path": self.text, "vision-path": self.vision, "kv-dtype": self.kv_dtype}
+        own = {"text-backend": self.text, "vision-backend": self.vision, "kv-dtype": self.kv_dtype}
         return [
             "--dtype",
             self.dtype,
@@ -96,8 +96,8 @@ def path_config(name: str, device: str) -> EngineConfig:
     return EngineConfig(
         device=device,
         dtype=path.dtype,
-        text_path=path.text,
-        vision_path=path.vision,
+        text_backend=path.text,
+        vision_backend=path.vision,
         kv_dtype=path.kv_dtype,
         cuda_graphs=path.cuda_graphs,
     )
@@ -266,7 +266,7 @@ def _path_row(folder: Path, shape: str, path: str, num_runs: int, device: str) -
         fixture = ReferenceFixture(folder, replace(config, kernels=((operation, "reference"),), cuda_graphs=False))
         return all(case.complaint is None for _ in range(num_runs) for case in fixture.cases())
 
-    operations = [field.name for field in fields(Kernels)] if config.text_path != "plain" else []
+    operations = [field.name for field in fields(Kernels)] if config.text_backend != "plain" else []
     return replace(row, without=tuple(needed_references(operations, passes)))
 
 

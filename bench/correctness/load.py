@@ -374,7 +374,7 @@ def _run(arguments: argparse.Namespace, config: EngineConfig, folder: Path) -> i
         finally:
             engine.close()
     progress.close()
-    types = (config.text_path, config.vision_path, config.kv_dtype)
+    types = (config.text_backend, config.vision_backend, config.kv_dtype)
     precision = "float8" if any(name.endswith("float8") for name in types) else engine.info.dtype
     tolerance = TOLERANCES[precision] if arguments.tolerance is None else arguments.tolerance
     judged = judge(config, stress, requests)

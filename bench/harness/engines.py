@@ -35,7 +35,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="OPTION=VALUE",
         action="append",
         default=[],
-        help="an option of `kestrel-grpc serve` that says how the engine computes, such as text-path=fused; "
+        help="an option of `kestrel-grpc serve` that says how the engine computes, such as text-backend=fused; "
         "may be repeated",
     )
 

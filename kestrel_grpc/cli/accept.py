@@ -41,7 +41,7 @@ MAX_TOKENS = 64
 _MAX_OBJECTS = 20
 _SPEED_S = 5.0
 _FLOAT8_CAPABILITY = (9, 0)
-"""The first compute capability whose float8 products the fused paths use."""
+"""The first compute capability whose float8 products the fused backends use."""
 _LAST_ERRORS = 12
 """Lines of a failed reference that are shown."""
 

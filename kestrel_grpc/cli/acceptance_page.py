@@ -58,7 +58,7 @@ class ReferenceFacts:
     """Where the expected answers come from."""
 
     is_independent: bool
-    """Whether another implementation gave them, and not this project's own plain path."""
+    """Whether another implementation gave them, and not this project's own plain backend."""
     summary: str
     notes: Sequence[str] = ()
     """What was changed in the reference, and what it did not answer."""

@@ -27,7 +27,7 @@ def add_verify_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         metavar="OPTION=VALUE",
         action="append",
         default=[],
-        help="an option of serve that says how the engine computes, such as text-path=fused; may be repeated",
+        help="an option of serve that says how the engine computes, such as text-backend=fused; may be repeated",
     )
     verify.set_defaults(run=_verify)
 

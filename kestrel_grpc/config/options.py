@@ -39,7 +39,7 @@ PRECISIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "auto": {},
         "float32": {"dtype": "float32"},
         "bfloat16": {"dtype": "bfloat16"},
-        "float8": {"text_path": "fused-float8", "vision_path": "calibrated-float8", "kv_dtype": "float8"},
+        "float8": {"text_backend": "fused-float8", "vision_backend": "calibrated-float8", "kv_dtype": "float8"},
     }
 )
 """The fields of `EngineConfig` that a precision sets if they are auto, by the name of the precision."""
@@ -49,7 +49,7 @@ SOCKETS = "unix"
 _MAPPED_BITS = 96
 """The bits of an IPv6 address before the IPv4 address that is mapped to it."""
 _MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
-_FORMATS = ("dtype", "text_path", "vision_path", "kv_dtype")
+_FORMATS = ("dtype", "text_backend", "vision_backend", "kv_dtype")
 """The settings that a precision selects, unless their own options do."""
 _REASONS: Mapping[str, str] = MappingProxyType(
     {
@@ -146,7 +146,7 @@ class ServerConfig:
         "auto",
         one_of(*PRECISIONS),
         "number format of everything: float32, bfloat16, float8 (weights, images and key-value cache), or auto: "
-        "the default of each part; `--dtype`, `--text-path`, `--vision-path` and `--kv-dtype` override it",
+        "the default of each part; `--dtype`, `--text-backend`, `--vision-backend` and `--kv-dtype` override it",
     )
     engine: EngineConfig = field(default_factory=EngineConfig)
     devices: tuple[str, ...] | None = option(

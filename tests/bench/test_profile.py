@@ -23,7 +23,7 @@ def traced(*spans: Span) -> Trace:
 def test_a_loaded_engine_leaves_a_trace_and_tables(tmp_path, monkeypatch, capsys):
     switches = ["--device", "cpu", "--requests", "3", "--at-once", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(
-        sys, "argv", ["profile", *switches, "--set", "max-batch-size=2", "--set", "text-path=fused"]
+        sys, "argv", ["profile", *switches, "--set", "max-batch-size=2", "--set", "text-backend=fused"]
     )
     assert profile.main() == 0
     assert "the engine's thread was idle for" in capsys.readouterr().out

@@ -269,7 +269,7 @@ def _with_engine(job: _Job) -> int:
         print_error(str(error))
         return _FAILED
     engine = config.engine_config()
-    formats = [config.precision, engine.dtype, engine.text_path, engine.vision_path]
+    formats = [config.precision, engine.dtype, engine.text_backend, engine.vision_backend]
     with closing(job.open_output(model=[engine.model, engine.revision], formats=formats)) as output:
         return _run_engine(job, config, images, output)
 

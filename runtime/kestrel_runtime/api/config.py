@@ -28,7 +28,7 @@ MIB = 2**20
 BUILT_IN_MODEL = "moondream-nano"
 """Ships inside the package: a small model of a toy world; its card lies in `nano/`."""
 INVARIANT = "invariant"
-"""The path that `deterministic` selects for text and images."""
+"""The backend that `deterministic` selects for text and images."""
 _MOST_MEMORY_BYTES = 2**50
 _HALF_BELOW, _QUARTER_BELOW = 12 * 1024 * MIB, 6 * 1024 * MIB
 """Memory of a GPU beside the weights. Activations, graphs and images of the largest steps take five GiB of it."""
@@ -49,13 +49,13 @@ class EngineConfig:
         "number format of the weights: auto, float32, bfloat16 or float16",
         by_device=ByDevice("bfloat16", "float32"),
     )
-    text_path: str = option(
+    text_backend: str = option(
         "auto",
         one_of("auto", "plain", "fused", "fused-float8"),
         "how the decoder runs: auto, plain, fused or fused-float8 (weights of 8 bits)",
         by_device=ByDevice("fused", "plain"),
     )
-    vision_path: str = option(
+    vision_backend: str = option(
         "auto",
         one_of("auto", "plain", "fused", "fused-float8", "calibrated-float8"),
         "how images are encoded: auto, plain, fused, fused-float8 (products of 8 bits) or calibrated-float8 (the "
@@ -82,7 +82,7 @@ class EngineConfig:
         None,
         on_or_off,
         "whether steps are captured as CUDA graphs and replayed: on or off",
-        default_text="on with a fused text path on a GPU",
+        default_text="on with a fused text backend on a GPU",
         by_device=ByDevice(cuda=True, cpu=False),
     )
     kernels: tuple[tuple[str, str], ...] = option(
@@ -249,24 +249,24 @@ class EngineConfig:
                 value = item.by_device.cuda if is_cuda else item.by_device.cpu
                 chosen[name] = value // part if item.by_device.shrinks else value
         if self.deterministic:
-            chosen |= dict.fromkeys(("text_path", "vision_path"), INVARIANT)
-        elif self.cuda_graphs is None and self.text_path == "plain":
+            chosen |= dict.fromkeys(("text_backend", "vision_backend"), INVARIANT)
+        elif self.cuda_graphs is None and self.text_backend == "plain":
             chosen["cuda_graphs"] = False
         return replace(self, **chosen)
 
     def contradictions(self, device_type: str | None = None) -> Iterator[str]:
         """Problems of settings that are valid separately, but not together, or not on this kind of device."""
         device_type = device_type or self.device
-        is_plain = self.text_path == "plain" and not self.deterministic
+        is_plain = self.text_backend == "plain" and not self.deterministic
         if self.cuda_graphs and (device_type == "cpu" or is_plain):
-            yield "--cuda-graphs: needs a CUDA device and a fused text path"
+            yield "--cuda-graphs: needs a CUDA device and a fused text backend"
         if not self.deterministic:
             return
         if self.has_adapters:
             yield "--deterministic: takes no adapters; their products depend on the batch"
-        for flag, path in (("--text-path", self.text_path), ("--vision-path", self.vision_path)):
-            if path not in ("auto", "plain", INVARIANT):
-                yield f"{flag}: --deterministic has a path of its own"
+        for flag, backend in (("--text-backend", self.text_backend), ("--vision-backend", self.vision_backend)):
+            if backend not in ("auto", "plain", INVARIANT):
+                yield f"{flag}: --deterministic has a backend of its own"
         if self.kernels:
             yield "--kernels: --deterministic has kernels of its own"
         if self.expert_dtype == "int4" and device_type == "cuda":

@@ -87,7 +87,7 @@ def build(
     """Make the parts in the order in which they need each other. Blocks.
 
     The engine thread calls `become` when it begins to recover, and when it serves again. With `owns_model` the
-    weights of which a fused path has a copy are freed. With `flight_record` the loop writes to this file which
+    weights of which a fused backend has a copy are freed. With `flight_record` the loop writes to this file which
     requests are in flight. Raises `CheckpointError` where the model cannot be served as `config` says.
     """
     family, model, model_config = loaded.family, loaded.model, config_of(loaded.model)

@@ -68,8 +68,8 @@ class LocalEngine:
         owns_model: bool = False,
         flight_record: Path | None = None,
     ) -> None:
-        """An engine that owns its model frees the weights of which a fused path has a copy. With `flight_record` it
-        writes to this file which requests are in flight (`engine.flight_record`).
+        """An engine that owns its model frees the weights of which a fused backend has a copy. With `flight_record`
+        it writes to this file which requests are in flight (`engine.flight_record`).
 
         Raises `CheckpointError` where the model cannot be served as `config` says.
         """

@@ -22,7 +22,7 @@ MARGIN_BYTES = 256 * MIB
 _CACHED_IMAGES_ON_DEVICE, _CACHED_IMAGES_ON_HOST, _IMAGE_CACHE_SHARE = 256, 32, 16
 _GIB = 2**30
 _ADVICE = {
-    "weights": "choose a smaller model, or weights in float8 (--text-path, --vision-path)",
+    "weights": "choose a smaller model, or weights in float8 (--text-backend, --vision-backend)",
     "activations": "lower --max-prefill-tokens or --max-crops-per-step",
     "CUDA graphs": "lower --max-prefill-tokens or --max-crops-per-step, or set --cuda-graphs off",
     "images": "lower --max-batch-size or --max-decoded-image-bytes",

@@ -1,19 +1,26 @@
-"""The interface of a model family for generic code.
+"""Defines the interface between a model family and generic code.
 
 Prompts and crops need no torch, so that a process without a device can prepare requests. `load` and `prepare`
-import what they need."""
+import what they need. A family also compares its tensors with those of a reference fixture, for `kestrel-grpc
+verify`. A fixture is a folder with a small checkpoint, images, and the answers and tensors of a reference.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import MemoryPlan, SkillDefaults
+from kestrel_runtime.api.requests import Query, Request
 from kestrel_runtime.imaging.crops import Cropping, DecodedImage
 from kestrel_runtime.loading.checkpoint import Checkpoint
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.output_parser import OutputParser, Token
+from kestrel_runtime.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +28,13 @@ if TYPE_CHECKING:
 
     from kestrel_runtime.adapters.store import AdapterTarget
     from kestrel_runtime.execution.step_runner import StepRunner
-    from kestrel_runtime.models.verification import Verification
+
+
+_LEAST_TOLERANCE = 2.0**-126
+"""The smallest normal float32: errors are divided by no less."""
+
+Prepare = Callable[[Request], Sequence]
+"""Decodes an image, makes its crops and tokenises a request, as the engine does before it is scheduled."""
 
 
 class ModelConfig(Protocol):
@@ -120,6 +133,85 @@ class PreparedModel(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One measure of an error and its bound."""
+
+    measure: str
+    error: float
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the error is within its bound and not NaN."""
+        return self.error <= self.tolerance
+
+    @property
+    def share(self) -> float:
+        """The error divided by its bound; infinite for NaN."""
+        if math.isnan(self.error):
+            return math.inf
+        return self.error / max(self.tolerance, _LEAST_TOLERANCE)
+
+    def __str__(self) -> str:
+        return f"{self.measure} {self.error:.2e}, tolerance {self.tolerance:.2e}"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The result of one case."""
+
+    name: str
+    complaint: str | None
+    """Why the case fails; None if it passes."""
+    comparison: Comparison | None = None
+    """The errors of a tensor of numbers."""
+    digest: str = ""
+    """Equal for two runs with the same bits or the same answer."""
+
+    def __str__(self) -> str:
+        if self.complaint is not None:
+            return f"FAILED  {self.name}: {self.complaint}"
+        return f"ok      {self.name}" + ("" if self.comparison is None else f": {self.comparison}")
+
+
+@dataclass(frozen=True, slots=True)
+class Fixture:
+    """Answers and tensors of the reference."""
+
+    folder: Path
+    expected: Mapping[str, Any]
+    """`expected.json`. `images` has for each image its file name, and `calls` with their answers."""
+    tensors: Mapping[str, Tensor]
+    """`expected.safetensors`; the names are the family's own."""
+
+    def data(self, image: str) -> bytes:
+        """The bytes of an image."""
+        return (self.folder / image).read_bytes()
+
+
+class PromptRecord(NamedTuple):
+    """What a family records of one prompt about one image."""
+
+    facts: Mapping[str, Any]
+    """Added to the image's entry of `expected.json`."""
+    tensors: Mapping[str, Tensor]
+
+
+def _nothing_recorded(request: Query, prepare: Prepare) -> PromptRecord:
+    return PromptRecord({}, {})
+
+
+class Verification(NamedTuple):
+    """The comparisons of one model under one configuration, by its family."""
+
+    is_exact: bool
+    """Whether everything is computed in float32. Greedy answers must then be equal, too."""
+    tensor_cases: Callable[[Fixture, Prepare], Iterator[Case]]
+    record_prompt: Callable[[Query, Prepare], PromptRecord] = _nothing_recorded
+    """Compute what `tensor_cases` compares, to write it to a fixture."""
+
+
 class ModelFamily(Protocol):
     """One architecture: how its checkpoints are read, and which skills its models have."""
 
@@ -151,8 +243,8 @@ class ModelFamily(Protocol):
         """Prepare a loaded model to run with `config`, in steps within `bounds`.
 
         With `owns_model` the model has no other user, so weights may be freed once the prepared model has copied
-        them. Raises `CheckpointError` if the model cannot run with `config`. A family without paths of its own for
-        `EngineConfig.deterministic` must refuse it here: nothing else does.
+        them. Raises `CheckpointError` if the model cannot run with `config`. A family without backends of its own
+        for `EngineConfig.deterministic` must refuse it here: nothing else does.
         """
         ...
 
@@ -164,3 +256,17 @@ class ModelFamily(Protocol):
 def config_of(model: Any) -> ModelConfig:
     """The configuration of a model that a family has loaded, as generic code sees it."""
     return model.config
+
+
+def plain_float32(config: EngineConfig) -> EngineConfig:
+    """The same model and device on the plain backend in float32, which defines the correct results."""
+    return replace(
+        config,
+        dtype="float32",
+        text_backend="plain",
+        vision_backend="plain",
+        kv_dtype="auto",
+        expert_dtype="auto",
+        cuda_graphs=None,
+        kernels=(),
+    )

@@ -22,8 +22,8 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError, KestrelError
 from kestrel_runtime.api.requests import CachePolicy, Query, Request, RequestOptions, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.models.family import Case
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.verification import Case
 from kestrel_runtime.verify.answers import Agreement
 from kestrel_runtime.verify.recording import nudge
 from kestrel_runtime.verify.reference_fixture import AnsweredCall, ReferenceFixture
@@ -152,8 +152,8 @@ def _setup(fixture: ReferenceFixture) -> str:
     dtype = str(model.dtype).removeprefix("torch.")
     cache = dtype if fixture.config.kv_dtype == "auto" else fixture.config.kv_dtype
     return (
-        f"{model.device.type}, {dtype}, text path {chosen.text_path}, vision path {chosen.vision_path}, "
-        f"key-value cache in {cache}"
+        f"{model.device.type}, {dtype}, text backend {chosen.text_backend}, "
+        f"vision backend {chosen.vision_backend}, key-value cache in {cache}"
     )
 
 

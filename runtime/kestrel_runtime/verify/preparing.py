@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.engine.preprocessing import Preprocessor
-from kestrel_runtime.models.family import config_of
+from kestrel_runtime.models.family import Prepare, config_of
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.verification import Prepare
 from kestrel_runtime.scheduling.sequence import SequenceClock
 
 

@@ -1,7 +1,7 @@
 """Writes a reference fixture: what is asked about which images, and what a checkpoint answers.
 
 `write_questions` writes the images and `questions.json`, which has the form of `expected.json` without answers.
-`record_expected` answers them on the plain path in float32. A family may have a program that asks its reference
+`record_expected` answers them on the plain backend in float32. A family may have a program that asks its reference
 implementation instead, such as `models/moondream/verify/reference_program.py`.
 """
 
@@ -21,8 +21,8 @@ from torch import Tensor
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.models.family import plain_float32
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.verification import plain_float32
 from kestrel_runtime.verify.answers import answer_of, request_of
 from kestrel_runtime.verify.preparing import preparing
 
@@ -68,7 +68,7 @@ def write_questions(folder: Path, pictures: Sequence[Picture], text_only: Sequen
 
 
 def record_expected(folder: Path, config: EngineConfig) -> tuple[int, int]:
-    """Write `expected.json` and `expected.safetensors`: answers and tensors of the plain path in float32.
+    """Write `expected.json` and `expected.safetensors`: answers and tensors of the plain backend in float32.
 
     Calls of skills that the model lacks are left out. So is a call whose greedy answer changes with the last bits
     of the weights: it tells nothing about another path. Returns the number of calls with and without those.

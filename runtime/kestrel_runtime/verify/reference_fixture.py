@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError, KestrelError
 from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.models.family import Case, Fixture
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.models.verification import Case, Fixture
 from kestrel_runtime.verify.answers import answer_differs, answer_of, request_of
 from kestrel_runtime.verify.preparing import preparing
 

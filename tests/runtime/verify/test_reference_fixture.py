@@ -14,7 +14,7 @@ from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models import registry
-from kestrel_runtime.models.verification import Case, Comparison, Verification
+from kestrel_runtime.models.family import Case, Comparison, Verification
 from kestrel_runtime.verify.answers import answer_of
 from kestrel_runtime.verify.reference_fixture import ReferenceFixture
 from tests.runtime.models.second_family import small_text

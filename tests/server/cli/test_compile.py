@@ -38,5 +38,5 @@ def test_each_model_is_compiled_in_the_precisions_that_the_card_has(compiled, ca
 def test_what_a_card_does_not_have_is_refused(capsys, tmp_path):
     words = ["--target", "8.6", "--model", "moondream2", "--precision", "float8", "--into", str(tmp_path)]
     assert main(["compile", *words]) == 1
-    assert "moondream2, float8, 8.6: --text-path fused-float8" in capsys.readouterr().err
+    assert "moondream2, float8, 8.6: --text-backend fused-float8" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -65,7 +65,7 @@ def test_effective_values_name_their_sources_and_make_a_file(tmp_path: Path) -> 
 
 
 def test_effective_values_say_what_the_device_and_the_precision_decide() -> None:
-    flags: dict[str, str | None] = {"max_queue": "1", "precision": "float8", "vision_path": "fused"}
+    flags: dict[str, str | None] = {"max_queue": "1", "precision": "float8", "vision_backend": "fused"}
     lines = effective_values(flags, {}, on_cpu)
     sources = dict(re.findall(r"^(?:# )?(\w+) = .*? # (.*)$", lines, re.MULTILINE))
     assert sources["device"] == "default; here cpu"
@@ -75,5 +75,5 @@ def test_effective_values_say_what_the_device_and_the_precision_decide() -> None
     assert sources["max_batch_size"] == "default on this device"
     assert sources["kv_pages"].startswith("default; known when the model is loaded")
     assert sources["max_queue"] == "--max-queue"
-    assert sources["text_path"] == "default; here fused-float8"
-    assert sources["vision_path"] == "--vision-path"
+    assert sources["text_backend"] == "default; here fused-float8"
+    assert sources["vision_backend"] == "--vision-backend"

@@ -112,11 +112,20 @@ def test_each_option_of_the_engine_reaches_it() -> None:
             "--ageing",
             "0.5",
         ),
-        *("--text-path", "fused", "--vision-path", "fused-float8", "--kv-dtype", "float8", "--cuda-graphs", "off"),
+        *(
+            "--text-backend",
+            "fused",
+            "--vision-backend",
+            "fused-float8",
+            "--kv-dtype",
+            "float8",
+            "--cuda-graphs",
+            "off",
+        ),
         *("--kernels", "resample=reference, concat_gelu=triton", "--max-crops-per-step", "11"),
         *("--memory-utilization", "0.25", "--memory-limit", "80G", "--resize-on-device", "on"),
     ).engine_config()
-    assert (config.text_path, config.vision_path, config.kv_dtype) == ("fused", "fused-float8", "float8")
+    assert (config.text_backend, config.vision_backend, config.kv_dtype) == ("fused", "fused-float8", "float8")
     assert (config.cuda_graphs, config.resize_on_device) == (False, True)
     assert config.kernels == (("resample", "reference"), ("concat_gelu", "triton"))
     assert (config.memory_utilization, config.memory_limit, config.max_crops_per_step) == (0.25, 80 * 2**30, 11)
@@ -155,10 +164,10 @@ def test_switches_are_on_or_off_and_on_where_they_are_only_named() -> None:
         ),
         (["--devices", "0,1", "--device", "cuda"], "--devices: says what --device would; give one of them"),
         (["--max-message-bytes", "1G"], "--max-receiving-bytes: must be at least --max-message-bytes"),
-        (["--cuda-graphs", "on", "--device", "cpu"], "--cuda-graphs: needs a CUDA device and a fused text path"),
+        (["--cuda-graphs", "on", "--device", "cpu"], "--cuda-graphs: needs a CUDA device and a fused text backend"),
         (
-            ["--cuda-graphs", "on", "--text-path", "plain"],
-            "--cuda-graphs: needs a CUDA device and a fused text path",
+            ["--cuda-graphs", "on", "--text-backend", "plain"],
+            "--cuda-graphs: needs a CUDA device and a fused text backend",
         ),
     ],
 )
@@ -276,8 +285,8 @@ def test_named_values_are_taken_as_flags_and_what_is_no_option_is_refused() -> N
     ("arguments", "complaint"),
     [
         (("--adapters", "/somewhere"), "takes no adapters"),
-        (("--text-path", "fused"), "--text-path: --deterministic has a path of its own"),
-        (("--vision-path", "calibrated-float8"), "--vision-path: --deterministic has a path of its own"),
+        (("--text-backend", "fused"), "--text-backend: --deterministic has a backend of its own"),
+        (("--vision-backend", "calibrated-float8"), "--vision-backend: --deterministic has a backend of its own"),
         (("--precision", "float8"), "--precision float8"),
         (
             ("--expert-dtype", "int4", "--device", "cuda"),
@@ -304,7 +313,7 @@ def test_repositories_of_adapters_have_an_owner_and_a_name(text: str) -> None:
 
 def formats(precision: str, engine: EngineConfig) -> tuple[str, str, str, str]:
     config = ServerConfig(precision=precision, engine=engine).engine_config()
-    return config.dtype, config.text_path, config.vision_path, config.kv_dtype
+    return config.dtype, config.text_backend, config.vision_backend, config.kv_dtype
 
 
 @pytest.mark.parametrize(
@@ -322,7 +331,7 @@ def test_a_precision_sets_every_format(precision: str, expected: tuple[str, ...]
 
 
 def test_a_format_that_is_set_by_its_own_option_stays() -> None:
-    found = formats("float8", EngineConfig(vision_path="fused-float8", dtype="bfloat16"))
+    found = formats("float8", EngineConfig(vision_backend="fused-float8", dtype="bfloat16"))
     assert found == ("bfloat16", "fused-float8", "fused-float8", "float8")
 
 

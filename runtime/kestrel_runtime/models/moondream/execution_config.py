@@ -1,4 +1,4 @@
-"""Selects how an engine computes: paths, kernels and graphs, once at the start, from settings and dimensions."""
+"""Selects how an engine computes: backends, kernels and graphs, once at the start, from settings and dimensions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kestrel_runtime.models.moondream.config import TextConfig, VisionConfig
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.scheduling.limits import StepBounds
 
-TextPathName = Literal["plain", "invariant", "fused", "fused-float8"]
-VisionPathName = Literal["plain", "invariant", "fused", "fused-float8", "calibrated-float8"]
+TextBackendName = Literal["plain", "invariant", "fused", "fused-float8"]
+VisionBackendName = Literal["plain", "invariant", "fused", "fused-float8", "calibrated-float8"]
 _FLOAT8 = torch.float8_e4m3fn
 
 _log = logging.getLogger(__name__)
@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExecutionConfig:
-    """The paths of text and images through the model, the kernels, and whether CUDA graphs are used."""
+    """The backends of text and images, the kernels, and whether CUDA graphs are used."""
 
-    text: TextPathName
-    vision: VisionPathName
+    text: TextBackendName
+    vision: VisionBackendName
     with_graphs: bool
     resizes_images: bool
     """Whether images are resized and divided into crops on the device instead of the host."""
@@ -37,13 +37,16 @@ class ExecutionConfig:
     def of(cls, config: EngineConfig, device_type: str, model: Moondream | None = None) -> ExecutionConfig:
         """The execution of `config` on this kind of device, with kernels that can serve `model`, if one is given.
 
-        Where the model's dimensions do not allow a default, another path is selected and logged. Raises
+        Where the model's dimensions do not allow a default, another backend is selected and logged. Raises
         `CheckpointError` if the model or the device does not allow a setting that `config` names.
         """
         if problems := tuple(config.contradictions(device_type)):
             raise CheckpointError("; ".join(problems))
         chosen = config.resolved(device_type)
-        text, vision = cast("TextPathName", chosen.text_path), cast("VisionPathName", chosen.vision_path)
+        text, vision = (
+            cast("TextBackendName", chosen.text_backend),
+            cast("VisionBackendName", chosen.vision_backend),
+        )
         if model is not None and vision == "calibrated-float8":
             vision = _vision_in_float8(model.config.vision)
         shape = None if model is None else model_shape(model, config, text, vision)
@@ -63,23 +66,23 @@ class ExecutionConfig:
 
 
 def _require_float8(shape: ModelShape, config: EngineConfig, text: str, vision: str) -> None:
-    """Raise `CheckpointError` for paths and caches in float8 on a CUDA device that has no such products.
+    """Raise `CheckpointError` for backends and caches in float8 on a CUDA device that has no such products.
 
     Definitions in torch would serve them, several times as slowly as bfloat16.
     """
     reason = shape.lacks((8, 9), "float8")
-    settings = {"--text-path": text, "--vision-path": vision, "--kv-dtype": config.kv_dtype}
+    settings = {"--text-backend": text, "--vision-backend": vision, "--kv-dtype": config.kv_dtype}
     named = [f"{option} {value}" for option, value in settings.items() if value.endswith("float8")]
     if named and reason is not None:
         raise CheckpointError(f"{', '.join(named)}: {reason}; --precision bfloat16 does not need it")
 
 
-def _vision_in_float8(config: VisionConfig) -> VisionPathName:
-    """The float8 path whose products support the sizes of the encoder."""
+def _vision_in_float8(config: VisionConfig) -> VisionBackendName:
+    """The float8 backend whose products support the sizes of the encoder."""
     if has_float8_product(config.enc_dim, config.enc_ff_dim):
         return "calibrated-float8"
     _log.warning(
-        "vision path fused-float8 instead of calibrated-float8: float8 products need multiples of 16, "
+        "vision backend fused-float8 instead of calibrated-float8: float8 products need multiples of 16, "
         "vision.enc_dim is %d and vision.enc_ff_dim %d",
         config.enc_dim,
         config.enc_ff_dim,
@@ -106,15 +109,15 @@ def _can_record(kernels: Kernels, config: EngineConfig, shape: ModelShape | None
     return False
 
 
-def model_shape(model: Moondream, config: EngineConfig, text_path: str, vision_path: str) -> ModelShape:
-    """The sizes and types of `model` on its device, for these paths of text and images."""
+def model_shape(model: Moondream, config: EngineConfig, text_backend: str, vision_backend: str) -> ModelShape:
+    """The sizes and types of `model` on its device, for these backends of text and images."""
     device = model.device
     return ModelShape(
         device_type=_type(device),
         capability=DeviceLimits.of(device).capability,
         dtype=model.dtype,
-        text=None if text_path == "plain" else _text(model, config, _weight_dtype(model, text_path)),
-        vision=None if vision_path == "plain" else _vision(model.config.vision, vision_path, model.dtype),
+        text=None if text_backend == "plain" else _text(model, config, _weight_dtype(model, text_backend)),
+        vision=None if vision_backend == "plain" else _vision(model.config.vision, vision_backend, model.dtype),
     )
 
 
@@ -123,8 +126,8 @@ def _type(device: torch.device) -> str:
     return "cuda" if device.type == "meta" else device.type
 
 
-def _weight_dtype(model: Moondream, path: str) -> torch.dtype:
-    return _FLOAT8 if path.endswith("float8") else model.dtype
+def _weight_dtype(model: Moondream, backend: str) -> torch.dtype:
+    return _FLOAT8 if backend.endswith("float8") else model.dtype
 
 
 def _text(model: Moondream, config: EngineConfig, weight_dtype: torch.dtype) -> TextShape:
@@ -146,13 +149,13 @@ def _text(model: Moondream, config: EngineConfig, weight_dtype: torch.dtype) -> 
     )
 
 
-def _vision(vision: VisionConfig, path: str, dtype: torch.dtype) -> VisionShape:
+def _vision(vision: VisionConfig, backend: str, dtype: torch.dtype) -> VisionShape:
     return VisionShape(
         dim=vision.enc_dim,
         ff_dim=vision.enc_ff_dim,
         num_heads=vision.enc_n_heads,
         num_patches=vision.num_image_tokens,
         projector_dim=max(2 * vision.enc_dim, vision.proj_inner_dim),
-        weight_dtype=_FLOAT8 if path.endswith("float8") else dtype,
-        has_fixed_scales=path == "calibrated-float8",
+        weight_dtype=_FLOAT8 if backend.endswith("float8") else dtype,
+        has_fixed_scales=backend == "calibrated-float8",
     )

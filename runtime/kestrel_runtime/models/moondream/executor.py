@@ -1,6 +1,6 @@
 """Runs the steps of a Moondream: crops to embeddings, packed prompts and decode steps to sampled tokens.
 
-Uses the plain or fused paths of `ModelPaths`, and replays captured graphs where they exist.
+Uses the selected `Backends`, and replays captured graphs where they exist.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from kestrel_runtime.execution.step_runner import StateShape, StepRunner
 from kestrel_runtime.imaging.crops import Crops, DecodedImage
 from kestrel_runtime.imaging.device_crops import CropSource
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
+from kestrel_runtime.models.moondream.backends import Backends
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
-from kestrel_runtime.models.moondream.fused.vision import joined
+from kestrel_runtime.models.moondream.layers import concatenated
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.sampling import (
     COORDINATES_BIT,
     SIZES_BIT,
@@ -109,7 +109,7 @@ class MoondreamExecutor:
     def __init__(
         self,
         model: Moondream,
-        paths: ModelPaths,
+        backends: Backends,
         kernels: Kernels,
         memory: DeviceMemory,
         adapters: AdapterSlabs | None = None,
@@ -120,13 +120,13 @@ class MoondreamExecutor:
         self._facts = facts
         self._add_low_rank = kernels.add_low_rank
         self._model = model
-        self._paths = paths
+        self._backends = backends
         self._memory = memory
         self._sampler = MoondreamSampler(model, memory.state, memory.rules, kernels.philox_uniform)
         cropper = Cropper(MoondreamCropping(model.config.vision), model.device, kernels.resample)
         self._crops = CropSource(cropper.make_crops, cropper.upload)
         self._features: dict[int, list[Tensor]] = {}  # of crops encoded so far, by sequence id
-        self._encode_crops: Callable[[Tensor], Tensor] = paths.vision.encode
+        self._encode_crops: Callable[[Tensor], Tensor] = backends.vision.encode
         self._encode_graphs: EncodeGraphs | None = None
         self._prefill_graphs: CapturedGraphs | None = None
         self._first_token_graphs: CapturedGraphs | None = None
@@ -141,17 +141,17 @@ class MoondreamExecutor:
                 dtype=model.dtype,
                 device=model.device,
             )
-            if paths.captures_prefill:
+            if backends.captures_prefill:
                 self._prefill_graphs = CapturedGraphs("prefill steps", graphs.prefill, budget)
                 self._first_token_graphs = CapturedGraphs("first tokens", graphs.prefill, budget)
                 # [most samples, dim]: written by prefill graphs, read by graphs that sample first tokens.
                 self._prefilled = torch.zeros(
                     self._sample_counts()[-1], model.config.text.dim, dtype=model.dtype, device=model.device
                 )
-            if paths.captures_encode:
+            if backends.captures_encode:
                 vision = model.config.vision
                 self._encode_crops = self._encode_graphs = EncodeGraphs(
-                    paths.vision.encode,
+                    backends.vision.encode,
                     (vision.crop_size, vision.crop_size, vision.in_channels),
                     model.device,
                     graphs.prefill,
@@ -165,7 +165,7 @@ class MoondreamExecutor:
         pixels = [
             self._crops.take(item.sequence.id, _image_of(item), item.first_crop, item.end_crop) for item in items
         ]
-        features = self._encode_crops(joined(pixels)).split([len(part) for part in pixels])
+        features = self._encode_crops(concatenated(pixels)).split([len(part) for part in pixels])
         complete: list[tuple[int, Tensor, tuple[int, int]]] = []
         for item, encoded in zip(items, features, strict=True):
             if not item.first_crop:
@@ -174,11 +174,11 @@ class MoondreamExecutor:
             known.append(encoded)
             if item.is_last:
                 image = _image_of(item)
-                complete.append((item.entry, joined(known), (image.rows, image.columns)))
+                complete.append((item.entry, concatenated(known), (image.rows, image.columns)))
                 del self._features[item.sequence.id]
         if complete:
             entries, images, grids = zip(*complete, strict=True)
-            projected = self._paths.vision.project_all(images, grids)
+            projected = self._backends.vision.project_all(images, grids)
             for entry, embeddings in zip(entries, projected, strict=True):
                 self._memory.embeddings[entry] = embeddings
 
@@ -240,7 +240,7 @@ class MoondreamExecutor:
 
     def prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
         """[N, dim], before the final LayerNorm."""
-        with self._paths.arithmetic:
+        with self._backends.arithmetic:
             return self._prefill_hidden(inputs)
 
     def _prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
@@ -254,7 +254,7 @@ class MoondreamExecutor:
         adapters = None
         if self._adapters is not None and inputs.uses_adapters:
             adapters = self._adapters.for_rows(state.adapter_slots[inputs.token_rows()], self._add_low_rank)
-        return self._paths.text.prefill(embeddings, chunks, fields.sample_tokens, self._memory.cache, adapters)
+        return self._backends.text.prefill(embeddings, chunks, fields.sample_tokens, self._memory.cache, adapters)
 
     def release(self, sequence: scheduling.Sequence) -> None:
         """Free the crops and features of an incomplete image."""
@@ -275,7 +275,7 @@ class MoondreamExecutor:
         graphs = self._memory.graphs
         assert graphs is not None, "captured where steps run by graphs"
         started = time.monotonic()
-        runs_before = self._paths.is_invariant
+        runs_before = self._backends.is_invariant
         kinds: list[tuple[CapturedGraphs | None, Callable[[bool], Works]]] = [
             (self._prefill_graphs, self._usual_prefills),
             (self._first_token_graphs, self._usual_first_tokens),
@@ -335,11 +335,11 @@ class MoondreamExecutor:
         return self._decoded[: inputs.size.num_rows].copy_(self._decode_hidden(inputs))
 
     def _sample(self, hidden: Tensor, rows: Tensor, needs: SampleNeeds) -> Tensor:
-        with self._paths.arithmetic:
+        with self._backends.arithmetic:
             return self._sampler.sample(hidden, rows, needs)
 
     def _decode_hidden(self, inputs: DecodeInputs) -> Tensor:
-        with self._paths.arithmetic:
+        with self._backends.arithmetic:
             return self._decode_step(inputs)
 
     def _decode_step(self, inputs: DecodeInputs) -> Tensor:
@@ -354,7 +354,7 @@ class MoondreamExecutor:
         adapters = None
         if self._adapters is not None and inputs.uses_adapters:
             adapters = self._adapters.for_rows(state.adapter_slots[rows], self._add_low_rank)
-        return self._paths.text.decode(embeddings, positions, page_table, cache, adapters)
+        return self._backends.text.decode(embeddings, positions, page_table, cache, adapters)
 
     def _new_decode(self, key: _LayersKey) -> Work:
         """Layers of a decode step of padding."""
@@ -461,25 +461,25 @@ def _image_of(item: EncodeItem) -> Crops | DecodedImage:
 def new_step_runner(
     model: Moondream,
     cache: KVCache,
-    paths: ExecutionConfig,
+    execution: ExecutionConfig,
     bounds: StepBounds,
-    model_paths: ModelPaths | None = None,
+    backends: Backends | None = None,
     *,
     graph_bytes: int = _DEFAULT_GRAPH_BYTES,
     image_cache_bytes: int = 0,
     adapters: AdapterSlabs | None = None,
     facts: KeptFacts | None = None,
 ) -> StepRunner:
-    """`model_paths`: the paths of the model, if they are built already.
+    """`backends`: the backends of the model, if they are built already.
 
     Captured graphs and their pools may take `graph_bytes` of device memory, cached image embeddings
     `image_cache_bytes`.
     """
-    if model_paths is None:
-        model_paths = ModelPaths.of(model, paths, max_batch_size=bounds.max_batch_size)
+    if backends is None:
+        backends = Backends.of(model, execution, max_batch_size=bounds.max_batch_size)
     text = model.config.text
     return StepRunner(
-        partial(MoondreamExecutor, model, model_paths, paths.kernels, adapters=adapters, facts=facts),
+        partial(MoondreamExecutor, model, backends, execution.kernels, adapters=adapters, facts=facts),
         cache,
         StateShape(
             vocab_size=text.vocab_size,
@@ -491,6 +491,6 @@ def new_step_runner(
             value_kinds=partial(value_kinds, ids=model.config.tokenizer),
         ),
         bounds,
-        max_graph_bytes=graph_bytes if paths.with_graphs else None,
+        max_graph_bytes=graph_bytes if execution.with_graphs else None,
         image_cache_bytes=image_cache_bytes,
     )

@@ -19,10 +19,10 @@ from kestrel_runtime.scheduling.limits import StepBounds
 if TYPE_CHECKING:
     import torch
 
+    from kestrel_runtime.models.family import Verification
     from kestrel_runtime.models.moondream.model import Moondream
     from kestrel_runtime.models.moondream.prepared import PreparedMoondream
-    from kestrel_runtime.models.moondream.text.rounded_experts import RoundedFormat
-    from kestrel_runtime.models.verification import Verification
+    from kestrel_runtime.models.moondream.quantisation import QuantisedFormat
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class MoondreamFamily:
 
         model_config, state = load_moondream_state(checkpoint)
         num_parameters = sum(tensor.numel() for name, tensor in state.items() if not name.endswith(".scale"))
-        experts = None if config.expert_dtype == "auto" else cast("RoundedFormat", config.expert_dtype)
+        experts = None if config.expert_dtype == "auto" else cast("QuantisedFormat", config.expert_dtype)
         model = Moondream.from_state(model_config, state, device, dtype, experts=experts)
         if model.expert_errors:
             _log.info(
@@ -73,7 +73,7 @@ class MoondreamFamily:
     def prepare(
         self, model: Moondream, config: EngineConfig, bounds: StepBounds, *, owns_model: bool
     ) -> PreparedMoondream:
-        """Select plain or fused paths, once."""
+        """Selects the backends, once."""
         from kestrel_runtime.models.moondream.prepared import PreparedMoondream
 
         return PreparedMoondream(model, config, bounds, owns_model=owns_model)

@@ -24,12 +24,12 @@ from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import InputBuffers, fill_blank_decode
 from kestrel_runtime.memory.host_limits import available_processors
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs, RowAdapters
+from kestrel_runtime.models.moondream.backends import Backends
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.fused.weights import NUM_WIDE_BLOCKS
 from kestrel_runtime.models.moondream.memory import blank_prefill, cache_dtype
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.models.moondream.text.decoder import ExpertFormat
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.models.moondream.vision.device_cropping import Cropper
@@ -102,16 +102,16 @@ def compile_kernels(
 
 def _run(model: Moondream, execution: ExecutionConfig, needs: KernelNeeds) -> None:
     bounds, text = needs.bounds, model.config.text
-    paths = ModelPaths.of(model, execution, max_batch_size=bounds.max_batch_size)
+    backends = Backends.of(model, execution, max_batch_size=bounds.max_batch_size)
     cache, slabs = KVCache(text, 1, needs.page_size, model.device, needs.cache_dtype), None
     if needs.adapter_slots:  # only their sizes count, and they may be large
         meta = torch.device("meta")
         slabs = AdapterSlabs(text, needs.adapter_slots, needs.max_adapter_rank, meta, needs.dtype)
-    with paths.arithmetic:
-        _run_text(model, paths, bounds, cache, slabs)
-        if paths.is_invariant:
+    with backends.arithmetic:
+        _run_text(model, backends, bounds, cache, slabs)
+        if backends.is_invariant:
             _run_heads(model, bounds)
-    _run_vision(model, paths, execution)
+    _run_vision(model, backends, execution)
     for num_rows in (1, 2, 16):  # one is a kind of its own, and so are multiples of 16
         numbers = torch.zeros(2, num_rows, dtype=torch.int64, device=model.device)
         execution.kernels.philox_uniform(*numbers)
@@ -169,7 +169,7 @@ def outline(
 
 
 def _run_text(
-    model: Moondream, paths: ModelPaths, bounds: StepBounds, cache: KVCache, slabs: AdapterSlabs | None
+    model: Moondream, backends: Backends, bounds: StepBounds, cache: KVCache, slabs: AdapterSlabs | None
 ) -> None:
     def every_kind(num_rows: int) -> Iterator[RowAdapters | None]:
         yield None
@@ -179,7 +179,7 @@ def _run_text(
     device, max_pages = model.device, -(-model.config.text.max_context // cache.page_size)
     inputs = InputBuffers(device, 2)
     for size in _prefill_sizes(bounds, max_pages):
-        prefill = blank_prefill(model, paths, cache, size)
+        prefill = blank_prefill(model, backends, cache, size)
         for adapters in every_kind(size.num_tokens):
             prefill(adapters=adapters)
     for num_rows in batch_sizes(bounds.max_batch_size):
@@ -188,7 +188,7 @@ def _run_text(
         embeddings = torch.zeros(num_rows, model.config.text.dim, dtype=model.dtype, device=device)
         pages = torch.zeros(num_rows, max_pages, dtype=torch.int32, device=device)
         for adapters in every_kind(num_rows):
-            paths.text.decode(embeddings, fields.positions, pages, cache, adapters)
+            backends.text.decode(embeddings, fields.positions, pages, cache, adapters)
 
 
 def _run_heads(model: Moondream, bounds: StepBounds) -> None:
@@ -229,13 +229,13 @@ def _prefill_sizes(bounds: StepBounds, max_pages: int) -> set[PrefillSize]:
     }
 
 
-def _run_vision(model: Moondream, paths: ModelPaths, execution: ExecutionConfig) -> None:
+def _run_vision(model: Moondream, backends: Backends, execution: ExecutionConfig) -> None:
     vision, side = model.config.vision, model.config.vision.crop_size
     features = []
     for count in (1, 2, 16):  # one is a kind of its own, and so are multiples of 16
         crops = torch.zeros(count, side, side, vision.in_channels, dtype=torch.uint8, device=model.device)
-        features.append(paths.vision.encode(crops))
-    paths.vision.project_all([features[1]], [(1, 1)])
+        features.append(backends.vision.encode(crops))
+    backends.vision.project_all([features[1]], [(1, 1)])
     if execution.resizes_images:
         cropper = Cropper(MoondreamCropping(vision), model.device, execution.kernels.resample)
         cropper.crop(torch.zeros(2 * side, 3 * side, 3, dtype=torch.uint8, device=model.device), 1, 1)

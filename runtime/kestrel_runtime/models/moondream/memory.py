@@ -29,10 +29,9 @@ from kestrel_runtime.execution.step_inputs import (
 from kestrel_runtime.imaging.crops import max_kept_bytes
 from kestrel_runtime.memory.plan import MemoryNeeds, image_cache_bytes
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
+from kestrel_runtime.models.moondream.backends import Backends, FusedText, InvariantText
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.model_paths import ModelPaths
-from kestrel_runtime.models.moondream.text.paths import FusedText, InvariantText
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.scheduling.limits import StepBounds
 
@@ -140,7 +139,7 @@ def _device_image_bytes(model: Moondream, bounds: StepBounds) -> int:
 
 def step_bytes(
     model: Moondream,
-    paths: ModelPaths,
+    backends: Backends,
     bounds: StepBounds,
     page_size: int,
     dtype: torch.dtype,
@@ -150,15 +149,15 @@ def step_bytes(
     """Bytes of the largest step within `bounds`, with a cache of `dtype`; with `slabs`, of rows that use the first
     of these slots.
 
-    Measured on a CUDA device with a fused text path, or taken from `facts`, as an earlier start has measured it.
+    Measured on a CUDA device with a fused text backend, or taken from `facts`, as an earlier start has measured it.
     Estimated elsewhere, or if the measurement fails, for example for lack of memory.
     """
     estimate = estimated_step_bytes(model.config, bounds, model.dtype.itemsize, with_adapters=slabs is not None)
-    on_device, is_invariant = model.device.type == "cuda", isinstance(paths.text, InvariantText)
+    on_device, is_invariant = model.device.type == "cuda", isinstance(backends.text, InvariantText)
     if is_invariant and not on_device:
         text = model.config.text
         return estimate + invariant_attention_bytes(text.n_heads, text.head_dim, page_size)
-    if not on_device or not (is_invariant or isinstance(paths.text, FusedText)):
+    if not on_device or not (is_invariant or isinstance(backends.text, FusedText)):
         return estimate
     kept = None if facts is None else facts.get(_LARGEST_STEP)
     if kept is not None:
@@ -167,7 +166,7 @@ def step_bytes(
     try:
         others = 0 if facts is None else _bytes_of_others(model.device)
         cache = KVCache(model.config.text, 1, page_size, model.device, dtype)
-        works = (largest_prefill(model, paths, cache, bounds, slabs), largest_encode(model, paths, bounds))
+        works = (largest_prefill(model, backends, cache, bounds, slabs), largest_encode(model, backends, bounds))
         measured = max(map(peak_bytes, works))
     except RuntimeError as error:
         _log.warning("activations are estimated, not measured: %s", str(error).partition("\n")[0])
@@ -208,7 +207,7 @@ def estimated_step_bytes(
 
 
 def largest_prefill(
-    model: Moondream, paths: ModelPaths, cache: KVCache, bounds: StepBounds, slabs: AdapterSlabs | None = None
+    model: Moondream, backends: Backends, cache: KVCache, bounds: StepBounds, slabs: AdapterSlabs | None = None
 ) -> Callable[[], Tensor]:
     """A prefill of as many tokens as a step may have, in chunks of a part of the longest context. With `slabs` all
     tokens use the first of these slots."""
@@ -216,15 +215,15 @@ def largest_prefill(
     max_pages = -(-text.max_context // cache.page_size)
     num_chunks = -(-tokens // text.max_context) * _CHUNKS_PER_CONTEXT
     size = largest_size(tokens, num_chunks, max_pages)._replace(max_chunk=-(-tokens // num_chunks))
-    prefill = blank_prefill(model, paths, cache, size)
+    prefill = blank_prefill(model, backends, cache, size)
     if slabs is None:
         return prefill
     slots = torch.ones(size.num_tokens, dtype=torch.int64, device=model.device)
     return partial(prefill, adapters=slabs.for_rows(slots))
 
 
-def blank_prefill(model: Moondream, paths: ModelPaths, cache: KVCache, size: PrefillSize) -> Callable[..., Tensor]:
-    """A prefill of padding, which writes no keys and values; it takes `adapters`, as `TextPath.prefill` does."""
+def blank_prefill(model: Moondream, backends: Backends, cache: KVCache, size: PrefillSize) -> Callable[..., Tensor]:
+    """A prefill of padding, which writes no keys and values; it takes `adapters`, as `TextBackend.prefill` does."""
     device = model.device
     fields = InputBuffers(device, 2).prefill(
         size, partial(fill_blank_prefill, size=size, padding_row=0), in_place=False
@@ -239,10 +238,10 @@ def blank_prefill(model: Moondream, paths: ModelPaths, cache: KVCache, size: Pre
         max_chunk=size.max_chunk,
     )
     embeddings = torch.zeros(size.num_tokens, model.config.text.dim, dtype=model.dtype, device=device)
-    return partial(paths.text.prefill, embeddings, chunks, fields.sample_tokens, cache)
+    return partial(backends.text.prefill, embeddings, chunks, fields.sample_tokens, cache)
 
 
-def largest_encode(model: Moondream, paths: ModelPaths, bounds: StepBounds) -> Callable[[], Tensor]:
+def largest_encode(model: Moondream, backends: Backends, bounds: StepBounds) -> Callable[[], Tensor]:
     """The encoding of as many crops as a step may have, of images with two crops, and their projection."""
     vision = model.config.vision
     num_images = -(-max(bounds.max_crops, 1 + vision.max_crops) // 2)
@@ -256,8 +255,8 @@ def largest_encode(model: Moondream, paths: ModelPaths, bounds: StepBounds) -> C
     )
 
     def encode() -> Tensor:
-        features = paths.vision.encode(crops).split(2)
-        return paths.vision.project_all(features, [(1, 1)] * num_images)
+        features = backends.vision.encode(crops).split(2)
+        return backends.vision.project_all(features, [(1, 1)] * num_images)
 
     return encode
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from kestrel_runtime.execution.transfer import to_device, uploaded
 from kestrel_runtime.loading.progress import told
 from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.models.moondream.quantisation import QuantisedFormat, quantised_stack
 from kestrel_runtime.models.moondream.region import RegionModel
 from kestrel_runtime.models.moondream.text.decoder import ExpertFormat, TextModel
-from kestrel_runtime.models.moondream.text.rounded_experts import RoundedFormat, rounded_stack
 from kestrel_runtime.models.moondream.vision.encoder import VisionModel
 from kestrel_runtime.scheduling.output_parser import Token
 
@@ -41,7 +41,7 @@ class Moondream(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         *,
-        experts: RoundedFormat | None = None,
+        experts: QuantisedFormat | None = None,
     ) -> Moondream:
         """Load a checked state. Float8 experts and their scales keep their types, all other weights become `dtype`.
 
@@ -72,7 +72,7 @@ class Moondream(nn.Module):
             found = _EXPERT_WEIGHTS.fullmatch(name) if tensor.ndim == _EXPERT_AXES else None
             if rounds_to is not None and found is not None:
                 scale_name = name.removesuffix("weight") + "scale"
-                rounded = rounded_stack(tensor, state.pop(scale_name, None), rounds_to, device)
+                rounded = quantised_stack(tensor, state.pop(scale_name, None), rounds_to, device)
                 placed[name], placed[scale_name] = rounded.weight, rounded.scale
                 model.expert_errors.setdefault(int(found[1]), []).append(rounded.error)
                 continue

@@ -14,12 +14,12 @@ from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.imaging.crops import DecodedImage
 from kestrel_runtime.memory.plan import MemoryReading, plan_memory
 from kestrel_runtime.models.moondream.adapters.target import MoondreamAdapters
+from kestrel_runtime.models.moondream.backends import Backends, require_invariance
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.executor import new_step_runner
 from kestrel_runtime.models.moondream.kernel_compilation import KernelNeeds, compile_kernels
 from kestrel_runtime.models.moondream.memory import cache_dtype, memory_needs, new_cache, step_bytes, weight_bytes
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.model_paths import ModelPaths, require_invariance
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.models.moondream.vision.device_cropping import Cropper
 from kestrel_runtime.scheduling.limits import StepBounds
@@ -56,8 +56,8 @@ class PreparedMoondream:
             self._facts = kept_facts(needs.identity(), (kestrel_runtime,))
             compile_kernels(needs, DeviceLimits.of(model.device), facts=self._facts)
         require_invariance(model, self._execution, config.page_size, cache_dtype(model, config))
-        # Paths are built before the cache is sized, which gets a part of the memory that they leave.
-        self._paths = ModelPaths.of(
+        # Backends are built before the cache is sized, which gets a part of the memory that they leave.
+        self._backends = Backends.of(
             model, self._execution, max_batch_size=bounds.max_batch_size, frees_originals=owns_model
         )
 
@@ -74,7 +74,7 @@ class PreparedMoondream:
         # All slots are only allocated once the cache is sized.
         slabs = None if self._adapters is None else self._adapters.one_slot()
         step = step_bytes(
-            model, self._paths, bounds, config.page_size, cache_dtype(model, config), slabs, self._facts
+            model, self._backends, bounds, config.page_size, cache_dtype(model, config), slabs, self._facts
         )
         del slabs
         reading = MemoryReading.of(model.device, self._loaded_bytes, config.memory_limit)
@@ -101,7 +101,7 @@ class PreparedMoondream:
             new_cache(self._model, self._config, num_pages),
             self._execution,
             self._bounds,
-            self._paths,
+            self._backends,
             graph_bytes=graph_bytes,
             image_cache_bytes=image_cache_bytes,
             adapters=None if self._adapters is None else self._adapters.allocate(),

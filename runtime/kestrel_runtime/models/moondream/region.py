@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kestrel_runtime.models.moondream.config import RegionConfig
-from kestrel_runtime.models.moondream.text.decoder import Mlp
+from kestrel_runtime.models.moondream.layers import Mlp
 
 SIZE_OCTAVES = 10
 """The smallest size is 2 ** -SIZE_OCTAVES of the image."""

@@ -158,8 +158,8 @@ async def test_a_product_that_depends_on_the_batch_is_refused_at_the_start(monke
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"text_path": "fused"}, "--text-path: --deterministic has a path of its own"),
-        ({"vision_path": "fused-float8"}, "--vision-path: --deterministic has a path of its own"),
+        ({"text_backend": "fused"}, "--text-backend: --deterministic has a backend of its own"),
+        ({"vision_backend": "fused-float8"}, "--vision-backend: --deterministic has a backend of its own"),
         ({"adapters": "/somewhere"}, "adapters"),
     ],
 )

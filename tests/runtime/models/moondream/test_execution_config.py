@@ -8,8 +8,8 @@ import torch
 from kestrel_ops import reference
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
+from kestrel_runtime.models.moondream.backends import Backends
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig, model_shape
-from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -26,14 +26,14 @@ def test_a_cpu_takes_the_plain_paths():
 
 
 def test_what_is_asked_for_is_taken():
-    paths = ExecutionConfig.of(EngineConfig(text_path="fused-float8", vision_path="fused"), "cpu")
+    paths = ExecutionConfig.of(EngineConfig(text_backend="fused-float8", vision_backend="fused"), "cpu")
     assert (paths.text, paths.vision, paths.with_graphs) == ("fused-float8", "fused", False)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cuda_graphs": True, "text_path": "fused"}, "--cuda-graphs: needs a CUDA device"),
+        ({"cuda_graphs": True, "text_backend": "fused"}, "--cuda-graphs: needs a CUDA device"),
         (
             {"kernels": (("concat_gelu", "cuneiform"), ("sing", "reference"))},
             "concat_gelu=cuneiform, sing=reference",
@@ -46,11 +46,11 @@ def test_what_cannot_be_had_is_refused(settings, message):
 
 
 def test_an_encoder_without_float8_products_for_all_of_it_has_none_with_fixed_scales(caplog):
-    model, config = tiny_model(), EngineConfig(text_path="fused", vision_path="calibrated-float8")
+    model, config = tiny_model(), EngineConfig(text_backend="fused", vision_backend="calibrated-float8")
     paths = ExecutionConfig.of(config, "cpu", model)
     assert paths.vision == "fused-float8"
     assert "vision.enc_dim is 12 and vision.enc_ff_dim 20" in caplog.text
-    ModelPaths.of(model, paths, max_batch_size=1)
+    Backends.of(model, paths, max_batch_size=1)
 
 
 @needs_triton
@@ -58,10 +58,10 @@ def test_a_kernel_that_cannot_serve_the_model_is_refused_only_if_it_was_asked_fo
     model = tiny_model(n_heads=2, n_kv_heads=2)
     wide = dataclasses.replace(model.config.text, dim=512)  # heads of 256 dimensions
     model.config = dataclasses.replace(model.config, text=wide)
-    config = EngineConfig(text_path="fused", kernels=(("prefill_attention", "triton"),))
+    config = EngineConfig(text_backend="fused", kernels=(("prefill_attention", "triton"),))
     with pytest.raises(CheckpointError, match=r"prefill_attention=triton: heads of 256 dimensions"):
         ExecutionConfig.of(config, "cpu", model)
-    paths = ExecutionConfig.of(EngineConfig(text_path="fused", vision_path="plain"), "cuda", model)
+    paths = ExecutionConfig.of(EngineConfig(text_backend="fused", vision_backend="plain"), "cuda", model)
     assert paths.kernels.prefill_attention is reference.prefill_attention
     assert paths.kernels.decode_expand.__module__ == "kestrel_ops.triton.decode_expand"
     assert "prefill_attention=triton is passed over for reference: heads of 256 dimensions" in caplog.text

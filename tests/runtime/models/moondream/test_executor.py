@@ -120,9 +120,12 @@ def test_what_is_generated_is_what_the_model_says_from_the_start(generation, cas
 
 @GENERATIONS
 @pytest.mark.parametrize("case", CASES)
-def test_fused_paths_say_what_the_plain_ones_say(generation, case):
+def test_fused_backends_say_what_the_plain_ones_say(generation, case):
     tokens, image = CASES[case]
-    plain, fused = Bench(MODELS[generation]), Bench(MODELS[generation], text_path="fused", vision_path="fused")
+    plain, fused = (
+        Bench(MODELS[generation]),
+        Bench(MODELS[generation], text_backend="fused", vision_backend="fused"),
+    )
     (wanted,) = plain.generate(6, plain.add(tokens, image))
     (actual,) = fused.generate(6, fused.add(tokens, image))
     assert actual == wanted

@@ -1,4 +1,4 @@
-"""Weights stay in memory once: what a fused path has a copy of is freed while it is built."""
+"""Weights stay in memory once: what a fused backend has a copy of is freed while it is built."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Caption, Detect, Point, Query, Request, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.models.moondream.backends import Backends
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.fused import weights as fused_weights
 from kestrel_runtime.models.moondream.fused.vision import FusedVision
 from kestrel_runtime.models.moondream.memory import weight_bytes
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
-# What no fused path has a copy of.
+# What no fused backend has a copy of.
 KEPT_OF_TEXT = ("wte", "post_ln", "lm_head", ".ln.", ".tau.", ".router.", "mlp.fc1.scale", "mlp.fc2.scale")
 
 
@@ -47,15 +47,15 @@ def first_matrices(part: nn.Module) -> list[weakref.ref[Any]]:
     return [weakref.ref(block.attn.qkv.weight) for block in blocks]
 
 
-def build(model: Moondream, config: EngineConfig, *, frees_originals: bool) -> ModelPaths:
+def build(model: Moondream, config: EngineConfig, *, frees_originals: bool) -> Backends:
     paths = ExecutionConfig.of(config, "cpu", model)
-    return ModelPaths.of(model, paths, max_batch_size=2, frees_originals=frees_originals)
+    return Backends.of(model, paths, max_batch_size=2, frees_originals=frees_originals)
 
 
 @pytest.mark.parametrize("path", ["fused", "fused-float8"])
 @pytest.mark.parametrize("folder", [MD2_SMALL, MD3_SMALL], ids=["moondream2", "moondream3"])
 def test_a_fused_text_path_leaves_the_model_only_what_it_has_no_copy_of(folder: object, path: str) -> None:
-    owned, config = loaded(folder, text_path=path)
+    owned, config = loaded(folder, text_backend=path)
     references = matrices(owned.model.text)
     paths = build(owned.model, config, frees_originals=True)
     experts = {name for name in references if owned.model.text.get_parameter(name).ndim == 3}
@@ -69,7 +69,7 @@ def test_a_fused_text_path_leaves_the_model_only_what_it_has_no_copy_of(folder: 
 
 @pytest.mark.parametrize("path", ["fused", "fused-float8", "calibrated-float8"])
 def test_a_fused_vision_path_leaves_the_model_only_its_last_norm_and_those_it_folds(path: str) -> None:
-    owned, config = loaded(MD2_SMALL, vision_path=path)
+    owned, config = loaded(MD2_SMALL, vision_backend=path)
     references = matrices(owned.model.vision)
     paths = build(owned.model, config, frees_originals=True)
     assert isinstance(paths.vision, FusedVision)
@@ -80,7 +80,7 @@ def test_a_fused_vision_path_leaves_the_model_only_its_last_norm_and_those_it_fo
 
 @pytest.mark.parametrize("path", ["fused", "fused-float8"])
 def test_blocks_are_freed_one_by_one_while_they_are_converted(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owned, config = loaded(MD2_SMALL, text_path=path)
+    owned, config = loaded(MD2_SMALL, text_backend=path)
     blocks = first_matrices(owned.model.text)
     seen: list[list[bool]] = []
     convert = fused_weights._fused
@@ -101,7 +101,7 @@ def test_blocks_are_freed_one_by_one_while_they_are_converted(path: str, monkeyp
 
 @pytest.mark.parametrize("path", ["fused", "calibrated-float8"])
 def test_blocks_of_the_encoder_are_freed_one_by_one_too(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owned, config = loaded(MD2_SMALL, vision_path=path)
+    owned, config = loaded(MD2_SMALL, vision_backend=path)
     blocks = first_matrices(owned.model.vision)
     seen: list[list[bool]] = []
     convert = FusedVision._fold_block
@@ -116,14 +116,14 @@ def test_blocks_of_the_encoder_are_freed_one_by_one_too(path: str, monkeypatch: 
 
 
 def test_a_model_that_others_use_too_keeps_all_its_weights() -> None:
-    shared, config = loaded(MD2_SMALL, text_path="fused", vision_path="fused")
+    shared, config = loaded(MD2_SMALL, text_backend="fused", vision_backend="fused")
     before = weight_bytes(shared.model)
     build(shared.model, config, frees_originals=False)
     assert weight_bytes(shared.model) == before > 0
 
 
 def test_a_model_whose_weights_are_gone_cannot_be_run_by_mistake() -> None:
-    owned, config = loaded(MD2_SMALL, text_path="fused")
+    owned, config = loaded(MD2_SMALL, text_backend="fused")
     build(owned.model, config, frees_originals=True)
     block: Any = owned.model.text.blocks[0]
     with pytest.raises(RuntimeError, match="meta"):
@@ -146,7 +146,7 @@ async def answers(engine: LocalEngine) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("folder", "text_path", "vision_path"),
+    ("folder", "text_backend", "vision_backend"),
     [
         ("shallow2_folder", "fused", "fused"),
         ("shallow2_folder", "fused-float8", "calibrated-float8"),
@@ -155,10 +155,12 @@ async def answers(engine: LocalEngine) -> list[object]:
     ],
 )
 async def test_answers_are_those_of_an_engine_whose_model_keeps_its_weights(
-    folder: str, text_path: str, vision_path: str, request: pytest.FixtureRequest
+    folder: str, text_backend: str, vision_backend: str, request: pytest.FixtureRequest
 ) -> None:
     model = str(request.getfixturevalue(folder))
-    config = EngineConfig(model=model, device="cpu", text_path=text_path, vision_path=vision_path, num_kv_pages=512)
+    config = EngineConfig(
+        model=model, device="cpu", text_backend=text_backend, vision_backend=vision_backend, num_kv_pages=512
+    )
     shared = LoadedModel.load(config)
     wanted = await answers(LocalEngine(shared, config))
     assert await answers(LocalEngine.start(config)) == wanted

@@ -48,7 +48,7 @@ from tests.runtime.noise import noise
 
 SMALL_IMAGE = (MD2_SMALL / "image_1_100x80.png").read_bytes()
 LOGGER = "kestrel_runtime.execution.graph_policy"
-CONFIG = EngineConfig(model="", text_path="fused", vision_path="fused", max_batch_size=4, num_kv_pages=300)
+CONFIG = EngineConfig(model="", text_backend="fused", vision_backend="fused", max_batch_size=4, num_kv_pages=300)
 
 PENALTIES: dict[str, Any] = {
     "repetition_penalty": 1.3,
@@ -220,7 +220,7 @@ def test_usual_traffic_finds_its_graphs_captured_by_the_start(
     capture = executor_module.MoondreamExecutor.capture
     captures, (tokens, image), model = Captures(monkeypatch, ()), CASES[case], MODELS[2]
     monkeypatch.setattr(executor_module.MoondreamExecutor, "capture", capture)
-    bench = Bench(model, batch=4, prefill=128, text_path="fused", vision_path="fused")
+    bench = Bench(model, batch=4, prefill=128, text_backend="fused", vision_backend="fused")
     with caplog.at_level(logging.INFO, logger="kestrel_runtime.models.moondream.executor"):
         bench.runner.capture()
     at_start = captures.num_tried
@@ -260,7 +260,7 @@ def test_sampling_kinds_multiply_no_graphs_of_prefill(
     capture = executor_module.MoondreamExecutor.capture
     Captures(monkeypatch, ())
     monkeypatch.setattr(executor_module.MoondreamExecutor, "capture", capture)
-    bench = Bench(MODELS[2], batch=4, prefill=128, text_path="fused", vision_path="fused")
+    bench = Bench(MODELS[2], batch=4, prefill=128, text_backend="fused", vision_backend="fused")
     with caplog.at_level(logging.DEBUG, logger=LOGGER):
         bench.runner.capture()
         num_at_start = len(caplog.records)
@@ -286,7 +286,7 @@ def test_a_span_longer_than_steps_may_be_runs_on_its_own_inputs_each_time(monkey
     # Its fields are no place that a graph could read again.
     Captures(monkeypatch, ())
     model = random_model(tiny_config(crop_size=168))
-    bench = Bench(model, batch=4, prefill=64, text_path="fused", vision_path="fused")
+    bench = Bench(model, batch=4, prefill=64, text_backend="fused", vision_backend="fused")
     num_image_tokens = model.config.text.prefix_attn - 1
     assert num_image_tokens > 128
     for seed in range(3):

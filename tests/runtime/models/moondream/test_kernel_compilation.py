@@ -39,8 +39,8 @@ def test_one_block_is_one_block():
 
 
 def test_float8_is_refused_for_a_card_that_has_none(tmp_path):
-    settings = EngineConfig(model="moondream2", text_path="fused-float8", kv_dtype="float8")
-    with pytest.raises(CheckpointError, match=r"--text-path fused-float8, --kv-dtype float8: .* 8\.9.* 8\.0"):
+    settings = EngineConfig(model="moondream2", text_backend="fused-float8", kv_dtype="float8")
+    with pytest.raises(CheckpointError, match=r"--text-backend fused-float8, --kv-dtype float8: .* 8\.9.* 8\.0"):
         compile_ahead("moondream2", settings, (8, 0), tmp_path)
 
 

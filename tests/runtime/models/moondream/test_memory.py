@@ -24,6 +24,7 @@ from kestrel_runtime.memory.plan import MemoryNeeds
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream import memory
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
+from kestrel_runtime.models.moondream.backends import Backends
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.memory import (
     estimated_step_bytes,
@@ -36,7 +37,6 @@ from kestrel_runtime.models.moondream.memory import (
     step_bytes,
     weight_bytes,
 )
-from kestrel_runtime.models.moondream.model_paths import ModelPaths
 from kestrel_runtime.scheduling.limits import StepBounds
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
 
@@ -181,11 +181,11 @@ def test_pages_that_the_device_has_no_memory_for_are_an_error_in_words(
 
 
 LARGEST_BOUNDS = StepBounds(max_batch_size=4, max_prefill_tokens=256, max_crops=5)
-FUSED = EngineConfig(text_path="fused", vision_path="fused")
+FUSED = EngineConfig(text_backend="fused", vision_backend="fused")
 
 
-def fused_paths(loaded: LoadedModel) -> ModelPaths:
-    return ModelPaths.of(loaded.model, ExecutionConfig.of(FUSED, "cpu", loaded.model), max_batch_size=4)
+def fused_backends(loaded: LoadedModel) -> Backends:
+    return Backends.of(loaded.model, ExecutionConfig.of(FUSED, "cpu", loaded.model), max_batch_size=4)
 
 
 class OnADevice:
@@ -205,7 +205,7 @@ class OnADevice:
 def test_the_largest_prefill_has_as_many_tokens_as_a_step_may_carry_and_needs_one_page(
     moondream2: LoadedModel,
 ) -> None:
-    paths: Any = fused_paths(moondream2)
+    paths: Any = fused_backends(moondream2)
     seen: list[int] = []
     prefill = paths.text.prefill
 
@@ -226,7 +226,7 @@ def test_the_largest_prefill_has_as_many_tokens_as_a_step_may_carry_and_needs_on
 def test_where_there_are_adapters_the_largest_step_is_measured_with_one(
     shallow2: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, paths = shallow2.model.config, fused_paths(shallow2)
+    config, paths = shallow2.model.config, fused_backends(shallow2)
     slabs = AdapterSlabs(config.text, 1, 4, torch.device("cpu"), torch.float32)
     for layer in slabs.layers:
         for weights in layer:
@@ -248,7 +248,7 @@ def test_where_there_are_adapters_the_largest_step_is_measured_with_one(
 
 @torch.inference_mode()
 def test_the_largest_encoding_has_as_many_crops_as_one_image_or_one_step(shallow2: LoadedModel) -> None:
-    vision, paths = shallow2.model.config.vision, fused_paths(shallow2)
+    vision, paths = shallow2.model.config.vision, fused_backends(shallow2)
     most_of_image = 1 + vision.max_crops
     for max_crops in (5, most_of_image + 3):
         images = largest_encode(shallow2.model, paths, StepBounds(4, 256, max_crops))()
@@ -286,7 +286,7 @@ def test_on_a_gpu_the_larger_of_prefill_and_encoding_is_what_a_step_takes(
     figures = iter([1009, 2003])
     monkeypatch.setattr(memory, "peak_bytes", lambda _: next(figures))
     model: Any = OnADevice(moondream2)
-    assert step_bytes(model, fused_paths(moondream2), LARGEST_BOUNDS, 16, torch.float32) == 2003
+    assert step_bytes(model, fused_backends(moondream2), LARGEST_BOUNDS, 16, torch.float32) == 2003
 
 
 def test_on_a_gpu_images_need_the_features_of_all_crops_of_a_step(moondream2: LoadedModel) -> None:
@@ -316,7 +316,7 @@ def test_a_measurement_that_fails_leaves_the_estimate(
     monkeypatch.setattr(memory, "peak_bytes", fail)
     model: Any = OnADevice(moondream2)
     with caplog.at_level(logging.WARNING):
-        got = step_bytes(model, fused_paths(moondream2), LARGEST_BOUNDS, 16, torch.float32)
+        got = step_bytes(model, fused_backends(moondream2), LARGEST_BOUNDS, 16, torch.float32)
     assert got == estimated_step_bytes(moondream2.model.config, LARGEST_BOUNDS, 4)
     assert caplog.messages == ["activations are estimated, not measured: CUDA out of memory"]
 
@@ -324,9 +324,11 @@ def test_a_measurement_that_fails_leaves_the_estimate(
 def test_on_the_host_it_is_estimated(moondream2: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "peak_bytes", lambda _: pytest.fail("measured"))
     estimate = estimated_step_bytes(moondream2.model.config, LARGEST_BOUNDS, 4)
-    assert step_bytes(moondream2.model, fused_paths(moondream2), LARGEST_BOUNDS, 16, torch.float32) == estimate > 0
+    assert (
+        step_bytes(moondream2.model, fused_backends(moondream2), LARGEST_BOUNDS, 16, torch.float32) == estimate > 0
+    )
     config = EngineConfig(deterministic=True)
-    paths = ModelPaths.of(moondream2.model, ExecutionConfig.of(config, "cpu", moondream2.model), max_batch_size=4)
+    paths = Backends.of(moondream2.model, ExecutionConfig.of(config, "cpu", moondream2.model), max_batch_size=4)
     assert step_bytes(moondream2.model, paths, LARGEST_BOUNDS, 16, torch.float32) > estimate, (
         "attention has its own memory"
     )

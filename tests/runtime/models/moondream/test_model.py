@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from kestrel_ops import dequantise_int4
 from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.text.rounded_experts import rounded_stack
+from kestrel_runtime.models.moondream.quantisation import quantised_stack
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.scheduling.output_parser import Token
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, expected, image_paths
@@ -211,19 +211,19 @@ def test_each_row_is_as_close_as_float8_with_a_scale_of_its_own_allows(dtype):
     weight = torch.randn(3, 7, 33, generator=torch.Generator().manual_seed(1)).to(dtype)
     weight[1, 2] *= 1e4
     weight[2, 6] *= 1e-6
-    rounded, scales, _ = rounded_stack(weight, None, "float8", CPU)
-    assert (rounded.dtype, rounded.shape) == (torch.float8_e4m3fn, weight.shape)
+    quantised, scales, _ = quantised_stack(weight, None, "float8", CPU)
+    assert (quantised.dtype, quantised.shape) == (torch.float8_e4m3fn, weight.shape)
     assert (scales.dtype, scales.shape) == (torch.float32, weight.shape[:2])
     largest = weight.float().abs().amax(dim=2, keepdim=True)
     # Half a unit of the last of three bits, or of the smallest number that float8 has below its largest one.
     allowed = (weight.float().abs() / 16).maximum(largest / 448 * 2**-10)
-    assert ((rounded.float() * scales[..., None] - weight.float()).abs() <= allowed * 1.001).all()
+    assert ((quantised.float() * scales[..., None] - weight.float()).abs() <= allowed * 1.001).all()
 
 
 def test_the_error_is_that_of_all_weights_together():
     weight = torch.randn(2, 5, 301, generator=torch.Generator().manual_seed(2))
-    rounded, scales, error = rounded_stack(weight, None, "float8", CPU)
-    changed = rounded.float() * scales[..., None] - weight
+    quantised, scales, error = quantised_stack(weight, None, "float8", CPU)
+    changed = quantised.float() * scales[..., None] - weight
     assert error == pytest.approx((changed.norm() / weight.norm()).item(), rel=1e-5)
     assert 0.02 < error < 0.03
 
@@ -231,6 +231,6 @@ def test_the_error_is_that_of_all_weights_together():
 def test_what_float8_represents_is_not_changed_and_zeros_stay_zeros():
     weight = torch.zeros(1, 3, 5)
     weight[0, 0] = torch.tensor([448.0, -224.0, 1.75, 0.0, 2**-6])
-    rounded, scales, error = rounded_stack(weight, None, "float8", CPU)
-    assert torch.equal(rounded.float() * scales[..., None], weight)
+    quantised, scales, error = quantised_stack(weight, None, "float8", CPU)
+    assert torch.equal(quantised.float() * scales[..., None], weight)
     assert error == 0.0

@@ -1,1 +1,1 @@
-"""Paths that run fused operations on rearranged weights."""
+"""Runs fused operations on rearranged weights."""

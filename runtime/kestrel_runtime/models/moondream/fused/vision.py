@@ -16,6 +16,7 @@ from torch.nn.functional import embedding_bag, layer_norm
 from kestrel_ops import Kernels, has_float8_product
 from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.fused.weights import Matrix, free_weights
+from kestrel_runtime.models.moondream.layers import concatenated
 from kestrel_runtime.models.moondream.vision.encoder import VisionModel
 
 # Products are fastest if every row starts at a multiple of 16 bytes.
@@ -52,11 +53,6 @@ def folded(layer: nn.Linear, norm: nn.LayerNorm | None) -> tuple[Tensor, Tensor]
     if norm is None:
         return weight, bias
     return weight * norm.weight.float(), bias + weight @ norm.bias.float()
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """`torch.cat`, which copies a single part, too."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class FusedVision:
@@ -123,7 +119,7 @@ class FusedVision:
         """
         num_images, num_patches = len(features), self.config.num_image_tokens
         plan = self._plan_of_images(tuple(grids), features[0].device)
-        rows = joined([image.flatten(0, 1) for image in features])
+        rows = concatenated([image.flatten(0, 1) for image in features])
         # A row of the projector's input: a patch of the global crop, then an average of local patches.
         pairs = embedding_bag(plan.patches, rows, plan.starts, mode="mean").view(num_images * num_patches, -1)
         fc1, fc2 = self._projector

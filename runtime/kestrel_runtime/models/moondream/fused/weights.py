@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from kestrel_ops import has_float8_product
-from kestrel_runtime.models.moondream.text.decoder import MixtureOfExperts, Mlp, Tau, TextModel
+from kestrel_runtime.models.moondream.layers import Mlp
+from kestrel_runtime.models.moondream.quantisation import quantise_float8
+from kestrel_runtime.models.moondream.text.decoder import MixtureOfExperts, Tau, TextModel
 
 NUM_WIDE_BLOCKS = 1
 """The number of first blocks that compute prompts in the model's type when all others use float8.
@@ -21,8 +23,6 @@ NUM_WIDE_BLOCKS = 1
 The error of the first block passes through all others, at a point where the residual stream is still small. It is
 about half of the whole error of a prompt in float8 (docs/numerics.md). The error of the last block is negligible.
 """
-_LARGEST_FLOAT8 = torch.finfo(torch.float8_e4m3fn).max
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Matrix:
         if dtype != torch.float8_e4m3fn:
             stored = weight.to(dtype)
             return cls(stored, None, bias, stored.float().sum(dim=1))
-        stored, scale = float8_rows(weight)
+        stored, scale = quantise_float8(weight)
         return cls(stored, scale, bias, stored.float().sum(dim=1) * scale)
 
     def part(self, rows: slice) -> Matrix:
@@ -164,10 +164,3 @@ def _fused(block: Any, precision: Literal["model", "float8"], own_dtype: torch.d
         ln=ln,
         experts=mlp if isinstance(mlp, MixtureOfExperts) else None,
     )
-
-
-def float8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 matrix [N, K] as float8_e4m3fn, and a scale for each row, float32 [N]. Rows of zeros stay zeros."""
-    scale = (weight.abs().amax(dim=1) / _LARGEST_FLOAT8).clamp_min(_SMALLEST_SCALE)
-    stored = (weight / scale[:, None]).clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(torch.float8_e4m3fn)
-    return stored, scale

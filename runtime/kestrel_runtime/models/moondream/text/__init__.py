@@ -1,1 +1,1 @@
-"""The text model: the decoder, and its plain, invariant and fused paths."""
+"""Defines the decoder."""

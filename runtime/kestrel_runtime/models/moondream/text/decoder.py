@@ -12,11 +12,11 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu
 
 from kestrel_ops import INT4_GROUP, mixture_of_experts, rotary, tau_scales
 from kestrel_runtime.models.moondream.adapters.slabs import BlockAdapters, RowAdapters
 from kestrel_runtime.models.moondream.config import MoeConfig, TextConfig
+from kestrel_runtime.models.moondream.layers import Mlp
 
 ExpertFormat = Literal["model", "float8", "int4"]
 """How experts are stored: in the model's type, or in 8 or 4 bits with scales."""
@@ -155,26 +155,6 @@ class Tau(nn.Module):
         return operation(packed, positions, self.wq, self.wv, self.alpha)
 
 
-class Mlp(nn.Module):
-    """Two linear layers around a tanh-form GELU."""
-
-    def __init__(self, in_dim: int, inner_dim: int, out_dim: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(in_dim, inner_dim)
-        self.fc2 = nn.Linear(inner_dim, out_dim)
-
-    def forward(self, hidden: Tensor, adapters: BlockAdapters | None = None) -> Tensor:
-        """[T, in] → [T, out]."""
-        inner = self.fc1(hidden)
-        if adapters is not None:
-            adapters.add_fc1(inner, hidden)
-        inner = gelu(inner, approximate="tanh")
-        out = self.fc2(inner)
-        if adapters is not None:
-            adapters.add_fc2(out, inner)
-        return out
-
-
 class MixtureOfExperts(nn.Module):
     """Each token goes to its best experts; see `kestrel_ops.mixture_of_experts` for the arithmetic."""
 
@@ -183,7 +163,7 @@ class MixtureOfExperts(nn.Module):
         self.experts_per_token = config.experts_per_token
         self.router = nn.Linear(dim, config.num_experts)
         self.logits = nn.Identity()
-        """What the router gives passes through it on every path, so that hooks can see and change the choices."""
+        """Passes the router's logits on, in every backend, so that hooks can read and change the choices."""
         self.fc1 = _Experts(config.num_experts, 2 * config.expert_inner_dim, dim, expert_format)
         self.fc2 = _Experts(config.num_experts, dim, config.expert_inner_dim, expert_format)
 
@@ -219,7 +199,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class _Experts(nn.Module):
-    """A stack of weight matrices [experts, out, in]; those of 8 or 4 bits have scales, see `RoundedStack`."""
+    """A stack of weight matrices [experts, out, in]; those of 8 or 4 bits have scales, see `QuantisedStack`."""
 
     def __init__(self, num_experts: int, out_dim: int, in_dim: int, expert_format: ExpertFormat) -> None:
         super().__init__()

@@ -13,13 +13,13 @@ from torch import Tensor
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.models.family import Prepare
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
+from kestrel_runtime.models.moondream.backends import Backends
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.executor import new_step_runner
 from kestrel_runtime.models.moondream.memory import new_cache
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.models.moondream.model_paths import ModelPaths
-from kestrel_runtime.models.verification import Prepare
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.output_parser import Token
@@ -57,12 +57,12 @@ class PromptRun:
         self.model = model
         self._prepare = prepare
         self.cache = new_cache(model, config, pages_of_context(model, config)) if cache is None else cache
-        paths = ExecutionConfig.of(config, model.device.type, model)
-        self._model_paths = ModelPaths.of(model, paths, max_batch_size=1)
+        execution = ExecutionConfig.of(config, model.device.type, model)
+        self._backends = Backends.of(model, execution, max_batch_size=1)
         bounds = StepBounds(max_batch_size=1, max_prefill_tokens=model.config.text.max_context, max_crops=1)
-        self._runner = new_step_runner(model, self.cache, paths, bounds, self._model_paths, adapters=adapters)
+        self._runner = new_step_runner(model, self.cache, execution, bounds, self._backends, adapters=adapters)
         self._sequence: Sequence | None = None
-        self._num_runs = _NUM_RUNS_WITH_GRAPHS if paths.with_graphs else 1
+        self._num_runs = _NUM_RUNS_WITH_GRAPHS if execution.with_graphs else 1
 
     @property
     def sequence(self) -> Sequence:
@@ -115,7 +115,7 @@ class PromptRun:
         Without a captured graph, and before the final LayerNorm.
         """
         device, sequence = self.model.device, self.sequence
-        return self._model_paths.text.decode(
+        return self._backends.text.decode(
             self.model.embed(sequence.tokens[-1:]),
             torch.tensor([sequence.length - 1], device=device),
             torch.tensor([sequence.pages], dtype=torch.int32, device=device),

@@ -1,8 +1,8 @@
-"""Replaces a path's choice of experts by that of the reference where the router's logits nearly tie.
+"""Replaces a backend's choice of experts by that of the reference where the router's logits nearly tie.
 
-Rounding changes the logits of a router. If two logits differ by less than that, the path may choose either expert,
-and its hidden state then differs by the difference of two experts, however exact its arithmetic is. Such a choice
-does not show an error, so the choice of the reference is used. All other choices of the path are kept.
+Rounding changes the logits of a router. If two logits differ by less than that, the backend may choose either
+expert, and its hidden state then differs by the difference of two experts, however exact its arithmetic is. Such a
+choice does not show an error, so the choice of the reference is used. All other choices of the backend are kept.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Routing:
 
 
 def _last_rows(of_prompt: Tensor, logits: Tensor) -> Tensor:
-    """The last tokens of a prompt, as many as the path computes: fused paths omit rows that are not needed."""
+    """Returns the last tokens of a prompt, as many as the backend computes: fused ones omit rows that nothing needs."""
     return of_prompt[-len(logits) :].to(logits.device)
 
 

@@ -1,11 +1,12 @@
-"""Simulates rounding: the errors that a correct path in a shorter format has for one model and one prompt.
+"""Simulates rounding: the errors that a correct backend in a shorter format has for one model and one prompt.
 
 The plain model runs in float32 with random rounding. Noise of the relative size of a rounding replaces each
-rounding of weights and activations; cached keys and values are really rounded. The errors of such a run are
-those of a correct path, because they have passed through the same layers. The path under test takes no part, so
-a fault does not widen its own bound. docs/numerics.md has the derivation.
+rounding of weights and activations; cached keys and values are really rounded. The errors of such a run are those
+of a correct backend, because they have passed through the same layers. The backend under test takes no part, so a
+fault does not widen its own bound. docs/numerics.md has the derivation.
 
-A fixture does not hold these errors. It holds the answers of a reference; the errors differ by precision and path.
+A fixture does not hold these errors. It holds the answers of a reference; the errors differ by precision and
+backend.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.execution.kv_cache import DecodeAttention, KVCache, PrefillAttention
 from kestrel_runtime.execution.step_inputs import PackedChunks
+from kestrel_runtime.models.family import Prepare, plain_float32
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.models.moondream.fused.weights import NUM_WIDE_BLOCKS, fused_blocks
@@ -32,7 +34,6 @@ from kestrel_runtime.models.moondream.text.decoder import MixtureOfExperts
 from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun, pages_of_context, prompt_tensors
 from kestrel_runtime.models.moondream.verify.routing import Routing
 from kestrel_runtime.models.moondream.verify.tolerances import NUM_SIMULATIONS, ExpectedError, rounding_deviation
-from kestrel_runtime.models.verification import Prepare, plain_float32
 
 FLOAT8 = torch.float8_e4m3fn
 ExpertWeights = torch.dtype | Literal["int4"]
@@ -49,7 +50,7 @@ _ADDITIONS_IN_BLOCK = 2
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """The types in which a path stores its numbers."""
+    """The types in which a backend stores its numbers."""
 
     model: torch.dtype
     """Of results, activations between products, the residual stream, and all weights not listed below."""
@@ -71,17 +72,17 @@ class Formats:
         def operands(setting: str) -> torch.dtype:
             return FLOAT8 if setting.endswith("float8") else model.dtype
 
-        # On fused paths on a GPU the inputs of experts of 8 and 4 bits are rounded to float8.
+        # On fused backends on a GPU the inputs of experts of 8 and 4 bits are rounded to float8.
         rounds_for_experts = (
-            model.expert_format != "model" and config.text_path != "plain" and model.device.type == "cuda"
+            model.expert_format != "model" and config.text_backend != "plain" and model.device.type == "cuda"
         )
         errors = (error for both in model.expert_errors.values() for error in both)
         return cls(
             model=model.dtype,
-            text=operands(config.text_path),
+            text=operands(config.text_backend),
             experts=FLOAT8 if rounds_for_experts and model.dtype != torch.float32 else model.dtype,
             expert_weights=_ROUNDED[model.expert_format] if any(errors) else model.dtype,
-            vision=operands(config.vision_path),
+            vision=operands(config.vision_backend),
             cache=operands(config.kv_dtype),
         )
 
@@ -149,7 +150,7 @@ class RoundingNoise:
         return cache
 
     def _float8_layers(self, model: Moondream) -> set[str]:
-        """The linear layers whose products are in float8 on paths that use float8."""
+        """The linear layers whose products are in float8 in backends that use float8."""
         names: set[str] = set()
         if self._formats.text == FLOAT8:
             for layer, block in enumerate(fused_blocks(model.text, "float8")):
@@ -210,8 +211,8 @@ class RoundedCache(KVCache):
     show this. Numbers are rounded instead: equal numbers have equal errors, and errors of different channels and
     simulations are independent.
 
-    For plain paths. As on a path with a cache of type `rounded_to`, chunks attend to their own keys and values
-    unrounded, and decoded tokens attend to rounded ones.
+    For plain backends. As in a backend with a cache of type `rounded_to`, chunks attend to their own keys and
+    values unrounded, and decoded tokens attend to rounded ones.
     """
 
     def __init__(
@@ -285,7 +286,7 @@ class PromptErrors:
 def expected_errors(
     config: EngineConfig, formats: Formats, requests: Sequence[Request], prepare: Prepare
 ) -> list[PromptErrors]:
-    """Run each request exactly and then with random rounding, on the plain path in float32 on `config.device`."""
+    """Runs each request exactly, then with random rounding, on the plain backend in float32 on `config.device`."""
     config = plain_float32(config)
     model = LoadedModel.load(config).model
     routings = [Routing() for _ in requests]

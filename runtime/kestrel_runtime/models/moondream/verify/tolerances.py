@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kestrel_runtime.models.verification import Comparison
+from kestrel_runtime.models.family import Comparison
 
 FLOAT32_RELATIVE = 2e-4
 """Largest error of embeddings, hidden states, keys and values in float32, as a share of the largest value."""
@@ -22,11 +22,11 @@ FLOAT32_LOGIT = 1e-3
 """Largest absolute error of a logit in float32, where the largest logits are about 10."""
 NUM_SIMULATIONS = 24
 FALSE_ALARM = 1e-4
-"""The probability that a correct path exceeds the bound on a tensor's RMS error, if simulations are exact."""
+"""The probability that a correct backend exceeds the bound on a tensor's RMS error, if simulations are exact."""
 INT4_DEVIATION = 0.092
 """The relative error of normally distributed weights in 4 bits (`kestrel_ops.quantise_int4`)."""
 SLACK = 1.5
-"""Factor for inexact simulations: a path may have a few more roundings of a kind than are simulated."""
+"""Factor for inexact simulations: a backend may have a few more roundings of a kind than are simulated."""
 DEVIATIONS = 4.0
 """Factor of the bound on single elements; see `ExpectedError.compare`."""
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.imaging.decoding import decode_image
+from kestrel_runtime.models.family import Case, Fixture, Prepare, PromptRecord, Verification
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.verify.prompt_run import (
     DECODED_HIDDEN,
@@ -35,7 +36,6 @@ from kestrel_runtime.models.moondream.verify.tolerances import (
     LargestError,
 )
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
-from kestrel_runtime.models.verification import Case, Fixture, Prepare, PromptRecord, Verification
 
 
 def verification(model: Moondream, config: EngineConfig) -> Verification:

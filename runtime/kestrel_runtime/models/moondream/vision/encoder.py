@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, scaled_dot_product_attention
 
 from kestrel_runtime.models.moondream.config import VisionConfig
-from kestrel_runtime.models.moondream.text.decoder import Mlp
+from kestrel_runtime.models.moondream.layers import Mlp
 
 
 class VisionModel(nn.Module):

@@ -251,7 +251,7 @@ async def test_the_fused_path_answers_as_merged_weights_do(
         asked = requests()[:1]
         expected = await outputs_alone(merged(loaded, scaled(pairs)), asked)
         plain = await outputs_alone(loaded, asked)
-        settings = {"adapters": str(root), "max_adapter_rank": 4, "text_path": "fused", "kernels": kernels}
+        settings = {"adapters": str(root), "max_adapter_rank": 4, "text_backend": "fused", "kernels": kernels}
         async with served(loaded, **settings) as engine:
             mixed = [asked[0], with_adapter(asked[0], "colours")]
             assert await outputs(engine, mixed) == [*plain, *expected]

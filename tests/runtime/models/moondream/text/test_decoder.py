@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import gelu, layer_norm
 
 from kestrel_runtime.models.moondream.config import MoeConfig
-from kestrel_runtime.models.moondream.text.decoder import MixtureOfExperts, Mlp, TextModel, rotary_tables
+from kestrel_runtime.models.moondream.layers import Mlp
+from kestrel_runtime.models.moondream.text.decoder import MixtureOfExperts, TextModel, rotary_tables
 from tests.runtime.dense_attend import DenseAttend
 from tests.runtime.models.moondream.tiny import randomised, tiny_config
 

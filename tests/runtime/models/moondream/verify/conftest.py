@@ -20,7 +20,7 @@ def tiny_shape() -> ModelShape:
 
 @pytest.fixture(scope="session")
 def tiny_fixture(tiny_shape: ModelShape, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint of that shape, with the tensors of its plain path in float32 and one wrong answer."""
+    """A random checkpoint of that shape, with the tensors of its plain backend in float32 and one wrong answer."""
     folder = tmp_path_factory.mktemp("tiny") / "fixture"
     write_fixture(folder, tiny_shape, with_answers=False)
     expected = json.loads((folder / "expected.json").read_text())

@@ -59,7 +59,7 @@ def test_a_checkpoint_that_agrees_with_the_reference_passes(check: Check) -> Non
     assert (result.failures, result.problems, result.is_exact) == ([], (), True)
     assert len(result.cases) > 5
     assert result.agreement.num_equal == result.agreement.num_answers == len(result.answers) > 4
-    assert result.setup == "cpu, float32, text path plain, vision path plain, key-value cache in float32"
+    assert result.setup == "cpu, float32, text backend plain, vision backend plain, key-value cache in float32"
     assert [speed.num_callers for speed in result.speeds] == [1, 2]
     assert all(speed.requests_per_s > 0 and speed.p50_s > 0 for speed in result.speeds)
     assert Verdict.of([result]) is Verdict.PASSED

@@ -11,9 +11,9 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.verify.reference_fixture import ReferenceFixture
 
 PATHS = {
-    "bfloat16": EngineConfig(device="cpu", dtype="bfloat16", text_path="fused"),
-    "float8": EngineConfig(device="cpu", dtype="bfloat16", text_path="fused-float8"),
-    "float8 cache": EngineConfig(device="cpu", dtype="bfloat16", text_path="fused", kv_dtype="float8"),
+    "bfloat16": EngineConfig(device="cpu", dtype="bfloat16", text_backend="fused"),
+    "float8": EngineConfig(device="cpu", dtype="bfloat16", text_backend="fused-float8"),
+    "float8 cache": EngineConfig(device="cpu", dtype="bfloat16", text_backend="fused", kv_dtype="float8"),
 }
 every_path = pytest.mark.parametrize("config", PATHS.values(), ids=PATHS)
 
@@ -114,7 +114,7 @@ def test_a_fault_of_decode_steps_alone_is_found_by_the_decoded_token(failed, con
         decode_contract(activations * 2, *arguments)
 
     # In one layer alone it is found in bfloat16, but in float8 the bound on a single row is too wide for that.
-    fault = at_call(1, doubled) if config.text_path == "fused" else lambda operation: partial(doubled, operation)
+    fault = at_call(1, doubled) if config.text_backend == "fused" else lambda operation: partial(doubled, operation)
     names = failed(config, "decode_contract", fault)
     assert names
     assert all("decode step" in name for name in names)
@@ -128,7 +128,7 @@ def test_two_swapped_heads_of_a_decode_step_are_found_by_the_decoded_token(faile
         attended.copy_(attended[:, [1, 0, 2, 3]])
 
     # As above: in float8 a single row of one layer alone does not show it.
-    is_float8 = config.text_path == "fused-float8"
+    is_float8 = config.text_backend == "fused-float8"
     fault = (lambda operation: partial(swapped, operation)) if is_float8 else at_call(1, swapped)
     names = failed(config, "rotary_decode_attention", fault)
     assert names

@@ -22,8 +22,8 @@ def folder(tmp_path_factory):
     return path
 
 
-def tensors(folder, text_path):
-    config = EngineConfig(model=str(folder), device="cpu", dtype="float32", text_path=text_path)
+def tensors(folder, text_backend):
+    config = EngineConfig(model=str(folder), device="cpu", dtype="float32", text_backend=text_backend)
     loaded = LoadedModel.load(config)
     with preparing(loaded, config) as prepare:
         return prompt_tensors(PromptRun(loaded.model, config, prepare), REQUEST)
@@ -33,9 +33,9 @@ def off_by(result, wanted):
     return ((result - wanted).norm() / wanted.norm()).item()
 
 
-@pytest.mark.parametrize("text_path", ["plain", "fused"])
-def test_a_decode_step_of_the_last_token_gives_what_the_prompt_gives(folder, text_path):
-    found = tensors(folder, text_path)
+@pytest.mark.parametrize("text_backend", ["plain", "fused"])
+def test_a_decode_step_of_the_last_token_gives_what_the_prompt_gives(folder, text_backend):
+    found = tensors(folder, text_backend)
     assert off_by(found[DECODED_HIDDEN], found[HIDDEN]) < 1e-5
 
 

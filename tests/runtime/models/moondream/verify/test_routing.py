@@ -106,9 +106,9 @@ def test_the_tie_of_a_decode_step_is_that_of_its_own_logits_and_not_of_the_promp
         assert choice(step) == choice(exact[-1:]), "the step's may have moved as far as this"
 
 
-@pytest.mark.parametrize("text_path", ["plain", "fused"])
-def test_prompts_and_decode_steps_of_every_path_are_followed(text_path):
-    config = EngineConfig(model=str(MD3_SMALL), device="cpu", dtype="float32", text_path=text_path)
+@pytest.mark.parametrize("text_backend", ["plain", "fused"])
+def test_prompts_and_decode_steps_of_every_path_are_followed(text_backend):
+    config = EngineConfig(model=str(MD3_SMALL), device="cpu", dtype="float32", text_backend=text_backend)
     loaded = LoadedModel.load(config)
     request = Query("What is this?", next(MD3_SMALL.glob("image_0_*.png")).read_bytes())
     routing = Routing()

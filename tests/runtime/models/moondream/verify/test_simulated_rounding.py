@@ -213,7 +213,7 @@ def test_attention_over_rounded_values_is_off_as_that_over_a_real_float8_cache(s
     assert ours == pytest.approx(real, rel=0.2)
 
 
-FLOAT8_CACHE = EngineConfig(device="cpu", dtype="bfloat16", text_path="plain", kv_dtype="float8")
+FLOAT8_CACHE = EngineConfig(device="cpu", dtype="bfloat16", text_backend="plain", kv_dtype="float8")
 
 
 def write_one_prompt(folder: Path, shape: ModelShape, size: tuple[int, int]) -> bytes:

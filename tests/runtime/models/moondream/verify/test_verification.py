@@ -58,15 +58,15 @@ def test_a_wrong_answer_and_a_number_outside_its_tolerance_are_named(copy: Path)
     assert "point(" in wrong[2]
 
 
-def test_fused_paths_pass_as_the_plain_ones_do(copy: Path) -> None:
-    passed, failed, lines = verify(copy, text_path="fused", vision_path="fused")
+def test_fused_backends_pass_as_the_plain_ones_do(copy: Path) -> None:
+    passed, failed, lines = verify(copy, text_backend="fused", vision_backend="fused")
     assert [line for line in lines if line.startswith("FAILED")] == []
     assert (passed, failed) == (len(lines), 0)
 
 
 @pytest.mark.parametrize(
     "formats",
-    [{"dtype": "bfloat16"}, {"text_path": "fused-float8"}, {"kv_dtype": "float8"}, {"expert_dtype": "float8"}],
+    [{"dtype": "bfloat16"}, {"text_backend": "fused-float8"}, {"kv_dtype": "float8"}, {"expert_dtype": "float8"}],
     ids=["everything", "text", "keys and values", "experts"],
 )
 def test_a_shorter_type_is_held_to_its_own_tolerance_in_numbers_alone(
