@@ -72,7 +72,7 @@ class Routing:
 
 
 def _last_rows(of_prompt: Tensor, logits: Tensor) -> Tensor:
-    """Returns the last tokens of a prompt, as many as the backend computes: fused ones omit rows that nothing needs."""
+    """Returns the last tokens of a prompt, as many as the backend computes: fused ones omit needless rows."""
     return of_prompt[-len(logits) :].to(logits.device)
 
 
