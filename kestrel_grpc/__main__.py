@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if is_server and argv is None:
                 use_kept_bytecode()
-            # Here, because an import takes a moment, in which Ctrl-C may be pressed too.
+            # Imported within the `try`: Ctrl-C may be pressed during the import too.
             from kestrel_grpc.process.terminal import open_standard_streams
 
             open_standard_streams()
@@ -56,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         # Without this, Python reports another error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if want is not None:  # else its reader has closed it, and knows
+        if want is not None:  # otherwise its reader has closed it on purpose
             print_error(f"the output cannot be written: {want}")
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
-        if argv is not None and is_server:  # called by a program, which goes on
+        if argv is not None and is_server:  # called by a program that continues
             for number, handler in before.items():
                 signal.signal(number, handler)
             gc.enable()
@@ -91,7 +91,7 @@ def _handle_signals() -> dict[signal.Signals, Any]:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Exits until the server handles the signal. An exception instead might be caught by a library."""
+    """Exits at a signal that arrives before the server handles it. An exception might be caught by a library."""
     _leave(0)
 
 

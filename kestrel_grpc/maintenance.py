@@ -64,9 +64,9 @@ class Maintenance:
                 return
             load = self._engine.load()
             if load.num_running or load.num_waiting or load.num_preprocessing:
-                return  # the calls that wait for it will end, and be noted
+                return  # the end of its calls will be recorded here
         self._earliest, self._latest = now + self._interval_s, now + self._max_interval_s
-        # Not a thread of the event loop's pool, which would stay although there is rarely anything to do.
+        # Not a thread of the event loop's pool, which would live on although there is rarely any work.
         threading.Thread(target=self._do, name="kestrel-maintenance", daemon=True).start()
 
     def _do(self) -> None:

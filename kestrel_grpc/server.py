@@ -227,7 +227,7 @@ class Server:
             await asyncio.wait((signals.first, died), return_when=asyncio.FIRST_COMPLETED)
             if signals.first.done():
                 end = f"{signals.first.result().name}, and all calls have ended"
-                # The others come from a terminal, where no load balancer has to notice.
+                # Other signals are sent by a terminal: there no load balancer needs time to react.
                 delay_s = self._config.withdrawal_delay if signals.first.result() is signal.SIGTERM else 0.0
                 leaving = asyncio.ensure_future(self._leave(died, delay_s))
                 await asyncio.wait((leaving, signals.second), return_when=asyncio.FIRST_COMPLETED)
@@ -266,7 +266,7 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 draining = asyncio.ensure_future(self._engine.drain())
-                # Calls whose message has not arrived yet would be refused after it has.
+                # Calls whose message has not arrived yet would be refused once it has arrived.
                 self._groups.close()
                 await draining
                 # Messages of finished requests may still be on their way to a slow reader.
@@ -325,8 +325,7 @@ class Server:
     async def _close_frontends(self) -> None:
         await asyncio.gather(self._frontend.close(), *(() if self._http is None else (self._http.close(),)))
 
-    # Frontends that few servers have import what they need when they are made: a third of what a front end imports,
-    # and 13 MB.
+    # Frontends that few servers have are imported when they are made: they are a third of the imports, and 13 MB.
 
     def _triton_service(self) -> TritonService:
         from kestrel_grpc.frontends.triton.service import TritonService

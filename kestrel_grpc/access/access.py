@@ -31,7 +31,7 @@ _INFER = frozenset((Scope.INFER,))
 _IMAGES = frozenset((Scope.IMAGES,))
 _ADMIN = frozenset((Scope.ADMIN,))
 
-# By method or by service; one of the scopes is enough. What is not here needs the scope `admin`.
+# The scopes by method or by service, one of which is enough. All other methods need the scope `admin`.
 SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
     {
         "kestrel.v1.VisionService/": _INFER,
@@ -69,7 +69,7 @@ class TokenInvalid(AccessRefused):
 
 
 class ScopeRequired(AccessRefused):
-    """The token does not allow the method, which needs one of `scopes`."""
+    """The token is known but does not allow this method. The method needs one of `scopes`."""
 
     def __init__(self, scopes: frozenset[Scope], name: str) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class TokenAccess:
         self.authorize(token, method)
         calls = self._calls[token.sha256]
         call = _TokenCall(token, method, end, calls, is_uncounted=counts and token.limit is None)
-        # Before the limit is asked for: the token may be revoked meanwhile.
+        # Before waiting for the limit, during which the token may be revoked.
         calls.add(call)
         if counts and token.limit is not None:
             try:
@@ -232,7 +232,7 @@ class TokenAccess:
         """Reads the file again if it has changed, and ends the calls that are no longer allowed."""
         if not await self._file.refresh_in_thread():
             return
-        # Here, not in the thread: a call that is being admitted sees the tokens and their namespaces of one file.
+        # Not in the thread: a call that is being admitted must see tokens and namespaces of the same file.
         tokens = self._tokens = self._file.value
         before, self._namespaces = self._namespaces, _namespaces(tokens)
         for sha256, calls in list(self._calls.items()):

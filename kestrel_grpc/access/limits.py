@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-# A guess: when another call of the token will end is not known.
+# An estimate: the end of the token's other calls is unknown.
 _RETRY_CONCURRENT_S = 1.0
 _MIN_SWEEP = 1024
 """The number of accounts from which unused ones are dropped."""

@@ -59,7 +59,7 @@ class SourceGuard:
                 origins.append(value.decode("latin-1"))
         if host is not None:
             self._check_host(host)
-        elif version != "1.0":  # which knows no such header; browsers send it in any version
+        elif version != "1.0":  # HTTP/1.0 has no such header; browsers send it in any version
             raise _invalid("is required")
         own = "" if host is None else f"{scheme}://{host.decode('latin-1').lower()}"
         for origin in origins:

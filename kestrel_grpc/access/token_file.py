@@ -85,7 +85,7 @@ def read_tokens(path: Path) -> Mapping[bytes, Token]:
             problems.append(f"{name}: is the same token as {tokens[token.sha256].name}")
         tokens[token.sha256] = token
     if not table:
-        # A server that refuses everyone is of no use: the file is being written, or its contents are lost.
+        # Such a server would refuse every call: the file is being written, or its contents are lost.
         problems.append("holds no tokens; `kestrel-grpc token new NAME` makes one")
     if problems:
         raise TokenFileError(f"{path}: {'; '.join(problems)}")

@@ -317,7 +317,7 @@ class ServerConfig:
     load_reports: bool = option(
         False,
         on_or_off,
-        "whether answers over gRPC tell the load of the server in their trailing metadata (ORCA), for balancers: "
+        "whether answers over gRPC report the load of the server in their trailing metadata (ORCA), for balancers: "
         "on or off",
     )
     log_level: str = option(

@@ -227,9 +227,9 @@ def evaluate_boxes(instances: dict[str, Any], detections: Detections, image_ids:
     from pycocotools.cocoeval import COCOeval
 
     with contextlib.redirect_stdout(io.StringIO()):
-        truth: Any = COCO()  # its stubs know neither data of one's own nor results that are no file
+        truth: Any = COCO()  # its stubs allow neither data in memory nor results in memory
         found: Any = COCO()
-        # pycocotools adds fields to what it is given.
+        # pycocotools adds fields to its arguments.
         truth.dataset = copy.deepcopy(instances)
         truth.createIndex()
         if detections:
@@ -252,7 +252,7 @@ class _Matches:
 
     picture: NDArray[np.intp]  # [boxes]
     is_right: NDArray[np.bool_]  # [thresholds, boxes]
-    is_false: NDArray[np.bool_]  # [thresholds, boxes]; those that are neither are ignored
+    is_false: NDArray[np.bool_]  # [thresholds, boxes]; boxes that are neither are ignored
     num_true: NDArray[np.int64]  # [pictures]
 
     def curve(self, weights: Weights, recalls: NDArray[np.float64]) -> tuple[Any, Any] | None:
@@ -269,7 +269,7 @@ class _Matches:
         false = np.cumsum(self.is_false * of_box, axis=1)
         recall = right / num_true
         precision = right / (right + false + np.spacing(1))
-        # The best precision at this recall or at a higher one; none beyond the highest.
+        # The best precision at this recall or at a higher recall; 0 beyond the highest recall.
         best = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
         best = np.concatenate((best, np.zeros((len(best), 1))), axis=1)
         places = (line.searchsorted(recalls) for line in recall)

@@ -21,7 +21,7 @@ from kestrel_grpc.evaluation.tasks import Case, Label, Position, Report, Score
 
 _LARGEST_SIDE_PX = 560
 _TRUTH, _FOUND, _RIM = (26, 127, 55), (207, 34, 46), (255, 255, 255)
-# An answer is drawn over a truth: where both are at one place, the truth is seen on both sides of the answer.
+# An answer is drawn over a truth, which is wider: where both coincide, the truth shows on both sides.
 _TRUTH_PX, _FOUND_PX = 6, 2
 _MAX_FAILURES = 100
 """The most failed cases that are listed."""

@@ -13,7 +13,7 @@ _ANSWERS_FOR_FULL_VQA_SCORE = 3
 _ARTICLES = frozenset(("a", "an", "the"))
 _NUMBERS = "zero one two three four five six seven eight nine ten"
 _DIGITS = {"none": "0"} | {word: str(number) for number, word in enumerate(_NUMBERS.split())}
-# Without those that are other words once the apostrophe is gone: its, were, well, shed.
+# Contractions that are another word without their apostrophe are left out: its, were, well, shed.
 _CONTRACTED = """
 ain't aren't can't couldn't didn't doesn't don't hadn't hasn't haven't isn't mightn't mustn't needn't oughtn't
 shan't shouldn't wasn't weren't won't wouldn't could've might've must've should've would've i've they've we've

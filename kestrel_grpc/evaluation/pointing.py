@@ -134,7 +134,7 @@ def _expression(place: Path, image: dict[str, Any], thing: dict[str, Any], sente
     width, height = image["width"], image["height"]
     left, top, box_width, box_height = thing["bbox"]
     segmentation = thing.get("segmentation")
-    # A run-length mask, which few objects have, is left to the box.
+    # Few objects have a run-length mask; their box alone counts.
     outlines = [
         [(x / width, y / height) for x, y in zip(line[::2], line[1::2], strict=True)]
         for line in (segmentation if isinstance(segmentation, list) else ())

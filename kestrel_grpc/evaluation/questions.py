@@ -223,7 +223,7 @@ def _read_parquet(kind: QuestionSet, paths: Sequence[Path]) -> list[Question]:
     from pyarrow import parquet
 
     questions: list[Question] = []
-    pictures: dict[str, bytes] = {}  # a picture is in every row about it, and is kept once
+    pictures: dict[str, bytes] = {}  # every row about a picture has the picture, which is kept once
     for path in paths:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=64):

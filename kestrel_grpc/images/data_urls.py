@@ -22,7 +22,7 @@ _BEGIN = re.compile(rb"[\x00-\x20]*data:", re.IGNORECASE)
 _ENDS_WITH_BASE64 = re.compile(rb";\x20*base64[\t\n\f\r\x20]*\Z", re.IGNORECASE)
 _NO_PART_OF_URLS = b"\t\n\r"
 _WHITESPACE = b"\t\n\f\r "
-# What encoders of URLs make of base64 with line breaks.
+# The escapes that encoders of URLs write for base64 with line breaks.
 _COMMON_ESCAPES: Mapping[bytes, bytes] = MappingProxyType(
     {escape: b"%c" % byte for byte in b"+/=" + _WHITESPACE for escape in (b"%%%02X" % byte, b"%%%02x" % byte)}
 )

@@ -84,9 +84,9 @@ class ImageIndex:
         self._forget = forget
         self._discard = discard
         self._spaces: dict[str, _Namespace] = {}
-        # In the order of their storing.
+        # In the order in which they were stored.
         self._by_age: dict[tuple[str, str], StoredImage] = {}
-        # One entry for each image, and some of images that have left earlier.
+        # One entry for each image, and some entries of dropped images.
         self._expiries: list[tuple[float, str, str]] = []
 
     def load(self) -> CacheLoad:

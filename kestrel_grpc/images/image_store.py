@@ -216,7 +216,7 @@ class CachePurges:
         while self._waiting:
             try:
                 await self._waiting.popleft()()
-            except EngineUnavailable:  # it has no caches any more; of several engines, one has ended
+            except EngineUnavailable:  # an engine that has ended has no caches
                 continue
-            except Exception:  # a bug of the engine must not keep the others from being dropped
+            except Exception:  # a bug in the engine must not prevent further removals
                 _log.exception("cannot remove the cached results of an image")

@@ -17,7 +17,7 @@ from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
 MAX_URI_CHARS = 2048
 _FIELD = "image.uri"
 _PORTS = {"https": 443, "http": 80}
-# Public addresses of IPv6 have been allocated here only. Those outside belong to a single network, or embed an IPv4
+# All public addresses of IPv6 are in this range. Other addresses belong to a single network, or embed an IPv4
 # address in one of several ways (::a.b.c.d, ::ffff:0:a.b.c.d, 64:ff9b:1::/48).
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 # The exception: NAT64 gateways translate these into the IPv4 address in the last 32 bits.

@@ -183,7 +183,7 @@ class _CheckedNetwork(httpcore2.AsyncNetworkBackend):
 
     def __init__(self, allows_address: Callable[[str], bool]) -> None:
         self._allows_address = allows_address
-        # Not the event loop's own threads: names that are not resolved for long would take them from other work.
+        # Not the event loop's own threads, which slow name resolutions would keep from other work.
         self._threads = ThreadPoolExecutor(MAX_CONCURRENT_FETCHES, thread_name_prefix="resolver")
         self._resolutions: ContextVar[list[Future[Any]]] = ContextVar("resolutions")
         self._network: Any = httpcore2.AnyIOBackend()  # its declared type is that without anyio installed

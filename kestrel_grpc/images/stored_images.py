@@ -113,15 +113,17 @@ class ImageSizeMismatch(InvalidRequest):
     """
 
     def __init__(self, announced_bytes: int, num_bytes: int | None) -> None:
-        came = "more" if num_bytes is None else str(num_bytes)
-        super().__init__((Violation("header.size_bytes", f"is {announced_bytes}, but {came} bytes came"),))
+        received = "more" if num_bytes is None else str(num_bytes)
+        super().__init__(
+            (Violation("header.size_bytes", f"is {announced_bytes}, but {received} bytes were received"),)
+        )
 
 
 class ImageDigestMismatch(InvalidRequest):
     """The digest of the received image differs from the digest that the caller announced."""
 
     def __init__(self, field: str, actual: ImageHandle) -> None:
-        super().__init__((Violation(field, f"the bytes that came have the digest {actual.sha256}"),))
+        super().__init__((Violation(field, f"the received bytes have the digest {actual.sha256}"),))
 
 
 @dataclass(frozen=True, slots=True)

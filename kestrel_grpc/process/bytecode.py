@@ -100,7 +100,7 @@ def _sources() -> set[str]:
     """Returns the sources of all imported modules without bytecode."""
     found: set[str] = set()
     for module in list(sys.modules.values()):
-        with contextlib.suppress(Exception):  # some stand-ins for modules raise whatever is asked of them
+        with contextlib.suppress(Exception):  # some objects in place of modules raise errors at every access
             spec = module.__spec__
             if spec is None or spec.origin is None or spec.cached is None or not spec.origin.endswith(".py"):
                 continue

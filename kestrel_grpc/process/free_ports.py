@@ -38,7 +38,7 @@ def reserved_port(host: str, port: int) -> socket.socket:
         )[0]
         reservation = socket.socket(family, kind)
         try:
-            # The first lets connections that have just ended keep nobody from the port.
+            # With the first, connections that have just ended do not block the port.
             for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
                 reservation.setsockopt(socket.SOL_SOCKET, option, 1)
             reservation.bind(address)

@@ -44,7 +44,7 @@ class StopSignals:
         """Handles SIGHUP."""
         if self._note_lost_terminal():
             return
-        if self._had_terminal:  # a shell that ends sends the signal before its terminal goes
+        if self._had_terminal:  # a shell that ends sends the signal before its terminal closes
             self._loop.call_later(_TERMINAL_CLOSES_S, self._note_lost_terminal)
         self._reload()
 

@@ -159,7 +159,7 @@ def set_up_logging(
 
     `process` is the name of this process in every line, for several processes that write to one stream.
     """
-    # These are not part of a line, and collecting them costs as much as writing the line.
+    # No line contains these values, and collecting them costs as much as writing the line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = LogWriter(sys.stderr if stream is None else stream)
     handler.setFormatter(_JsonFormatter(process) if line_format == "json" else _LineFormatter(process))

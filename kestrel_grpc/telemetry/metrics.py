@@ -193,7 +193,7 @@ METRICS = (
         "kestrel.requests.failed",
         Kind.COUNTER,
         "1",
-        "Calls that did not end with OK, by the reason that the caller was told.",
+        "Calls that did not end with OK, by the reason in the status.",
         ("rpc.method", "reason"),
         read=lambda now: now.failed,
     ),

@@ -36,7 +36,7 @@ MAX_TRACED_PER_S = 50.0
 _SERVER_FAULTS = frozenset(
     ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 )
-# The names of calls that do not come over gRPC.
+# The prefixes of the names of calls over HTTP.
 _OVER_HTTP = ("rest/", "openai/")
 _ONLY_PROTOCOL = "http/protobuf"
 _ONLY_EXPORTER = "otlp"
@@ -182,7 +182,7 @@ class TraceExport:
             "service.version": __version__,
             "service.instance.id": instance_id,
         }
-        # OTEL_SERVICE_NAME takes precedence over OTEL_RESOURCE_ATTRIBUTES, and both over what the server says.
+        # OTEL_SERVICE_NAME takes precedence over OTEL_RESOURCE_ATTRIBUTES, and both over the server's own values.
         given = {name: value for name, value in OTELResourceDetector().detect().attributes.items() if value != ""}
         self._provider = TracerProvider(resource=Resource.create({**own, **given}), shutdown_on_exit=False)
         self._processor = BatchSpanProcessor(OTLPSpanExporter())

@@ -345,7 +345,7 @@ async def test_image_below_the_message_limit_arrives() -> None:
     ("fields", "told"),
     [
         ({"object": "bird", "spatial_refs": [{}] * 4_000_000}, "more than 1000 fields"),
-        ({"object": "bird", "options": {"model": "m" * 2**20}}, "besides its image"),
+        ({"object": "bird", "options": {"model": "m" * 2**20}}, "apart from its image"),
         ({"object": "bird" * 20_000}, "at most 65536 bytes"),
     ],
     ids=["references", "other bytes", "text"],

@@ -153,7 +153,7 @@ class Connections:
                 for number in _descriptors():
                     if number == view:
                         continue
-                    with contextlib.suppress(OSError):  # it is no socket, or has been closed
+                    with contextlib.suppress(OSError):  # not a socket, or closed already
                         os.dup2(number, view, inheritable=False)
                         item = socket.socket(fileno=view)
                         try:

@@ -19,7 +19,7 @@ from kestrel_runtime.api.adapters import AdapterInfo, AdapterName
 from kestrel_runtime.api.engine import CoreReading, Engine, EngineStatus, Load, MemoryPlan, SkillDefaults
 from kestrel_runtime.api.errors import EngineUnavailable, InvalidRequest, Violation
 
-# What processes ask each other.
+# The topics of questions between front ends.
 _CANCEL = "cancel requests"
 """The topic of the question whose answer is the number of cancelled requests, in digits."""
 _LOAD = "load"
@@ -76,7 +76,7 @@ class EngineService:
 
     async def GetLoad(self, request: wire.GetLoadRequest, call: CallContext) -> wire.GetLoadResponse:
         try:
-            # The load is needed most where a process does not answer.
+            # The load is needed most when a process does not answer.
             others = await self._peers.ask(_LOAD, b"", needs_all=False)
         except EngineUnavailable:
             others = ()
@@ -231,14 +231,14 @@ def _engine_load(core: CoreReading) -> wire.EngineLoad:
 
 
 def _engine_info(core: CoreReading) -> wire.EngineInfo:
-    told, info = wire.EngineInfo(index=core.index), core.info
+    described, info = wire.EngineInfo(index=core.index), core.info
     if info is not None:
-        told.device = info.device
-        told.device_uuid = info.device_uuid or ""
-        told.max_running_requests = info.max_batch_size
+        described.device = info.device
+        described.device_uuid = info.device_uuid or ""
+        described.max_running_requests = info.max_batch_size
         if info.memory is not None:
-            told.memory_plan.CopyFrom(_memory_plan(info.memory))
-    return told
+            described.memory_plan.CopyFrom(_memory_plan(info.memory))
+    return described
 
 
 def _memory_plan(plan: MemoryPlan) -> wire.MemoryPlan:

@@ -45,7 +45,7 @@ from kestrel_runtime.api.engine import Engine
 _VISION: Any = vision_service_pb2.DESCRIPTOR
 _IMAGES: Any = image_service_pb2.DESCRIPTOR
 _ENGINE: Any = engine_service_pb2.DESCRIPTOR
-# After a flood of calls, gRPC may work for seconds on what is left of them. It cannot be told to stop.
+# After a flood of calls, gRPC may work for seconds on their remains. It offers no way to stop that work.
 _CLOSING_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -153,12 +153,12 @@ class GrpcFrontend:
         """Accepts no further connection or call, and cancels calls that still run. May be repeated."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._end_connections())
-        # The caller may run out of time; the closing goes on.
+        # The closing continues if the caller's time runs out.
         await asyncio.shield(self._closing)
 
     async def _end_connections(self) -> None:
         self._connections.close_all()
-        # Waited for and not cancelled: gRPC does not survive a `stop` that is cancelled.
+        # Waited for and not cancelled: gRPC fails after a cancelled `stop`.
         stops = [asyncio.create_task(server.stop(None)) for server in self._servers]
         done, late = await asyncio.wait(stops, timeout=_CLOSING_S)
         self.has_closed = not late

@@ -64,7 +64,7 @@ def check_shape(message: bytes, layout: Layout, max_image_bytes: int) -> None:
         return
     payload_bytes, is_image, _ = _walk(message, 0, num_bytes, layout, 0)
     if num_bytes - payload_bytes > MAX_OTHER_BYTES:
-        raise _refusal(f"holds more than {MAX_OTHER_BYTES} bytes besides its image")
+        raise _refusal(f"holds more than {MAX_OTHER_BYTES} bytes apart from its image")
     if is_image and payload_bytes > max_image_bytes:
         raise ImageError(f"must not exceed {max_image_bytes} bytes", too_large=True)
 

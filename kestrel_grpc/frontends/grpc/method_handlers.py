@@ -49,10 +49,10 @@ _Begin = Callable[[Context, CallContext], Awaitable[AsyncGenerator[Message, None
 # A chunk of an image, and the tags around it.
 _MAX_PART_BYTES = MAX_CHUNK_BYTES + 1024
 _CANCELLATION_S = 0.05
-# How data begin that are compressed by gRPC's encodings `gzip` and `deflate`. The latter is the format of zlib, in
-# which the second byte depends on the level of compression.
+# The first bytes of data in gRPC's encodings `gzip` and `deflate`. The latter is the format of zlib, whose second
+# byte depends on the level of compression.
 _GZIP, _DEFLATE = b"\x1f\x8b", (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
-# What reading returns where no message is left; the type stubs do not list it.
+# The value that reading returns if no message is left; the type stubs do not list it.
 _END_OF_STREAM: Any = vars(grpc.aio)["EOF"]
 # What our own mistakes raise, and the end of a call that has been aborted.
 _NOT_GONE = (grpc.aio.AbortError, grpc.aio.UsageError)
@@ -127,13 +127,13 @@ class AdmittedServices:
                 return None
             if len(data) > limit_bytes:
                 raise MessageTooLarge(limit_bytes)
-            if data[:2] == _GZIP:  # no message begins so
+            if data[:2] == _GZIP:  # no message begins with these bytes
                 raise _compressed()
             try:
                 check_shape(data, layout, admission.max_image_bytes)
                 return parse(data)
             except (DecodeError, InvalidRequest) as error:
-                if data[:2] in _DEFLATE:  # messages could begin so
+                if data[:2] in _DEFLATE:  # a message could begin with these bytes
                     raise _compressed() from None
                 if isinstance(error, InvalidRequest):
                     raise
@@ -316,7 +316,7 @@ def _many_to_many(
                 return
             is_first = False
             yield message
-            del message  # it is not needed while the next one is waited for
+            del message  # frees it while waiting for the next one
 
     async def begin(context: Context, call: CallContext) -> AsyncGenerator[Message, None]:
         return serve(requests(context, call), call)

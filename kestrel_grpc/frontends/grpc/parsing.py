@@ -57,7 +57,7 @@ _PIXEL_FORMATS: Mapping[int, PixelFormat] = MappingProxyType(
         media_pb2.PIXEL_FORMAT_GRAY8: PixelFormat.GRAY8,
     }
 )
-# In place of the bytes of an image that the request names by an address or a handle.
+# Stands for the bytes of an image that the request names by an address or a handle.
 _PLACEHOLDER_IMAGE = b"?"
 _MAX_DURATION_S = 315_576_000_000
 _CHOICES = "constraint.choices"

@@ -29,7 +29,7 @@ MAX_PING_STRIKES = 100
 """The number of early pings in a row after which the connection is closed. A client that pings every 10 seconds
 sends seven at once after a minute of network delay; a hundred are a flood."""
 _MIN_PING_INTERVAL_MS = 10_000
-# Whoever may write to the socket may call: its owner and its group.
+# The owner and the group of the socket may write to it, and so may call.
 _SOCKET_MODE = 0o660
 
 
@@ -55,7 +55,7 @@ def server_options(max_message_bytes: int, *, shares_ports: bool = False) -> tup
         ("grpc.http.overload_protection", 1),
         ("grpc.http2.max_deallocating_streams", MAX_DEALLOCATING_STREAMS),
         # With the bounds of each connection the queue is bounded by their number; beyond this many calls gRPC would
-        # drop some, whosever they are.
+        # drop calls of any connection.
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         # With it gRPC widens the window of every call to what the network carries, whether the call is read or not:

@@ -40,7 +40,7 @@ _CHANNELS: Mapping[TextChannel, generation_pb2.TextChannel] = MappingProxyType(
 
 def fill_delta(delta: generation_pb2.TextDelta, event: TextDelta) -> None:
     """Writes a piece of text into `delta`."""
-    # In its place: a message that is made apart and then copied into its parent takes twice the time.
+    # Written in its place: making a message separately and copying it into its parent takes twice the time.
     delta.text = event.text
     delta.channel = _CHANNELS[event.channel]
     delta.token_index = event.token_index

@@ -95,16 +95,16 @@ async def _rendered_events(
     with naming, ending_with(*streams):
         async for sample, event in _numbered(streams):
             if not isinstance(event, Finished):
-                told = renderer.events(event, sample)
+                written = renderer.events(event, sample)
             else:
-                told = await submission.rendered(event, partial(renderer.events, event, sample))
+                written = await submission.rendered(event, partial(renderer.events, event, sample))
                 finished[sample] = event
                 if len(finished) == len(streams):
                     first, *others = (finished[number] for number in range(len(streams)))
                     call.finished = with_alternatives(first, others)
-                    told += renderer.end(call.finished)
-            if told:
-                yield told
+                    written += renderer.end(call.finished)
+            if written:
+                yield written
 
 
 async def _numbered(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Event], None]:

@@ -70,12 +70,12 @@ class Problems:
     def __init__(self) -> None:
         self._violations: list[Violation] = []
         self._image_error: ImageError | None = None
-        self._mended: set[str] = set()
-        self._leads_to_mended: set[str] = set()
+        self._repaired_paths: set[str] = set()
+        self._leads_to_repaired: set[str] = set()
 
     def add(self, field: str, description: str) -> None:
         """Reports a value that `read` has accepted."""
-        if field not in self._leads_to_mended and self._mended.isdisjoint(_prefixes(field)):
+        if field not in self._leads_to_repaired and self._repaired_paths.isdisjoint(_prefixes(field)):
             self._violations.append(Violation(field, description))
 
     def add_renamed(self, violations: Iterable[Violation], name: Callable[[str], str]) -> None:
@@ -83,11 +83,11 @@ class Problems:
         for violation in violations:
             self.add(name(violation.field), violation.description)
 
-    def add_unreadable(self, violations: Iterable[Violation], mended: Iterable[str]) -> None:
+    def add_unreadable(self, violations: Iterable[Violation], repaired: Iterable[str]) -> None:
         """Reports the values that `read` refuses, and records the paths at which it has repaired the body."""
         self._violations += violations
-        self._mended.update(mended)
-        self._leads_to_mended.update(prefix for path in self._mended for prefix in _prefixes(path))
+        self._repaired_paths.update(repaired)
+        self._leads_to_repaired.update(prefix for path in self._repaired_paths for prefix in _prefixes(path))
 
     def add_image_error(self, error: ImageError, path: str) -> None:
         """Reports that the image at this path cannot be used."""
@@ -111,8 +111,8 @@ def read(body_type: type[AnyBody], document: Mapping[str, Any], problems: Proble
         errors = failure.errors(include_url=False)
     problems.add_unreadable(_violations(body_type, errors), [_path(error) for error in errors])
     try:
-        return body_type.model_validate(_mended(body_type, document, errors))
-    except ValidationError:  # a part of the mended body depends on a value that was left out
+        return body_type.model_validate(_repaired(body_type, document, errors))
+    except ValidationError:  # a part of the repaired body depends on a value that was left out
         return body_type.model_validate(example(body_type))
 
 
@@ -127,14 +127,14 @@ def _example(field: FieldInfo) -> Any:
     return field.examples[0]
 
 
-def _mended(body_type: type[Body], document: Mapping[str, Any], errors: Iterable[_Error]) -> Mapping[str, Any]:
+def _repaired(body_type: type[Body], document: Mapping[str, Any], errors: Iterable[_Error]) -> Mapping[str, Any]:
     """Returns the document with each wrong value replaced by an example, or removed."""
-    mended = _copied(document, 3)
+    repaired = _copied(document, 3)
     for error in errors:
         name, *below = _place(error)
-        holder, known = mended, _fields(body_type)
-        if below and isinstance(mended.get(name), dict) and (nested := _body_types(known[name])):
-            holder = mended[name]
+        holder, known = repaired, _fields(body_type)
+        if below and isinstance(repaired.get(name), dict) and (nested := _body_types(known[name])):
+            holder = repaired[name]
             (name, *below), known = below, _fields(*nested)
         field = known.get(name)
         if field is not None and field.examples and below and isinstance(holder[name], list):
@@ -143,7 +143,7 @@ def _mended(body_type: type[Body], document: Mapping[str, Any], errors: Iterable
             holder[name] = _example(field)
         else:
             holder.pop(name, None)
-    return mended
+    return repaired
 
 
 def _copied(value: Any, num_levels: int) -> Any:

@@ -57,7 +57,7 @@ _TOO_LARGE = "the headers, or the framing of the body, are too large"
 _INVALID = "this is no valid HTTP/1.1 request"
 _VERSIONS = frozenset(("1.0", "1.1"))
 _CHUNKED = b"chunked"
-# What a client sends to offer another protocol, and the options of `Connection` that belong to it.
+# The headers by which a client offers another protocol, and the options of `Connection` that belong to them.
 _OFFERS = frozenset((b"upgrade", b"http2-settings"))
 
 
@@ -236,7 +236,7 @@ class Connection(HttpToolsProtocol):
         self._header_bytes += len(name) + len(value)
         if self._header_bytes > MAX_HEAD_BYTES:
             self._stop(431, _TOO_LARGE)
-        if not self._has_head:  # else it is behind the body: not even a proxy has looked at it
+        if not self._has_head:  # otherwise it is a field behind the body, which no proxy checks
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -262,7 +262,7 @@ class Connection(HttpToolsProtocol):
         if not codings:
             return
         if version == "1.0":
-            self._stop(400, _INVALID)  # HTTP/1.0 has no such header: a proxy of that version does not look at it
+            self._stop(400, _INVALID)  # HTTP/1.0 has no such header, and its proxies ignore it
         if len(codings) > 1 or codings[0].strip(b" \t").lower() != _CHUNKED:
             self._stop(501, "the only Transfer-Encoding that this server reads is chunked")
 

@@ -123,7 +123,7 @@ class Exchange:
             *_ALWAYS,
             *headers,
         ]
-        if status != 304:  # which has no body, and would have to tell the length of the one that it stands for
+        if status != 304:  # a 304 has no body, and its `content-length` would be that of the omitted body
             head.append((b"content-length", str(len(body)).encode()))
         if is_last:
             head.append((b"connection", b"close"))
@@ -148,7 +148,7 @@ class Exchange:
         head: list[Header] = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),  # proxies would hold events back
+            (b"x-accel-buffering", b"no"),  # otherwise proxies buffer events
             (REQUEST_ID_KEY.encode(), request_id.encode()),
             *_ALWAYS,
         ]

@@ -196,7 +196,7 @@ def new_constraint(
 def _written(schema: Mapping[str, Any]) -> str:
     numbers = _Numbers()
     try:
-        # A text that is too long for a field stands here as an object of its own; the schema is too long as well.
+        # A text that is too long for a field is an object here; the schema is too long as well.
         text = json.dumps(numbers.marked(schema), ensure_ascii=False, default=str)
     except RecursionError:
         return "[" * 999  # it is refused for its depth

@@ -155,7 +155,7 @@ def _without_long_texts(body: bytes) -> tuple[bytes, dict[str, LongText]]:
         position = end + 1
     pieces.append(body[kept_to:])
     if sum(map(len, pieces)) > MAX_OTHER_BYTES:
-        raise _invalid(f"the body holds more than {MAX_OTHER_BYTES} bytes besides its image")
+        raise _invalid(f"the body holds more than {MAX_OTHER_BYTES} bytes apart from its image")
     return b"".join(pieces), found
 
 

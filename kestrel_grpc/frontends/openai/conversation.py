@@ -34,7 +34,7 @@ NOT_SUPPORTED = "is not supported"
 MANY_IMAGES = "several images in one conversation are not supported"
 _INSTRUCTIONS = ("system", "developer")
 _SPEAKERS: Mapping[str, str] = MappingProxyType({"user": "User", "assistant": "Assistant"})
-# An answer of this server may hold them, so that a client can send it back as it came.
+# Answers of this server may hold these fields, and clients send answers back unchanged.
 _ONLY_OF_ANSWERS = (
     "refusal", "reasoning", "reasoning_content", "reasoning_details", "annotations", "audio", "function_call",
     "tool_calls", "provider_specific_fields",

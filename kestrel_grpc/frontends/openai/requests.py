@@ -144,7 +144,7 @@ class _OpenAiBody(Sampling):
         None,
         description="Makes the answer repeatable: 64 bits with a sign. -1 draws anew each time, as no seed does.",
     )
-    user: Text | None = Field(None, description="Without effect: callers are told apart by their tokens.")
+    user: Text | None = Field(None, description="Without effect: callers are distinguished by their tokens.")
     metadata: dict[str, Any] | None = Field(None, description="Without effect: nothing is stored.")
     store: bool | None = Field(None, description="Without effect: nothing is stored.")
     prompt_cache_key: Text | None = Field(
@@ -158,7 +158,7 @@ class _OpenAiBody(Sampling):
     )
     moderation: dict[str, Any] | None = Field(None, description="Without effect: nothing is moderated.")
     safety_identifier: Text | None = Field(
-        None, description="Without effect: callers are told apart by their tokens."
+        None, description="Without effect: callers are distinguished by their tokens."
     )
     service_tier: Text | None = Field(None, description="Without effect: there is one tier.")
 

@@ -28,7 +28,7 @@ from kestrel_grpc.frontends.openai.requests import (
 from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import ModelNotFound
 
-# Routes that clients of OpenAI know and that are refused by their name.
+# Routes of OpenAI's clients that are refused by their name.
 _REFUSED = ("/v1/responses", "/v1/embeddings", "/v1/images/generations", "/v1/moderations", "/v1/batches")
 
 
@@ -110,7 +110,7 @@ class OpenAiService:
         def new_renderer(
             request_id: str, request: RequestSummary, includes_usage: bool
         ) -> ChatRenderer | CompletionRenderer:
-            # As the list of models has it.
+            # The name in the list of models.
             model = request.adapter or self._models[0]
             return kind(request_id, model, int(time.time()), includes_usage=includes_usage)
 

@@ -46,8 +46,8 @@ class Renderer:
         if isinstance(event, TextDelta):
             if event.channel is TextChannel.PATH:
                 return sent_event({"type": "path_delta", "chunk": event.text, "completed": False})
-            told = {"logprobs": logprobs(event.logprobs)} if event.logprobs else {}
-            return sent_event({_CHUNKS[event.channel]: event.text, **told, "completed": False})
+            logged = {"logprobs": logprobs(event.logprobs)} if event.logprobs else {}
+            return sent_event({_CHUNKS[event.channel]: event.text, **logged, "completed": False})
         if isinstance(event, OutlineBox):
             return sent_event({"type": "bbox", "bbox": box(event.box), "completed": False})
         if not isinstance(event, Finished):

@@ -88,7 +88,7 @@ class SkillBody(Body):
     format: Format = Field(
         "moondream",
         description="`moondream` (the default): points as objects, metrics in `metrics`, in milliseconds. "
-        "`kestrel`: points as pairs, metrics beside the answer, in seconds.",
+        "`kestrel`: points as pairs, metrics next to the answer, in seconds.",
     )
 
     @abstractmethod

@@ -20,9 +20,9 @@ from kestrel_grpc.frontends.triton.tensors import ReadRegion
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as wire
 from kestrel_runtime.api.events import Finished, TextDelta
 
-# Callers that send this want a failure as the status of the stream, which then ends.
+# Callers that send this key want the stream to end with the status of a failure.
 _STRICT_KEY = "triton_grpc_error"
-# Responses of one stream that wait to be written. Requests wait where there are more, and their text is joined.
+# The most responses of one stream that wait to be written. At the limit requests wait, and their text is joined.
 _MAX_WAITING_RESPONSES = 32
 _Message = wire.ModelStreamInferResponse
 
@@ -85,7 +85,7 @@ class Inference:
                 with self._statistics.counting(call):
                     stream, streams = await self._submission.submit(wanted.request, None, call), wanted.streams
                     del message, wanted
-                    out.has_taken(index)
+                    out.mark_taken(index)
                     with ending_with(stream):
                         if streams:
                             async for event in stream:
@@ -109,7 +109,7 @@ class Inference:
             await out.put(CallFailed(failure) if out.is_strict else render.error(failure.message))
             return
         finally:
-            out.has_taken(index)
+            out.mark_taken(index)
         self._requests.succeed(call)
 
     def _reader(self, call: CallContext) -> ReadRegion:
@@ -138,7 +138,7 @@ class _Responses:
         self._taken[index] = asyncio.Event()
         await self._taken[index].wait()
 
-    def has_taken(self, index: int) -> None:
+    def mark_taken(self, index: int) -> None:
         """Records that the engine has the request, or that the request has failed."""
         event = self._taken.pop(index, None)
         if event is not None:

@@ -35,9 +35,9 @@ from kestrel_runtime.api.requests import (
 
 _MAX_SHOWN = 8
 _EMPTY_FINAL = "triton_enable_empty_final_response"
-# `binary_data_output` is of the protocol over HTTP and says nothing here.
+# `binary_data_output` belongs to the protocol over HTTP and has no effect here.
 _PARAMETERS = frozenset(("priority", "timeout", _EMPTY_FINAL, "binary_data_output"))
-# As of a model with three levels, of which the second is the default; Triton gives others the default.
+# Three levels, of which the second is the default; Triton maps other numbers to the default.
 _PRIORITIES: Mapping[int, Priority] = MappingProxyType(
     {1: Priority.INTERACTIVE, 2: Priority.NORMAL, 3: Priority.BATCH}
 )

@@ -85,7 +85,7 @@ class TritonService:
         return wire.ServerReadyResponse(ready=self._readiness.is_ready)
 
     async def ModelReady(self, message: wire.ModelReadyRequest, call: CallContext) -> wire.ModelReadyResponse:
-        # Programs wait for a model, or look for one, by this answer: it is no error that there is none of the name.
+        # Programs wait for a model, or search for one, by this answer: an unknown name is no error.
         is_served = is_model(message.name, message.version, self._served)
         return wire.ModelReadyResponse(ready=is_served and self._readiness.is_ready)
 

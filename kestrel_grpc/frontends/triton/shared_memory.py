@@ -122,7 +122,7 @@ class SharedMemory:
             raise _refusal("", f"Invalid offset + byte size for shared memory region: '{region.name}'")
         if num_bytes > self._max_bytes:
             raise _refusal("", f"must not exceed {self._max_bytes} bytes")
-        # A separate descriptor: while a thread reads, the region may be forgotten and its number be used again.
+        # A separate descriptor: while a thread reads, the region may be dropped and its number be reused.
         descriptor = os.dup(region.descriptor)
         try:
             # Shielded, since the thread closes the descriptor.

@@ -57,7 +57,7 @@ def test_pixels_may_be_of_any_length_up_to_the_limit_and_nothing_beside_them() -
     image = wire.PointRequest(image={"raw": raw}).image
     unknown = image.raw.SerializeToString() + b"\x9a\x06" + varint(MIB + 1) + b"x" * (MIB + 1)
     nested = b"\x22" + varint(len(unknown)) + unknown
-    assert "besides its image" in refusal(b"\x12" + varint(len(nested)) + nested)
+    assert "apart from its image" in refusal(b"\x12" + varint(len(nested)) + nested)
     many = image.raw.SerializeToString() + b"\x10\x01" * MAX_FIELDS
     nested = b"\x22" + varint(len(many)) + many
     assert "fields" in refusal(b"\x12" + varint(len(nested)) + nested)
@@ -71,28 +71,28 @@ def test_a_message_that_is_stored_has_its_image_outside() -> None:
     with pytest.raises(ImageError):
         check_shape(large, STORED, MAX_IMAGE_BYTES)
     crowded = image_service_pb2.PutImageRequest(data=b"x" * MIB, sha256="0" * (MIB - 10)).SerializeToString()
-    assert "besides its image" in refusal(crowded + crowded, STORED)
+    assert "apart from its image" in refusal(crowded + crowded, STORED)
 
 
 def test_all_but_the_image_is_small() -> None:
     check_shape(point(object="b" * (MAX_OTHER_BYTES - 100)), LAYOUT, MAX_IMAGE_BYTES)
-    assert "besides its image" in refusal(point(object="b" * (MAX_OTHER_BYTES + 1)))
-    assert "besides its image" in refusal(point(options={"model": "m" * (MAX_OTHER_BYTES + 1)}))
+    assert "apart from its image" in refusal(point(object="b" * (MAX_OTHER_BYTES + 1)))
+    assert "apart from its image" in refusal(point(options={"model": "m" * (MAX_OTHER_BYTES + 1)}))
 
 
 def test_only_the_field_of_the_image_holds_one() -> None:
-    assert "besides its image" in refusal(point(image={"data": b"x" * (4 * MIB)}), WITHOUT_IMAGE)
+    assert "apart from its image" in refusal(point(image={"data": b"x" * (4 * MIB)}), WITHOUT_IMAGE)
 
 
 def test_unknown_fields_count() -> None:
     unknown = b"\xfa\x3f" + b"\x80\x80\x80\x01" + b"x" * (2 * MIB)  # field 1023
-    assert "besides its image" in refusal(point() + unknown)
+    assert "apart from its image" in refusal(point() + unknown)
     image = wire.PointRequest.FromString(point()).image.SerializeToString() + unknown
-    assert "besides its image" in refusal(b"\x12" + varint(len(image)) + image)
+    assert "apart from its image" in refusal(b"\x12" + varint(len(image)) + image)
 
 
 def test_a_second_payload_counts() -> None:
-    assert "besides its image" in refusal(point() + point())
+    assert "apart from its image" in refusal(point() + point())
 
 
 @pytest.mark.parametrize("count", [10**5, 5 * 10**5, 4 * 10**6])

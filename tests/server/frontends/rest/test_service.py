@@ -272,7 +272,7 @@ async def test_a_model_with_the_name_of_no_adapter_is_not_found(rig: HttpServing
         (b"{}", "question: is required"),
         (b'{"question": null}', "question: is required"),
         (b'{"question": "%b"}' % (b"a" * 200_000), "at most 65536 bytes"),
-        (b'{"question": "?", "x": [%b]}' % (b"{}," * 700_000 + b"{}"), "besides its image"),
+        (b'{"question": "?", "x": [%b]}' % (b"{}," * 700_000 + b"{}"), "apart from its image"),
         (b'{"question": "?", "x": [%b]}' % (b'"",' * 100_000 + b'""'), "more than 20000 texts"),
     ],
     ids=range(13),

@@ -232,7 +232,7 @@ async def test_large_images_pass_and_other_large_fields_do_not() -> None:
         await triton.ModelInfer(typed)
         large = query(QUESTION="?" * 2 * 2**20, IMAGE=b"x" * 4 * 2**20)
         error = await refused(triton.ModelInfer(large))
-    assert "besides its image" in (error.details() or "")
+    assert "apart from its image" in (error.details() or "")
 
 
 async def test_answers_are_json_in_utf_8() -> None:
