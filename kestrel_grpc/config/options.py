@@ -246,7 +246,7 @@ class ServerConfig:
         None,
         some_text,
         "file of the API tokens that callers must send, in TOML",
-        default_text="none; anybody may call",
+        default_text="none; any caller",
     )
     max_message_bytes: int = option(48 * MIB, byte_count(1), "largest message received", unit="bytes")
     max_receiving_bytes: int = option(
@@ -266,7 +266,7 @@ class ServerConfig:
         None,
         parse_hosts,
         "hosts that images may be fetched from, such as `example.com` or, for all its subdomains, `.example.com`",
-        default_text="none; images come as bytes",
+        default_text="none; images are taken as bytes",
     )
     image_fetch_timeout: float = option(
         10.0, positive_seconds, "how long fetching an image may take", unit="seconds"
@@ -332,7 +332,7 @@ class ServerConfig:
         None,
         _proxies,
         "addresses or networks of proxies, such as `10.0.0.0/8`, and `unix` for Unix sockets, separated by commas: "
-        "of calls from these, the log has the address that `X-Forwarded-For` names",
+        "for calls from these, the log has the address that `X-Forwarded-For` names",
         default_text="none",
     )
     log_format: str = option("text", one_of("text", "json"), "format of log lines: text or json")

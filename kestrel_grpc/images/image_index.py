@@ -16,7 +16,7 @@ from kestrel_grpc.images.stored_images import (
     ImageNotFound,
     ImageQuotaExceeded,
     ImageStoreFull,
-    Keeping,
+    Retention,
     StoredImage,
 )
 from kestrel_runtime.api.engine import CacheLoad, ImageInfo
@@ -110,7 +110,7 @@ class ImageIndex:
         if needed + sum(space.pinned_bytes for space in self._spaces.values()) > self.limits.max_bytes:
             raise ImageStoreFull(self.limits.max_bytes)
 
-    def renew(self, namespace: str, handle: ImageHandle, keeping: Keeping) -> StoredImage | None:
+    def renew(self, namespace: str, handle: ImageHandle, retention: Retention) -> StoredImage | None:
         """Keeps an image that is stored already for longer. Returns None if it is not stored.
 
         Its expiry moves if it becomes later, and a pinned image stays pinned. Raises `ImageQuotaExceeded` or
@@ -121,15 +121,15 @@ class ImageIndex:
         if image is None:
             return None
         space = self._spaces[namespace]
-        if keeping.is_pinned and not image.is_pinned:
+        if retention.is_pinned and not image.is_pinned:
             self.require_room(namespace, image.size_bytes)
             space.pin(image)
-        image.expires_at = max(image.expires_at, self._expiry(keeping))
+        image.expires_at = max(image.expires_at, self._expiry(retention))
         space.touch(image)
         return image
 
     def add(
-        self, namespace: str, handle: ImageHandle, size_bytes: int, info: ImageInfo, keeping: Keeping
+        self, namespace: str, handle: ImageHandle, size_bytes: int, info: ImageInfo, retention: Retention
     ) -> StoredImage:
         """Lists an image that `renew` has not found. Raises as `require_room` does."""
         self.require_room(namespace, size_bytes)
@@ -139,7 +139,7 @@ class ImageIndex:
             self._evict(namespace)
         while self.usage.num_bytes + needed > self.limits.max_bytes:
             self._evict(max(self._spaces, key=lambda name: self._spaces[name].unpinned_bytes))
-        image = StoredImage(handle, size_bytes, info, self.clock(), self._expiry(keeping), keeping.is_pinned)
+        image = StoredImage(handle, size_bytes, info, self.clock(), self._expiry(retention), retention.is_pinned)
         self._spaces.setdefault(namespace, space).add(image)
         self._by_age[namespace, handle.sha256] = image
         heapq.heappush(self._expiries, (image.expires_at, namespace, handle.sha256))
@@ -212,8 +212,8 @@ class ImageIndex:
         self._drop(namespace, image)
         self._forget(namespace, image.handle.sha256)
 
-    def _expiry(self, keeping: Keeping) -> float:
-        wanted_s = self.limits.default_ttl_s if keeping.ttl_s is None else keeping.ttl_s
+    def _expiry(self, retention: Retention) -> float:
+        wanted_s = self.limits.default_ttl_s if retention.ttl_s is None else retention.ttl_s
         return self.clock() + min(wanted_s, self.limits.max_ttl_s)
 
     def _evict(self, namespace: str) -> None:

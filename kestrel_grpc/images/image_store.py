@@ -20,7 +20,7 @@ from kestrel_grpc.images.stored_images import (
     ImageDigestMismatch,
     ImageHandle,
     ImageNotFound,
-    Keeping,
+    Retention,
     StoredImage,
     handle_of,
 )
@@ -38,7 +38,7 @@ class ImageStore(Protocol):
         """Raises `ImageQuotaExceeded` or `ImageStoreFull` if a file of this size would not be stored."""
         ...
 
-    async def renew(self, namespace: str, handle: ImageHandle, keeping: Keeping) -> StoredImage | None:
+    async def renew(self, namespace: str, handle: ImageHandle, retention: Retention) -> StoredImage | None:
         """Keeps an image that is stored already for longer. Returns None if it is not stored.
 
         Its expiry moves if it becomes later, and a pinned image stays pinned. Raises `ImageQuotaExceeded` or
@@ -47,7 +47,7 @@ class ImageStore(Protocol):
         ...
 
     async def put(
-        self, namespace: str, handle: ImageHandle, data: bytes, info: ImageInfo, keeping: Keeping
+        self, namespace: str, handle: ImageHandle, data: bytes, info: ImageInfo, retention: Retention
     ) -> StoredImage:
         """Stores an image whose digest has been checked, or renews it. Raises as `require_room` does."""
         ...
@@ -82,20 +82,20 @@ class MemoryImages:
         """Raises `ImageQuotaExceeded` or `ImageStoreFull` if a file of this size would not be stored."""
         self.index.require_room(namespace, num_bytes)
 
-    async def renew(self, namespace: str, handle: ImageHandle, keeping: Keeping) -> StoredImage | None:
+    async def renew(self, namespace: str, handle: ImageHandle, retention: Retention) -> StoredImage | None:
         """Keeps an image that is stored already for longer."""
-        return self.index.renew(namespace, handle, keeping)
+        return self.index.renew(namespace, handle, retention)
 
     async def put(
-        self, namespace: str, handle: ImageHandle, data: bytes, info: ImageInfo, keeping: Keeping
+        self, namespace: str, handle: ImageHandle, data: bytes, info: ImageInfo, retention: Retention
     ) -> StoredImage:
         """Stores an image, or renews it."""
-        known = self.index.renew(namespace, handle, keeping)
+        known = self.index.renew(namespace, handle, retention)
         if known is not None:
             return known
         self.index.require_room(namespace, len(data))
         file = HashedImage(data, bytes.fromhex(handle.sha256))
-        image = self.index.add(namespace, handle, len(data), info, keeping)
+        image = self.index.add(namespace, handle, len(data), info, retention)
         self._files[namespace, handle.sha256] = file
         return image
 
@@ -145,25 +145,25 @@ class ImageIntake:
     async def renewed(self, announced: Announcement, namespace: str) -> StoredImage | None:
         """Keeps a stored image for longer. Returns None if it is not stored and there is room for it; raises
         `ImageQuotaExceeded` or `ImageStoreFull` if there is none."""
-        image = await self._store.renew(namespace, announced.handle, announced.keeping)
+        image = await self._store.renew(namespace, announced.handle, announced.retention)
         if image is None:
             await self._store.require_room(namespace, announced.size_bytes)
         return image
 
-    async def stored(self, namespace: str, handle: ImageHandle, data: bytes, keeping: Keeping) -> StoredImage:
+    async def stored(self, namespace: str, handle: ImageHandle, data: bytes, retention: Retention) -> StoredImage:
         """Stores an image whose digest has been checked."""
-        return await self._store.put(namespace, handle, data, self._engine.inspect_image(data), keeping)
+        return await self._store.put(namespace, handle, data, self._engine.inspect_image(data), retention)
 
     async def put(
-        self, namespace: str, data: bytes, announced: ImageHandle | None, keeping: Keeping
+        self, namespace: str, data: bytes, announced: ImageHandle | None, retention: Retention
     ) -> StoredImage:
         """Stores an image that was received in one message. Raises `ImageDigestMismatch` where its digest is not
         the announced one."""
         handle = await handle_of(data)
         if announced not in (None, handle):
             raise ImageDigestMismatch("sha256", handle)
-        known = await self._store.renew(namespace, handle, keeping)
-        return known or await self.stored(namespace, handle, data, keeping)
+        known = await self._store.renew(namespace, handle, retention)
+        return known or await self.stored(namespace, handle, data, retention)
 
     async def found(self, namespace: str, handle: ImageHandle) -> StoredImage:
         """Returns an image that is stored. Raises `ImageNotFound`."""

@@ -127,7 +127,7 @@ class ImageDigestMismatch(InvalidRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class Retention:
     """Says how long an image must be kept, in seconds; `ttl_s` None means the default of the store."""
 
     ttl_s: float | None = None
@@ -140,7 +140,7 @@ class Announcement:
 
     handle: ImageHandle
     size_bytes: int
-    keeping: Keeping
+    retention: Retention
 
 
 class Upload:

@@ -243,7 +243,7 @@ METRICS = (
         "kestrel.cache.lookups",
         Kind.COUNTER,
         "1",
-        "Requests that looked for what they need in a tier: stored_images (files that callers have stored), "
+        "Lookups by requests in a tier: stored_images (files that callers have stored), "
         "embeddings (of images) or prefix_pages (of the key-value cache).",
         ("tier",),
         read=lambda now: {tier: cache.num_lookups for tier, cache in now.caches.items()},
@@ -252,7 +252,7 @@ METRICS = (
         "kestrel.cache.hits",
         Kind.COUNTER,
         "1",
-        "Lookups that found at least a part of what they need.",
+        "Lookups that found at least a part of the needed data.",
         ("tier",),
         read=lambda now: {tier: cache.num_hits for tier, cache in now.caches.items()},
     ),
@@ -371,8 +371,8 @@ METRICS = (
         "kestrel.engine.stalls",
         Kind.COUNTER,
         "1",
-        "What requests waited for since the start: kernels that were compiled or loaded from their folder "
-        "(compilation), and CUDA graphs that were being captured when they came (capture).",
+        "Waits of requests since the start, by cause: kernels that were compiled or loaded from their folder "
+        "(compilation), and CUDA graphs that were being captured when the requests arrived (capture).",
         ("cause",),
         read_engine=lambda now: {
             "compilation": now.load.num_compilations_awaited,

@@ -223,7 +223,7 @@ def _address(peer: str) -> tuple[IPv4Address | IPv6Address, int] | None:
     host, _, port = unquote(rest).rpartition(":")
     if family not in ("ipv4", "ipv6") or not port.isdecimal():
         return None
-    return _plain(host.strip("[]")), int(port)
+    return _parsed_address(host.strip("[]")), int(port)
 
 
 def _remote_address(item: socket.socket) -> tuple[IPv4Address | IPv6Address, int] | None:
@@ -231,10 +231,10 @@ def _remote_address(item: socket.socket) -> tuple[IPv4Address | IPv6Address, int
         host, port, *_ = item.getpeername()
     except (OSError, ValueError):  # the peer has closed it, or it is a Unix socket
         return None
-    return _plain(host), port
+    return _parsed_address(host), port
 
 
-def _plain(host: str) -> IPv4Address | IPv6Address:
+def _parsed_address(host: str) -> IPv4Address | IPv6Address:
     """Parses an address. An IPv6 socket shows the address of an IPv4 peer as a mapped one."""
     address = ip_address(host)
     return getattr(address, "ipv4_mapped", None) or address

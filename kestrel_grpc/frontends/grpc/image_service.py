@@ -20,7 +20,7 @@ from kestrel_grpc.images.stored_images import (
     MAX_CHUNK_BYTES,
     Announcement,
     ImageHandle,
-    Keeping,
+    Retention,
     StoredImage,
     Upload,
     is_sha256,
@@ -47,26 +47,26 @@ class ImageService:
     ) -> wire.UploadImageResponse:
         self._intake.require_serving()
         announced = upload_header(await anext(messages, None), self._max_image_bytes)
-        handle, keeping = announced.handle, announced.keeping
+        handle, retention = announced.handle, announced.retention
         image = await self._intake.renewed(announced, call.namespace)
         if image is None:
             upload = Upload(announced)
             async for message in messages:
                 upload.add(upload_chunk(message))
-            image = await self._intake.stored(call.namespace, handle, upload.finish(), keeping)
+            image = await self._intake.stored(call.namespace, handle, upload.finish(), retention)
         return wire.UploadImageResponse(image=_rendered(image))
 
     async def PutImage(self, message: wire.PutImageRequest, call: CallContext) -> wire.PutImageResponse:
         self._intake.require_serving()
-        data, announced, keeping = put_image(message)
+        data, announced, retention = put_image(message)
         del message
-        image = await self._intake.put(call.namespace, data, announced, keeping)
+        image = await self._intake.put(call.namespace, data, announced, retention)
         return wire.PutImageResponse(image=_rendered(image))
 
     async def GetImage(self, message: wire.GetImageRequest, call: CallContext) -> wire.GetImageResponse:
         image, data = await self._intake.found(call.namespace, ImageHandle.require(message.image_id)), b""
         if message.include_data:
-            self._hold_place(call.principal)
+            self._count_sent_file(call.principal)
             data = await self._intake.read(call.namespace, image)
         return wire.GetImageResponse(image=_rendered(image), data=data)
 
@@ -74,7 +74,7 @@ class ImageService:
         await self._intake.delete(call.namespace, ImageHandle.require(message.image_id))
         return wire.DeleteImageResponse()
 
-    def _hold_place(self, principal: str) -> None:
+    def _count_sent_file(self, principal: str) -> None:
         """Counts a file that is being sent until the call ends. Raises `TooManyCalls`."""
         if not self._sending.take(principal):
             raise TooManyCalls(f"all of the {self._sending.limit} files that may be sent, or this caller's share")
@@ -98,7 +98,7 @@ def upload_header(message: wire.UploadImageRequest | None, max_image_bytes: int)
         raise InvalidRequest(tuple(violations))
     if found.size_bytes > max_image_bytes:
         raise ImageError(f"must not exceed {max_image_bytes} bytes", too_large=True)
-    return Announcement(ImageHandle(found.sha256), found.size_bytes, Keeping(ttl_s, found.pin))
+    return Announcement(ImageHandle(found.sha256), found.size_bytes, Retention(ttl_s, found.pin))
 
 
 def upload_chunk(message: wire.UploadImageRequest) -> bytes:
@@ -111,7 +111,7 @@ def upload_chunk(message: wire.UploadImageRequest) -> bytes:
     return found
 
 
-def put_image(message: wire.PutImageRequest) -> tuple[bytes, ImageHandle | None, Keeping]:
+def put_image(message: wire.PutImageRequest) -> tuple[bytes, ImageHandle | None, Retention]:
     """Reads an image in one message, and its handle if the caller gives one. Raises `InvalidRequest`."""
     violations: list[Violation] = []
     data = message.data
@@ -122,7 +122,7 @@ def put_image(message: wire.PutImageRequest) -> tuple[bytes, ImageHandle | None,
     ttl_s = _ttl_s(message, "ttl", violations)
     if violations:
         raise InvalidRequest(tuple(violations))
-    return data, ImageHandle(message.sha256) if message.sha256 else None, Keeping(ttl_s, message.pin)
+    return data, ImageHandle(message.sha256) if message.sha256 else None, Retention(ttl_s, message.pin)
 
 
 def _ttl_s(

@@ -161,7 +161,7 @@ def _violations(body_type: type[Body], errors: Sequence[_Error]) -> Iterator[Vio
             num_unknown += 1
             if num_unknown <= MAX_VIOLATIONS:  # answers list no more, and a search is slow
                 description += did_you_mean(
-                    str(error["loc"][-1])[:_MAX_NAME_CHARS], _names_beside(body_type, error)
+                    str(error["loc"][-1])[:_MAX_NAME_CHARS], _sibling_names(body_type, error)
                 )
         yield Violation(_path(error), description)
 
@@ -220,7 +220,7 @@ def _place(error: _Error) -> list[Any]:
     return [name for name in error["loc"] if name not in (_TEXT_TAG, _LIST_TAG)]
 
 
-def _names_beside(body_type: type[Body], error: _Error) -> Iterable[str]:
+def _sibling_names(body_type: type[Body], error: _Error) -> Iterable[str]:
     """Returns the known names at the place of an unknown one."""
     known = _fields(body_type)
     for name in _place(error)[:-1]:

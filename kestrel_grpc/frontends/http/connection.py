@@ -435,10 +435,10 @@ def _connection_factory(app: App, state: ServerState, max_connections: int) -> C
     )
     config.load()
     replaceable = ReplaceableConnections(max_connections)
-    return lambda: _Arrival(lambda: Connection(config, state, {}, replaceable), state, replaceable)
+    return lambda: _NewConnection(lambda: Connection(config, state, {}, replaceable), state, replaceable)
 
 
-class _Arrival(asyncio.Protocol):
+class _NewConnection(asyncio.Protocol):
     """Decides about a new connection before it takes resources: under attack, most are closed at once."""
 
     def __init__(

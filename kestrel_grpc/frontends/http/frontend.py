@@ -96,7 +96,7 @@ class HttpFrontend:
 
     async def start(self) -> None:
         """Listens and serves. Raises `PortUnavailable`."""
-        context = None if self._certificate is None else _following(self._certificate)
+        context = None if self._certificate is None else _reloading_context(self._certificate)
         config = self._config
         await self._listener.start(config.host, config.http_port or 0, context, is_shared=self._shares_port)
 
@@ -216,7 +216,7 @@ def _hosts(config: ServerConfig) -> tuple[str, ...] | None:
     return None if config.tokens is not None else (config.host,)
 
 
-def _following(certificate: CertificateFiles) -> ssl.SSLContext:
+def _reloading_context(certificate: CertificateFiles) -> ssl.SSLContext:
     """Returns a TLS context that gives each new connection the certificate that was read last."""
     first = certificate.value.context
 

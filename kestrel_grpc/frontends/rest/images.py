@@ -12,7 +12,7 @@ from kestrel_grpc.calls.call_context import CallContext
 from kestrel_grpc.frontends.http.endpoint import Description, Group, Operation
 from kestrel_grpc.frontends.http.output_json import to_json
 from kestrel_grpc.images.image_store import ImageIntake
-from kestrel_grpc.images.stored_images import ImageHandle, Keeping, StoredImage, is_sha256
+from kestrel_grpc.images.stored_images import ImageHandle, Retention, StoredImage, is_sha256
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
 
 PARAMETERS: Mapping[str, str] = {
@@ -28,7 +28,7 @@ class ParsedImage:
 
     data: bytes
     announced: ImageHandle | None
-    keeping: Keeping
+    retention: Retention
 
 
 class ImageRoutes:
@@ -96,11 +96,11 @@ class ImageRoutes:
             raise InvalidRequest(tuple(violations))
         if len(data) > self._max_image_bytes:
             raise ImageError(f"must not exceed {self._max_image_bytes} bytes", too_large=True)
-        return ParsedImage(data, None if sha256 is None else ImageHandle(sha256), Keeping(ttl_s, pin == "true"))
+        return ParsedImage(data, None if sha256 is None else ImageHandle(sha256), Retention(ttl_s, pin == "true"))
 
     async def _put(self, parsed: ParsedImage, call: CallContext) -> bytes:
         self._intake.require_serving()
-        image = await self._intake.put(call.namespace, parsed.data, parsed.announced, parsed.keeping)
+        image = await self._intake.put(call.namespace, parsed.data, parsed.announced, parsed.retention)
         return _rendered(image, call)
 
     async def _get(self, parameters: Mapping[str, str], call: CallContext) -> bytes:

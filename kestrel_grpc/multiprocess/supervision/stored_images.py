@@ -31,7 +31,7 @@ from kestrel_grpc.images.stored_images import (
     ImageNotFound,
     ImageQuotaExceeded,
     ImageStoreFull,
-    Keeping,
+    Retention,
     StoredImage,
 )
 from kestrel_grpc.multiprocess.supervision.link import ANSWER_TIMEOUT_S, Link, SupervisorUnavailable
@@ -80,7 +80,7 @@ class RenewImage(msgspec.Struct, array_like=True):
 
     namespace: str
     handle: ImageHandle
-    keeping: Keeping
+    retention: Retention
 
 
 class PutImage(msgspec.Struct, array_like=True):
@@ -90,7 +90,7 @@ class PutImage(msgspec.Struct, array_like=True):
     handle: ImageHandle
     size_bytes: int
     info: ImageInfo
-    keeping: Keeping
+    retention: Retention
     name: str
 
 
@@ -154,22 +154,22 @@ class SharedImages:
         """Raise `ImageQuotaExceeded` or `ImageStoreFull` where a file of this size would not be stored."""
         await self._ask(RequireRoom(namespace, num_bytes), None)
 
-    async def renew(self, namespace: str, handle: ImageHandle, keeping: Keeping) -> StoredImage | None:
+    async def renew(self, namespace: str, handle: ImageHandle, retention: Retention) -> StoredImage | None:
         """Keep an image that is stored already for longer."""
-        return await self._ask(RenewImage(namespace, handle, keeping), handle)
+        return await self._ask(RenewImage(namespace, handle, retention), handle)
 
     async def put(
-        self, namespace: str, handle: ImageHandle, data: bytes, info: ImageInfo, keeping: Keeping
+        self, namespace: str, handle: ImageHandle, data: bytes, info: ImageInfo, retention: Retention
     ) -> StoredImage:
         """Store an image whose digest has been checked, or renew it."""
-        known = await self.renew(namespace, handle, keeping)
+        known = await self.renew(namespace, handle, retention)
         if known is not None:
             return known
         await self.require_room(namespace, len(data))
         name = f"{self._identity}-{next(self._numbers)}"
         async with self._written(name, data):
             try:
-                image = await self._ask(PutImage(namespace, handle, len(data), info, keeping, name), handle)
+                image = await self._ask(PutImage(namespace, handle, len(data), info, retention, name), handle)
             except ImageNotFound:
                 raise SupervisorUnavailable("the file was removed before it was stored") from None
         assert image is not None
@@ -338,7 +338,7 @@ class ImageOwner:
 
     def _renew(self, asked: RenewImage | PutImage) -> StoredImage | None:
         self._drop_removed(asked.namespace, asked.handle)
-        return self._index.renew(asked.namespace, asked.handle, asked.keeping)
+        return self._index.renew(asked.namespace, asked.handle, asked.retention)
 
     def _find(self, asked: FindImage) -> StoredImage:
         self._drop_removed(asked.namespace, asked.handle)
@@ -361,7 +361,7 @@ class ImageOwner:
             os.replace(written, stored)
         except FileNotFoundError:  # the front end has given up, and reads no answer; or something has removed it
             raise ImageNotFound(asked.handle) from None
-        return self._index.add(asked.namespace, asked.handle, asked.size_bytes, asked.info, asked.keeping)
+        return self._index.add(asked.namespace, asked.handle, asked.size_bytes, asked.info, asked.retention)
 
     def _discard(self, namespace: str, handle: ImageHandle) -> None:
         with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ from kestrel_grpc.images.stored_images import (
     ImageNotFound,
     ImageQuotaExceeded,
     ImageStoreFull,
-    Keeping,
+    Retention,
 )
 from kestrel_runtime.api.engine import CacheLoad, ImageInfo
 
@@ -46,9 +46,9 @@ class Rig:
             clock=lambda: self.now,
         )
 
-    def put(self, name: str, namespace: str = "a", **keeping: Any) -> ImageHandle:
+    def put(self, name: str, namespace: str = "a", **retention: Any) -> ImageHandle:
         handle = handle_of(name)
-        how = Keeping(**keeping)
+        how = Retention(**retention)
         if self.store.renew(namespace, handle, how) is None:
             self.store.add(namespace, handle, KIB, INFO, how)
             self.files.add((namespace, handle))
@@ -182,7 +182,7 @@ def test_an_image_above_the_quota_is_refused_and_nothing_leaves_for_it() -> None
     rig = Rig()
     rig.put("small")
     with pytest.raises(ImageQuotaExceeded):
-        rig.store.add("a", handle_of("large"), 3 * COST, INFO, Keeping())
+        rig.store.add("a", handle_of("large"), 3 * COST, INFO, Retention())
     assert rig.names("small") == ["small"]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kestrel_grpc.images.image_index import BOOKKEEPING_BYTES, StoreLimits
 from kestrel_grpc.images.image_store import CachePurges, MemoryImages
-from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, ImageQuotaExceeded, Keeping
+from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, ImageQuotaExceeded, Retention
 from kestrel_runtime.api.engine import ClearedCache, ImageInfo
 from kestrel_runtime.api.errors import EngineUnavailable
 from tests.fakes import FakeEngine
@@ -26,7 +26,7 @@ def forget_nothing(namespace: str, sha256: str) -> None:
 
 async def test_the_file_of_an_image_is_read_with_its_digest() -> None:
     store = MemoryImages(LIMITS, forget_nothing)
-    await store.put("a", HANDLE, DATA, INFO, Keeping())
+    await store.put("a", HANDLE, DATA, INFO, Retention())
     file = await store.read("a", await store.find("a", HANDLE))
     assert (file, file.sha256.hex()) == (DATA, HANDLE.sha256)
     with pytest.raises(ImageNotFound):
@@ -35,7 +35,7 @@ async def test_the_file_of_an_image_is_read_with_its_digest() -> None:
 
 async def test_an_image_that_leaves_after_it_was_found_is_not_found() -> None:
     store = MemoryImages(LIMITS, forget_nothing)
-    image = await store.put("a", HANDLE, DATA, INFO, Keeping())
+    image = await store.put("a", HANDLE, DATA, INFO, Retention())
     await store.delete("a", HANDLE)
     with pytest.raises(ImageNotFound):
         await store.read("a", image)
@@ -44,8 +44,8 @@ async def test_an_image_that_leaves_after_it_was_found_is_not_found() -> None:
 
 async def test_an_image_that_is_stored_again_is_one_image() -> None:
     store = MemoryImages(LIMITS, forget_nothing)
-    await store.put("a", HANDLE, DATA, INFO, Keeping())
-    renewed = await store.put("a", HANDLE, DATA, INFO, Keeping(is_pinned=True))
+    await store.put("a", HANDLE, DATA, INFO, Retention())
+    renewed = await store.put("a", HANDLE, DATA, INFO, Retention(is_pinned=True))
     assert renewed.is_pinned
     assert store.load().used_bytes == len(DATA) + BOOKKEEPING_BYTES
 
@@ -54,11 +54,11 @@ async def test_an_image_without_room_is_not_kept() -> None:
     store = MemoryImages(StoreLimits(2**20, 100, 60.0, 600.0), forget_nothing)
     for store_image in (
         store.require_room("a", len(DATA)),
-        store.put("a", HANDLE, DATA, INFO, Keeping()),
+        store.put("a", HANDLE, DATA, INFO, Retention()),
     ):
         with pytest.raises(ImageQuotaExceeded):
             await store_image
-    assert await store.renew("a", HANDLE, Keeping()) is None
+    assert await store.renew("a", HANDLE, Retention()) is None
 
 
 async def test_removals_are_done_in_order() -> None:

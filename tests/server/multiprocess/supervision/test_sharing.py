@@ -21,7 +21,7 @@ from kestrel_client.v1 import engine_service_pb2, image_service_pb2, media_pb2, 
 from kestrel_grpc.access.limits import RateLimited, TokenLimit, TokenLimits
 from kestrel_grpc.access.token_file import Scope, line_for
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as triton_wire
-from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, ImageStoreFull, Keeping, StoredImage
+from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, ImageStoreFull, Retention, StoredImage
 from kestrel_grpc.multiprocess.supervision import frontend_questions as front_ends
 from kestrel_grpc.multiprocess.supervision import stored_images
 from kestrel_grpc.multiprocess.supervision.link import SupervisorUnavailable
@@ -396,7 +396,7 @@ async def test_a_large_image_is_read_as_it_was_stored(folder: Path) -> None:
     handle = ImageHandle(hashlib.sha256(data).hexdigest())
     async with sharing(folder) as rig:
         one, other = (host.images for host in rig.hosts)
-        await one.put("a", handle, data, INFO, Keeping())
+        await one.put("a", handle, data, INFO, Retention())
         file = await other.read("a", await other.find("a", handle))
         assert (bytes(file), file.sha256.hex()) == (data, handle.sha256)
 
@@ -406,7 +406,7 @@ async def test_requests_about_one_image_share_its_bytes_while_it_is_stored(folde
     handle = ImageHandle(hashlib.sha256(data).hexdigest())
     async with sharing(folder) as rig:
         one, other = (host.images for host in rig.hosts)
-        image = await one.put("a", handle, data, INFO, Keeping())
+        image = await one.put("a", handle, data, INFO, Retention())
         files = await asyncio.gather(*(other.read("a", image) for _ in range(8)))
         assert {id(file) for file in files} == {id(await other.read("a", image))}
         await one.delete("a", handle)
@@ -421,7 +421,7 @@ async def test_an_image_that_leaves_while_it_is_read_is_not_kept(folder: Path) -
     handle = ImageHandle(hashlib.sha256(data).hexdigest())
     async with sharing(folder) as rig:
         one, other = (host.images for host in rig.hosts)
-        image = await one.put("a", handle, data, INFO, Keeping())
+        image = await one.put("a", handle, data, INFO, Retention())
         found, _ = await asyncio.gather(other.read("a", image), one.delete("a", handle), return_exceptions=True)
         assert found == data or isinstance(found, ImageNotFound)
         with pytest.raises(ImageNotFound):  # it has been told before that the image has left
@@ -438,7 +438,7 @@ async def test_a_front_end_keeps_a_bounded_number_of_bytes(folder: Path, monkeyp
         async def new_file(index: int) -> tuple[StoredImage, HashedImage]:
             data = DATA.ljust(1000) + bytes([index])
             handle = ImageHandle(hashlib.sha256(data).hexdigest())
-            image = await images.put("a", handle, data, INFO, Keeping())
+            image = await images.put("a", handle, data, INFO, Retention())
             return image, await images.read("a", image)
 
         kept = [await new_file(index) for index in range(3)]
@@ -529,10 +529,10 @@ async def test_stored_images_take_no_more_than_the_space_that_there_is(
         assert await store(rig.servers[0]) == "OK"
         free_bytes = 0  # others have filled the file system
         with pytest.raises(ImageStoreFull):
-            await images.put("", other, DATA + b"2", INFO, Keeping())
+            await images.put("", other, DATA + b"2", INFO, Retention())
         assert owner.load().used_bytes == 0, "images that may leave do so before one is refused"
         free_bytes = 64 * 2**20
-        await images.put("", other, DATA + b"2", INFO, Keeping(is_pinned=True))
+        await images.put("", other, DATA + b"2", INFO, Retention(is_pinned=True))
         free_bytes = 0
         assert await store(rig.servers[0]) == "IMAGE_STORE_FULL"
         assert (await images.find("", other)).is_pinned
@@ -557,7 +557,7 @@ async def test_images_of_a_namespace_go_with_its_last_token(tokens: Path, folder
         await reload(rig)
         assert [await ask_about_image(server, ALICE) for server in rig.servers] == ["TOKEN_INVALID"] * 2
         for host in rig.hosts:  # what was told before is done when a question is answered
-            assert await host.images.renew("token:alice", HANDLE, Keeping()) is None
+            assert await host.images.renew("token:alice", HANDLE, Retention()) is None
         assert list((folder / "images").iterdir()) == []
 
 
