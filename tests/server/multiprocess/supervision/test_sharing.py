@@ -33,7 +33,7 @@ from tests.fakes import HOLD, answers
 from tests.server.certificates import replace
 from tests.server.multiprocess.supervision.sharing import Core, Rig, linked, sharing
 from tests.server.serving import Serving, reason_of
-from tests.server.triton_calls import TritonStub
+from tests.server.triton_calls import TritonStub, query
 
 Code = grpc.StatusCode
 SECRETS = {"alice": "kestrel_alice", "bob": "kestrel_bob"}
@@ -609,7 +609,7 @@ async def test_a_front_end_that_does_not_answer_fails_the_operator_and_hides_not
 async def test_statistics_of_the_model_are_those_of_all_front_ends(folder: Path) -> None:
     async with sharing(folder, num=3, triton=True) as rig:
         for server in (rig.servers[0], *rig.servers):
-            assert await outcome(server.vision.CompleteQuery(QUERY)) == "OK"
+            await TritonStub(server.channel).ModelInfer(query())
         for server in rig.servers:
             answer = await TritonStub(server.channel).ModelStatistics(triton_wire.ModelStatisticsRequest())
             (stats,) = answer.model_stats
