@@ -15,7 +15,7 @@ PACKAGE = CHECKOUT / "clients/python/kestrel_client"
 SOURCES = {"client.py": "aio.py", "blocking_calls.py": "async_calls.py"}
 # Each of these texts must be in a source; what they become is in the generated module.
 REPLACED = {
-    "The asyncio client: one method for each request.": "The blocking client: one method for each.",
+    "Provides the asyncio client, which has": "Provides the blocking client, which has",
     "`client` is generated from this file: after a change run `python -m tools.blocking_client`.": (
         "Generated from `aio.py` by tools/blocking_client.py. Change that file, and generate this one."
     ),

@@ -128,5 +128,5 @@ def test_places_are_also_told_in_pixels_of_the_image() -> None:
 def test_without_the_size_of_the_image_there_are_no_pixels() -> None:
     pointed = results.point_result(vision_service_pb2.PointResponse(points=[media_pb2.NormalizedPoint()]), "kite")
     assert (pointed.width_px, pointed.height_px) == (None, None)
-    with pytest.raises(ValueError, match="has not told the size"):
+    with pytest.raises(ValueError, match="did not report the size"):
         _ = pointed.points_px

@@ -1,4 +1,4 @@
-"""A thin, typed client of the Kestrel gRPC vision-language server.
+"""Provides a thin, typed client of the Kestrel gRPC vision-language server.
 
 with Client("localhost:50051") as client:
     for piece in client.query("bird.jpg", "What bird is this?"):

@@ -1,4 +1,4 @@
-"""The version of the client: that of the distribution, and what it tells servers."""
+"""Holds the version of the client, which the distribution has and which servers see in each call."""
 
 from __future__ import annotations
 

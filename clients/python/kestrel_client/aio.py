@@ -1,4 +1,6 @@
-"""The asyncio client: one method for each request. `async_calls` sends them, `requests` and `results` build values.
+"""Provides the asyncio client, which has one method for each request.
+
+`async_calls` sends them, `requests` and `results` build values.
 
 `client` is generated from this file: after a change run `python -m tools.blocking_client`.
 """
@@ -485,7 +487,7 @@ class AsyncClient:
         return results.cleared_cache(response)
 
     async def list_adapters(self, *, timeout_s: float | None = None) -> tuple[Adapter, ...]:
-        """The adapters (LoRA) that are loaded. Needs the scope `admin`.
+        """Lists the adapters (LoRA) that are loaded. Needs the scope `admin`.
 
         Args:
             timeout_s: The longest time for the call, in seconds.
@@ -496,7 +498,7 @@ class AsyncClient:
         return tuple(map(results.adapter, response.adapters))
 
     async def adapter_names(self, *, timeout_s: float | None = None) -> tuple[str, ...]:
-        """The names of adapters that requests may use, loaded or not. Needs the scope `admin`.
+        """Lists the names of adapters that requests may use, loaded or not. Needs the scope `admin`.
 
         Args:
             timeout_s: The longest time for the call, in seconds.

@@ -59,7 +59,7 @@ class AsyncCalls:
     async def call(
         self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput | None = None
     ) -> Any:
-        """The response to the message that `build` returns."""
+        """Sends the message that `build` returns, and returns the response."""
         attempts = self._attempts(rpc, build, options, image)
         with errors_of(attempts.request_id):
             while True:
@@ -76,22 +76,22 @@ class AsyncCalls:
         image: ImageInput | None,
         read: Callable[..., AnyResult],
     ) -> AsyncTextStream[AnyResult]:
-        """The stream of text for the message that `build` returns."""
+        """Returns the stream of text for the message that `build` returns."""
         return AsyncTextStream(self._attempts(rpc, build, options, image), TextEvents(read))
 
     def outline(
         self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput, object: str
     ) -> AsyncSegmentStream:
-        """The stream of an outline, as `stream` is one of text."""
+        """Returns the stream of an outline, as `stream` returns one of text."""
         return AsyncSegmentStream(self._attempts(rpc, build, options, image), OutlineEvents(object))
 
     async def image_bytes(self, image: ImageInput) -> bytes:
-        """The file of an image."""
+        """Returns the file of an image."""
         with errors_of(requests.new_request_id()):
             return await Asyncio.run(image_bytes, image)
 
     async def close(self) -> None:
-        """Close the connection."""
+        """Closes the connection."""
         self.is_closed = True
         await self._channel.close()
 
@@ -127,7 +127,7 @@ class _Attempts:
         self._retries: Retries | None = None
 
     async def start(self) -> Any:
-        """The started call."""
+        """Starts the call and returns it."""
         calls = self._calls
         if self._retries is None:
             self._retries = requests.retries(self._options, calls.timeout_s, calls.max_retry_s)
@@ -145,7 +145,7 @@ class _Attempts:
         return self._send(self._rpc, self._message)
 
     async def retry(self, error: grpc.RpcError) -> None:
-        """Return when the call may start again after this error; raise its failure if it may not."""
+        """Waits until the call may start again after this error; raises its failure if it may not."""
         assert self._retries is not None, "only a started call fails"
         failure = from_rpc_error(error, self.request_id)
         if self._delivery is not None and self._delivery.can_retry(failure):
@@ -156,7 +156,7 @@ class _Attempts:
         await Asyncio.wait(self.cancelled, wait_s)
 
     async def explained(self, error: grpc.RpcError) -> KestrelClientError:
-        """The failure of a call that must not start again, with what this client finds out about it."""
+        """Returns the failure of a call that must not start again, with what this client finds out about it."""
         assert self._retries is not None, "only a started call fails"
         failure = from_rpc_error(error, self.request_id)
         return await Asyncio.run(self._calls.connection.explain, failure, self._retries.timeout_s)
@@ -173,7 +173,7 @@ class _Attempts:
             delivery.note_stored()
 
     def _send(self, rpc: Any, message: Any) -> Any:
-        """The call, which the asyncio client awaits or reads."""
+        """Returns the call, which the asyncio client awaits or reads."""
         assert self._retries is not None, "a call has a deadline"
         calls = self._calls
         metadata = requests.metadata(
@@ -219,7 +219,7 @@ class AsyncStream(Generic[AnyPiece, AnyResult]):
         self.cancel()
 
     async def result(self) -> AnyResult:
-        """The whole result, after reading the rest of the stream."""
+        """Returns the whole result, after reading the rest of the stream."""
         while await self._next_piece() is not None:
             pass
         with errors_of(self.request_id):
@@ -265,14 +265,14 @@ class AsyncTextStream(AsyncStream[TextDelta, AnyResult]):
         return self
 
     async def __anext__(self) -> str:
-        """The next piece of the answer or caption."""
+        """Returns the next piece of the answer or caption."""
         while (delta := await self._next_piece()) is not None:
             if delta.channel is TextChannel.ANSWER:
                 return delta.text
         raise StopAsyncIteration
 
     async def deltas(self) -> AsyncIterator[TextDelta]:
-        """The pieces of every channel, including the reasoning, in the order of their arrival."""
+        """Returns the pieces of every channel, including the reasoning, in the order of their arrival."""
         while (delta := await self._next_piece()) is not None:
             yield delta
 
@@ -287,7 +287,7 @@ class AsyncSegmentStream(AsyncStream[Segment, SegmentResult]):
         return self
 
     async def __anext__(self) -> Segment:
-        """The outline as far as it has been drawn."""
+        """Returns the outline as far as it has been drawn."""
         segment = await self._next_piece()
         if segment is None:
             raise StopAsyncIteration

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CONCURRENCY = 16
 Skill = Literal["query", "caption", "point", "detect", "segment", "gaze"]
-"""What a job asks for."""
+"""The skill that a job asks for."""
 
 # Of the skills that are streamed as text, the method for a whole answer.
 _METHODS = {"query": "complete_query", "caption": "complete_caption"}
@@ -59,7 +59,7 @@ class Job:
         self.options = options
 
     def call(self, client: Client | AsyncClient) -> Any:
-        """The result of the call, or of the asyncio client the coroutine of it."""
+        """Makes the call. Returns its result; with the asyncio client, the coroutine of it."""
         method = getattr(client, self.skill if self.is_streamed else _METHODS.get(self.skill, self.skill))
         made = method(self.image, *self.arguments, **{"max_retry_s": _MAX_RETRY_S, **self.options})
         return made.result() if self.is_streamed else made
@@ -67,7 +67,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a job: its `result`, or else the `error` of its call or of the file of its image."""
+    """The outcome of a job: its `result`, or else the `error` of its call or of the file of its image."""
 
     job: Job
     result: Result | None
@@ -76,7 +76,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How many jobs have ended, failed ones included. `total_count` is None where the jobs have no length."""
+    """The number of jobs that have ended, failed ones included.
+
+    `total_count` is None where the jobs have no length.
+    """
 
     done_count: int
     failed_count: int
@@ -86,7 +89,7 @@ class Progress:
 def blocking_map(
     client: Client, jobs: Iterable[Job], concurrency: int, on_progress: Callable[[Progress], object] | None
 ) -> Generator[Outcome, None, None]:
-    """The outcomes, in the order of the jobs. Raises ValueError for a concurrency below 1."""
+    """Yields the outcomes in the order of the jobs. Raises ValueError for a concurrency below 1."""
     batch = _Batch(jobs, concurrency, on_progress)
 
     def outcome(job: Job) -> Outcome:
@@ -116,7 +119,9 @@ def blocking_map(
 def async_map(
     client: AsyncClient, jobs: Iterable[Job], concurrency: int, on_progress: Callable[[Progress], object] | None
 ) -> AsyncGenerator[Outcome, None]:
-    """As `blocking_map`. Calls that run are cancelled when the iterator is closed."""
+    """Yields the outcomes in the order of the jobs. Cancels calls that run when the iterator is closed.
+
+    Raises ValueError for a concurrency below 1."""
     batch = _Batch(jobs, concurrency, on_progress)
 
     async def outcome(job: Job) -> Outcome:
@@ -147,7 +152,8 @@ def async_map(
 
 
 class _Batch:
-    """Which jobs come next, and which outcomes may be told in the order of the jobs."""
+    """The state of a batch: the jobs that begin next, and the outcomes that may be returned in the order of the
+    jobs."""
 
     def __init__(
         self, jobs: Iterable[Job], concurrency: int, on_progress: Callable[[Progress], object] | None
@@ -158,12 +164,12 @@ class _Batch:
         self._total_count = len(jobs) if isinstance(jobs, Sized) else None
         self._on_progress = on_progress
         self._ended: dict[int, Outcome] = {}
-        self._told_count = 0
+        self._returned_count = 0
         self._done_count = 0
         self._failed_count = 0
 
     def next_jobs(self, count: int) -> Iterator[tuple[int, Job]]:
-        """At most `count` further jobs, with their numbers."""
+        """Yields at most `count` further jobs, with their numbers."""
         for _ in range(count):
             numbered = next(self._jobs, None)
             if numbered is None:
@@ -171,7 +177,7 @@ class _Batch:
             yield numbered
 
     def end(self, number: int, outcome: Outcome) -> None:
-        """A job has ended."""
+        """Notes that a job has ended."""
         self._ended[number] = outcome
         self._done_count += 1
         self._failed_count += outcome.error is not None
@@ -179,7 +185,7 @@ class _Batch:
             self._on_progress(Progress(self._done_count, self._failed_count, self._total_count))
 
     def ready(self) -> Iterator[Outcome]:
-        """The outcomes whose turn it is."""
-        while (outcome := self._ended.pop(self._told_count, None)) is not None:
-            self._told_count += 1
+        """Yields the outcomes that are next in the order of the jobs."""
+        while (outcome := self._ended.pop(self._returned_count, None)) is not None:
+            self._returned_count += 1
             yield outcome

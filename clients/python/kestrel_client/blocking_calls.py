@@ -59,7 +59,7 @@ class BlockingCalls:
     def call(
         self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput | None = None
     ) -> Any:
-        """The response to the message that `build` returns."""
+        """Sends the message that `build` returns, and returns the response."""
         attempts = self._attempts(rpc, build, options, image)
         with errors_of(attempts.request_id):
             while True:
@@ -76,22 +76,22 @@ class BlockingCalls:
         image: ImageInput | None,
         read: Callable[..., AnyResult],
     ) -> TextStream[AnyResult]:
-        """The stream of text for the message that `build` returns."""
+        """Returns the stream of text for the message that `build` returns."""
         return TextStream(self._attempts(rpc, build, options, image), TextEvents(read))
 
     def outline(
         self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput, object: str
     ) -> SegmentStream:
-        """The stream of an outline, as `stream` is one of text."""
+        """Returns the stream of an outline, as `stream` returns one of text."""
         return SegmentStream(self._attempts(rpc, build, options, image), OutlineEvents(object))
 
     def image_bytes(self, image: ImageInput) -> bytes:
-        """The file of an image."""
+        """Returns the file of an image."""
         with errors_of(requests.new_request_id()):
             return Threads.run(image_bytes, image)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Closes the connection."""
         self.is_closed = True
         self._channel.close()
 
@@ -127,7 +127,7 @@ class _Attempts:
         self._retries: Retries | None = None
 
     def start(self) -> Any:
-        """The started call."""
+        """Starts the call and returns it."""
         calls = self._calls
         if self._retries is None:
             self._retries = requests.retries(self._options, calls.timeout_s, calls.max_retry_s)
@@ -145,7 +145,7 @@ class _Attempts:
         return self._send(self._rpc, self._message)
 
     def retry(self, error: grpc.RpcError) -> None:
-        """Return when the call may start again after this error; raise its failure if it may not."""
+        """Waits until the call may start again after this error; raises its failure if it may not."""
         assert self._retries is not None, "only a started call fails"
         failure = from_rpc_error(error, self.request_id)
         if self._delivery is not None and self._delivery.can_retry(failure):
@@ -156,7 +156,7 @@ class _Attempts:
         Threads.wait(self.cancelled, wait_s)
 
     def explained(self, error: grpc.RpcError) -> KestrelClientError:
-        """The failure of a call that must not start again, with what this client finds out about it."""
+        """Returns the failure of a call that must not start again, with what this client finds out about it."""
         assert self._retries is not None, "only a started call fails"
         failure = from_rpc_error(error, self.request_id)
         return Threads.run(self._calls.connection.explain, failure, self._retries.timeout_s)
@@ -173,7 +173,7 @@ class _Attempts:
             delivery.note_stored()
 
     def _send(self, rpc: Any, message: Any) -> Any:
-        """The call, or its response if the request has one."""
+        """Returns the call, or its response if the request has one."""
         assert self._retries is not None, "a call has a deadline"
         calls = self._calls
         metadata = requests.metadata(
@@ -219,7 +219,7 @@ class Stream(Generic[AnyPiece, AnyResult]):
         self.cancel()
 
     def result(self) -> AnyResult:
-        """The whole result, after reading the rest of the stream."""
+        """Returns the whole result, after reading the rest of the stream."""
         while self._next_piece() is not None:
             pass
         with errors_of(self.request_id):
@@ -265,14 +265,14 @@ class TextStream(Stream[TextDelta, AnyResult]):
         return self
 
     def __next__(self) -> str:
-        """The next piece of the answer or caption."""
+        """Returns the next piece of the answer or caption."""
         while (delta := self._next_piece()) is not None:
             if delta.channel is TextChannel.ANSWER:
                 return delta.text
         raise StopIteration
 
     def deltas(self) -> Iterator[TextDelta]:
-        """The pieces of every channel, including the reasoning, in the order of their arrival."""
+        """Returns the pieces of every channel, including the reasoning, in the order of their arrival."""
         while (delta := self._next_piece()) is not None:
             yield delta
 
@@ -287,7 +287,7 @@ class SegmentStream(Stream[Segment, SegmentResult]):
         return self
 
     def __next__(self) -> Segment:
-        """The outline as far as it has been drawn."""
+        """Returns the outline as far as it has been drawn."""
         segment = self._next_piece()
         if segment is None:
             raise StopIteration

@@ -1,4 +1,6 @@
-"""The blocking client: one method for each. `blocking_calls` sends them, `requests` and `results` build values.
+"""Provides the blocking client, which has one method for each request.
+
+`blocking_calls` sends them, `requests` and `results` build values.
 
 Generated from `aio.py` by tools/blocking_client.py. Change that file, and generate this one.
 """
@@ -483,7 +485,7 @@ class Client:
         return results.cleared_cache(response)
 
     def list_adapters(self, *, timeout_s: float | None = None) -> tuple[Adapter, ...]:
-        """The adapters (LoRA) that are loaded. Needs the scope `admin`.
+        """Lists the adapters (LoRA) that are loaded. Needs the scope `admin`.
 
         Args:
             timeout_s: The longest time for the call, in seconds.
@@ -494,7 +496,7 @@ class Client:
         return tuple(map(results.adapter, response.adapters))
 
     def adapter_names(self, *, timeout_s: float | None = None) -> tuple[str, ...]:
-        """The names of adapters that requests may use, loaded or not. Needs the scope `admin`.
+        """Lists the names of adapters that requests may use, loaded or not. Needs the scope `admin`.
 
         Args:
             timeout_s: The longest time for the call, in seconds.

@@ -1,4 +1,5 @@
-"""How a client reaches its server: address, token, TLS, the options of its channel, and why no server answers.
+"""Connects a client with its server: address, token, TLS, options of the channel, and reasons why no server
+answers.
 
 `why_no_answer` connects again over a plain socket, step by step:
 
@@ -56,12 +57,12 @@ _ENCRYPTED = frozenset({"https", "grpcs"})
 
 
 def address_of(address: str | None) -> str:
-    """The address to connect to: the given one, else that of the environment, else this machine."""
+    """Returns the address to connect to: the given one, else that of the environment, else this machine."""
     return address or os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS
 
 
 def target_of(address: str) -> tuple[str, bool | None]:
-    """The target for gRPC, and whether the address asks for encryption; None where it says nothing about it.
+    """Returns the target for gRPC, and whether the address asks for encryption; None if it does not say.
 
     Raises ValueError, which says what an address is.
     """
@@ -81,7 +82,7 @@ def target_of(address: str) -> tuple[str, bool | None]:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why nothing answered, found out at a moment of the monotonic clock."""
+    """The reason why nothing answered, found out at a time of the monotonic clock."""
 
     text: str | None
     time_s: float
@@ -89,7 +90,7 @@ class Diagnosis:
 
 @dataclass(slots=True)
 class Connection:
-    """Where a client connects to and how, for both clients. `target` is what gRPC connects to.
+    """The connection of a client of either kind. `target` is the address that gRPC connects to.
 
     `tls` is None without encryption, and where the caller has given `credentials`.
     """
@@ -112,7 +113,7 @@ class Connection:
         credentials: grpc.ChannelCredentials | None,
         max_retries: int,
     ) -> Connection:
-        """The connection that the arguments of a client and its environment describe.
+        """Returns the connection that the arguments of a client and its environment describe.
 
         Raises ValueError for what is no address, number of retries, token or certificate, and OSError for a file
         that cannot be read.
@@ -132,7 +133,7 @@ class Connection:
         return cls(target, files, credentials, options, token_of(token))
 
     def explain(self, error: KestrelClientError, timeout_s: float) -> KestrelClientError:
-        """The same error, with a message that says what to do where this client knows more than the server.
+        """Returns the same error, with a message that says what to do where this client knows more than the server.
 
         Where no server answered, it connects to find out why, which takes some seconds at most.
         """
@@ -162,7 +163,9 @@ class Connection:
 
 
 def token_of(token: str | None) -> str | None:
-    """The token to send: the given one, else that of the environment; None for no token, as for an empty one.
+    """Returns the token to send: the given one, else that of the environment. None stands for no token.
+
+    An empty token is none.
 
     Raises ValueError for a token that no call can carry, without showing it.
     """
@@ -173,7 +176,7 @@ def token_of(token: str | None) -> str | None:
 
 
 def channel_options(max_retries: int) -> tuple[tuple[str, str | int], ...]:
-    """The options of a channel, for both clients.
+    """Returns the options of a channel, for both clients.
 
     Raises ValueError for a number of retries that gRPC cannot make.
     """
@@ -226,7 +229,7 @@ _VARIABLES = ("KESTREL_GRPC_TLS_CA", "KESTREL_GRPC_TLS_CLIENT_CERTIFICATE", "KES
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """How a connection is encrypted, from files in PEM.
+    """The encryption of a connection, from files in PEM.
 
     `ca` holds the CA certificates that the server's must be signed by; None means those of the system.
     `certificate` and `key` identify the client, for servers that ask. `server_name` is the name that the server's
@@ -250,7 +253,7 @@ class ClientTls:
         key: FileName | None,
         environment: Mapping[str, str] = os.environ,
     ) -> ClientTls | None:
-        """The files given, in place of each that is None that of the environment; "" names none.
+        """Returns TLS with the files given; for each that is None, that of the environment; "" names none.
 
         None where no file is named, which means no encryption. Raises ValueError.
         """
@@ -260,7 +263,7 @@ class ClientTls:
         return cls(files[0], files[1], files[2]) if any(files) else None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """For a channel. Raises `OSError` or `ValueError` where a file cannot be used."""
+        """Returns the credentials of a channel. Raises `OSError` or `ValueError` where a file cannot be used."""
         # gRPC accepts any bytes as certificates, and then every connection fails without naming the file.
         self.context()
         return grpc.ssl_channel_credentials(
@@ -268,11 +271,11 @@ class ClientTls:
         )
 
     def channel_options(self) -> tuple[tuple[str, str], ...]:
-        """The options that a channel with these credentials needs."""
+        """Returns the options that a channel with these credentials needs."""
         return () if self.server_name is None else (("grpc.ssl_target_name_override", self.server_name),)
 
     def context(self) -> ssl.SSLContext:
-        """The same for a plain socket. Raises as `credentials` does."""
+        """Returns the context of a plain socket with the same files. Raises as `credentials` does."""
         context = ssl.create_default_context() if self.ca is None else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         # As gRPC does: what is in the file is trusted, whether it signed itself or not.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -307,7 +310,7 @@ _NO_TLS = frozenset(("wrong version number", "record layer failure", "unknown pr
 def why_no_answer(
     address: str, tls: ClientTls | None, *, tries_handshake: bool = True, timeout_s: float = 5.0
 ) -> str | None:
-    """The reason in one line; None where the server can be reached, or for addresses of other kinds.
+    """Returns the reason in one line; None where the server can be reached, or for addresses of other kinds.
 
     Ends once connected unless it `tries_handshake`. Takes up to `timeout_s` for each step. Raises what
     `ClientTls.context` raises.
@@ -372,7 +375,10 @@ def _why_no_handshake(connection: socket.socket, address: str, tls: ClientTls, h
 
 
 def _why_no_http2(encrypted: ssl.SSLSocket, address: str, tls: ClientTls) -> str | None:
-    """In TLS 1.3 a server checks the client's certificate after the handshake; gRPC closes without an alert."""
+    """Returns why a server refuses the connection after the TLS handshake.
+
+    In TLS 1.3 it checks the client's certificate only then; gRPC closes without an alert.
+    """
     try:
         encrypted.sendall(_PREFACE)
         if encrypted.recv(1):
@@ -389,7 +395,10 @@ def _why_no_http2(encrypted: ssl.SSLSocket, address: str, tls: ClientTls) -> str
 
 
 def _why_not_plaintext(target: _Target, address: str, timeout_s: float) -> str | None:
-    """A server with TLS closes plaintext connections without an error, so this tries a TLS handshake."""
+    """Returns why a server closes a plaintext connection.
+
+    One with TLS does so without an error, so this tries a TLS handshake.
+    """
     trust_all = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trust_all.check_hostname = False
     trust_all.verify_mode = ssl.CERT_NONE

@@ -23,7 +23,7 @@ COLOURS: tuple[Colour, ...] = (
     *((230, 25, 75), (0, 130, 200), (60, 180, 75), (245, 130, 48), (145, 30, 180), (0, 170, 170)),
     *((240, 50, 230), (128, 0, 0), (0, 0, 117), (128, 128, 0), (154, 99, 36), (70, 70, 70)),
 )
-"""Used in turn for the first, second … thing found, in the order of the results."""
+"""The colours of the first, second … thing found, in the order of the results."""
 
 _RIM = (255, 255, 255)
 _INK = (0, 0, 0)
@@ -82,7 +82,7 @@ def draw(image: ImageInput, *results: Drawable) -> Image.Image:
 
 
 def _named(results: Sequence[Drawable]) -> Iterator[tuple[str, Point | Box | Segment]]:
-    """Each thing found with its label: what was asked for, with a number where several were found."""
+    """Yields each thing found with its label: what was asked for, with a number where several were found."""
     for result in results:
         if isinstance(result, GazeResult):
             name, things = "target", [result.target] * (result.target is not None)
@@ -98,7 +98,7 @@ def _named(results: Sequence[Drawable]) -> Iterator[tuple[str, Point | Box | Seg
 
 
 def _shown(image: Any) -> Image.Image:
-    """A copy of the image as the model sees it."""
+    """Returns a copy of the image as the model sees it."""
     from PIL import Image
 
     return pil_images.shown(image if isinstance(image, Image.Image) else pil_images.open_file(image_bytes(image)))
@@ -114,7 +114,7 @@ class _Label:
     is_above: bool
 
     def draw(self, pencil: ImageDraw.ImageDraw, width_px: int, fonts: LabelFonts) -> None:
-        """Draw it within the image."""
+        """Draws it within the image."""
         line = fonts.line(self.text)
         plate = (line.width + 2 * width_px, line.height + 2 * width_px)
         width, height = pencil.im.size
@@ -128,5 +128,5 @@ class _Label:
 
 
 def _pixel(canvas: Image.Image, x: float, y: float) -> Pixel:
-    """A point in pixels; the right and bottom edges belong to the last pixels."""
+    """Returns a point in pixels; the right and bottom edges belong to the last pixels."""
     return min(x * canvas.width, canvas.width - 1), min(y * canvas.height, canvas.height - 1)

@@ -1,4 +1,4 @@
-"""The exceptions of calls, and the one place where a gRPC status becomes an exception.
+"""Defines the exceptions of calls, and turns a gRPC status into one of them.
 
     KestrelClientError
     ├── InvalidRequest       the request breaks a rule; carries every violation
@@ -56,7 +56,7 @@ LOCAL_REASONS: Mapping[grpc.StatusCode, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One thing wrong with a request. `field` is a path such as `sampling.temperature`."""
+    """A rule that a request breaks. `field` is a path such as `sampling.temperature`."""
 
     field: str
     description: str
@@ -77,7 +77,7 @@ class Failure:
     retry_after_s: float | None = None
     request_id: str = ""
     is_from_server: bool = False
-    """Whether a server of this contract gave the reason."""
+    """True if a server of this contract gave the reason."""
 
 
 class KestrelClientError(Exception):
@@ -88,7 +88,7 @@ class KestrelClientError(Exception):
         message: What went wrong.
         reason: The stable name of the failure, such as `QUEUE_FULL`: the server's, or the client's where no server
             gave one.
-        metadata: What else the server told, such as the limit that was exceeded.
+        metadata: Further facts from the server, such as the limit that was exceeded.
         request_id: Names the request in the server's log. The caller's where the call had one, else made by the
             client.
     """
@@ -159,7 +159,7 @@ class Overloaded(KestrelClientError):
 
 
 class Unavailable(KestrelClientError):
-    """No server answers, or it is starting or stopping, or the request waited for too long.
+    """The server does not answer, is starting or stopping, or the request waited for too long.
 
     `retry_after_s` says when to try again; None if no server said so.
     """
@@ -190,7 +190,7 @@ class ServerError(KestrelClientError):
 
 
 def invalid_argument(field: str, description: str) -> InvalidRequest:
-    """The exception for an argument that no server needs to see, such as a caption of an unknown length."""
+    """Returns the exception for an argument that no server needs to see, such as a caption of an unknown length."""
     return InvalidRequest(
         Failure(
             grpc.StatusCode.INVALID_ARGUMENT,
@@ -202,17 +202,17 @@ def invalid_argument(field: str, description: str) -> InvalidRequest:
 
 
 def client_closed() -> ClientClosed:
-    """The exception for a call after `close`."""
+    """Returns the exception for a call after `close`."""
     return ClientClosed(Failure(grpc.StatusCode.FAILED_PRECONDITION, "the client is closed", CLIENT_CLOSED))
 
 
 def explained(error: KestrelClientError, message: str) -> KestrelClientError:
-    """The same error with another message."""
+    """Returns the same error with another message."""
     return type(error)(replace(error.failure, message=message, request_id=error.request_id))
 
 
 def from_rpc_error(error: grpc.RpcError, request_id: str = "") -> KestrelClientError:
-    """The exception for the status of a failed call, which was sent with this request id."""
+    """Returns the exception for the status of a failed call, which was sent with this request id."""
     failure = _failure(error, request_id)
     return _kind(failure)(failure)
 
@@ -238,7 +238,7 @@ _KINDS: Mapping[grpc.StatusCode, type[KestrelClientError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
 }
-# Codes that stand for several failures are told apart by the server's reason.
+# Codes that stand for several failures are distinguished by the server's reason.
 _KINDS_BY_REASON: Mapping[tuple[grpc.StatusCode, str], type[KestrelClientError]] = {
     (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"): ModelNotFound,
     (grpc.StatusCode.NOT_FOUND, "ADAPTER_NOT_FOUND"): AdapterNotFound,

@@ -62,7 +62,7 @@ class StoredImage:
     width_px: int
     height_px: int
     expires: datetime
-    """When the server drops it at the latest."""
+    """The time at which the server drops it at the latest."""
     pinned: bool
 
 
@@ -70,7 +70,7 @@ class ReadableFile(Protocol):
     """A file object that is open for reading bytes, such as `io.BytesIO`."""
 
     def read(self) -> bytes:
-        """Everything from its position to its end."""
+        """Returns everything from its position to its end."""
         ...
 
 
@@ -79,16 +79,16 @@ class Array(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The size of each dimension."""
+        """Returns the size of each dimension."""
         ...
 
     @property
     def dtype(self) -> Any:
-        """The type of the elements."""
+        """Returns the type of the elements."""
         ...
 
     def tobytes(self) -> bytes:
-        """The elements in C order."""
+        """Returns the elements in C order."""
         ...
 
 
@@ -110,9 +110,9 @@ _LAYOUTS: dict[int, PixelLayout] = {1: "gray8", 3: "rgb8", 4: "rgba8"}
 
 
 def put_reference(message: media_pb2.Image, image: ImageInput) -> bool:
-    """Put an image into a message that is not sent as a file: its address, its name or its pixels.
+    """Puts an image into a message that is not sent as a file: its address, its name or its pixels.
 
-    False where the image is sent as a file.
+    Returns False where the image is sent as a file.
     """
     if _is_array(image):
         image = _pixels_of(image)
@@ -141,18 +141,19 @@ def put_reference(message: media_pb2.Image, image: ImageInput) -> bool:
 
 
 def name_of(data: bytes) -> str:
-    """The name under which a server stores a file: `sha256:` and its SHA-256 in lower-case hexadecimal digits."""
+    """Returns the name under which a server stores a file: `sha256:` and its SHA-256 in lower-case hexadecimal
+    digits."""
     return f"{_STORED}{hashlib.sha256(data).hexdigest()}"
 
 
 def digest_of(name: str) -> str | None:
-    """The digest in the name of a stored image; None where it is no such name."""
+    """Returns the digest in the name of a stored image; None where it is no such name."""
     match = _NAME.fullmatch(name)
     return None if match is None else match["digest"]
 
 
 def bytes_in(message: Any) -> bytes | None:
-    """The image that a request holds: a file or pixels. None where it holds none, or names one."""
+    """Returns the image that a request holds: a file or pixels. None where it holds none, or names one."""
     if isinstance(message, image_service_pb2.PutImageRequest):
         return message.data
     source = _source_of(message)
@@ -162,29 +163,32 @@ def bytes_in(message: Any) -> bytes | None:
 
 
 def name_in(message: Any) -> str | None:
-    """The name of a stored image in a request; None where it has none."""
+    """Returns the name of a stored image in a request; None where it has none."""
     if isinstance(message, image_service_pb2.GetImageRequest | image_service_pb2.DeleteImageRequest):
         return message.image_id
     return message.image.image_id if _source_of(message) == "image_id" else None
 
 
 def _source_of(message: Any) -> str | None:
-    """How a request has its image; None where it has none."""
+    """Returns the name of the field that holds the image of a request; None without an image."""
     return message.image.WhichOneof("source") if "image" in message.DESCRIPTOR.fields_by_name else None
 
 
 def is_address(image: ImageInput) -> TypeGuard[str]:
-    """Whether an image is given by an address that the server fetches."""
+    """Returns True if an image is given by an address that the server fetches."""
     return isinstance(image, str) and image.lower().startswith(_ADDRESSES)
 
 
 def is_on_server(image: ImageInput) -> TypeGuard[str]:
-    """Whether an image is given as a text by which the server finds it: an address, or a stored image's name."""
+    """Returns True if an image is given as a text by which the server finds it: an address, or a stored image's
+    name."""
     return is_address(image) or _is_name(image)
 
 
 def image_bytes(image: ImageInput) -> bytes:
-    """The file of an image, in a format that the server decodes. PIL images, pixels, AVIF and HEIC become PNG.
+    """Returns the file of an image, in a format that the server decodes.
+
+    PIL images, pixels, AVIF and HEIC become PNG.
 
     Raises `InvalidRequest` for what is no image or is on the server, and `OSError` for a file that cannot be read.
     """
@@ -254,7 +258,7 @@ def _check_layout(image: RawImage) -> None:
 
 
 def _data_of(url: str) -> bytes:
-    """The file in a `data:` URL, in base64 or percent-encoded."""
+    """Returns the file in a `data:` URL, in base64 or percent-encoded."""
     head, comma, body = url.partition(",")
     if not comma:
         raise _invalid("a data: URL needs a comma before its data")
@@ -296,7 +300,7 @@ def _rest_of(file: Any) -> bytes:
 
 
 def _png_of_iso_file(data: bytes) -> bytes:
-    """An AVIF or HEIC file as PNG. Pillow reads AVIF, pillow-heif both."""
+    """Returns an AVIF or HEIC file as PNG. Pillow reads AVIF, pillow-heif both."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
@@ -325,7 +329,7 @@ _CHANNELS = {"gray8": 1, "rgb8": 3, "bgr8": 3, "rgba8": 4}
 
 
 def png(image: RawImage) -> bytes:
-    """The file. Raises ValueError where the pixels do not fill the rows."""
+    """Returns the file. Raises ValueError where the pixels do not fill the rows."""
     header = struct.pack(">IIBBBBB", image.width_px, image.height_px, 8, _COLOUR_TYPES[image.layout], 0, 0, 0)
     # Level 1, since the time of the caller matters more than the size of the message.
     body = zlib.compress(b"".join(_rows(image)), 1)
@@ -334,7 +338,7 @@ def png(image: RawImage) -> bytes:
 
 
 def _rows(image: RawImage) -> Iterator[bytes]:
-    """Each row, behind the number of its filter: none."""
+    """Yields each row, behind the number of its filter: none."""
     pixels = memoryview(image.pixels).cast("B")
     size = image.width_px * _CHANNELS[image.layout]
     stride = image.row_stride_bytes or size

@@ -40,7 +40,7 @@ class Line:
     height: float
 
     def draw(self, pencil: ImageDraw, corner: tuple[float, float], ink: tuple[int, int, int]) -> None:
-        """Draw the text with the upper left corner of its box at a place."""
+        """Draws the text with the upper left corner of its box at a place."""
         for run, start in zip(self.runs, self.starts, strict=True):
             place = (corner[0] - self.left + start, corner[1] - self.top)
             pencil.text(place, run.text, ink, run.font, anchor=_BASELINE)
@@ -71,7 +71,7 @@ class LabelFonts:
         self._loaded: dict[tuple[str, int], FreeTypeFont | None] = {}
 
     def line(self, text: str) -> Line:
-        """Lay out a text that has no line breaks."""
+        """Lays out a text that has no line breaks."""
         runs = self.runs(text)
         boxes = [run.font.getbbox(run.text, anchor=_BASELINE) for run in runs]
         *starts, end = itertools.accumulate((run.font.getlength(run.text) for run in runs), initial=0.0)
@@ -80,7 +80,7 @@ class LabelFonts:
         return Line(runs, starts, left, top, right - left, bottom - top)
 
     def runs(self, text: str) -> list[Run]:
-        """The parts of a text from left to right, each with a font that has its characters.
+        """Returns the parts of a text from left to right, each with a font that has its characters.
 
         Pillow's own font has Latin letters. For others `fc-match` finds an installed font: one for the whole text
         if there is any. Characters that no font has are written without their accents, or as code points, such as
@@ -120,7 +120,7 @@ class LabelFonts:
         return next((font for found in installed if found.covers(char) and (font := self._load(found))), None)
 
     def _plain(self, char: str, installed: list[_Installed]) -> str:
-        """The letter without its accents where only that can be drawn."""
+        """Returns the letter without its accents where only that can be drawn."""
         letter = unicodedata.normalize("NFKD", char)[0]
         return letter if self._choose(char, installed) is None and self._has(letter) else char
 
@@ -140,7 +140,7 @@ class LabelFonts:
 
 
 def _installed_fonts(text: str) -> list[_Installed]:
-    """The installed fonts that draw in one colour, the best for a text first; empty without fontconfig."""
+    """Returns the installed fonts that draw in one colour, the best for a text first; empty without fontconfig."""
     program = shutil.which("fc-match")
     if program is None:
         return []

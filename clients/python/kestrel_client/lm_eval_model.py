@@ -1,4 +1,4 @@
-"""A model for lm-evaluation-harness (the package `lm_eval`): its tasks ask a server. Needs `lm_eval`.
+"""Adds a model to lm-evaluation-harness (the package `lm_eval`), whose tasks then ask a server. Needs `lm_eval`.
 
 Importing this module registers the model as `kestrel-grpc`. `python -m kestrel_client.lm_eval_model` is the command
 `lm_eval` with this model among its models; `lm_eval.simple_evaluate(model=KestrelModel(…), …)` takes it as well.
@@ -38,7 +38,7 @@ class KestrelModel(LM):
     """
 
     MULTIMODAL = True
-    """Tells the harness that requests may have images."""
+    """True: the harness may send requests with images."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class KestrelModel(LM):
         self._options["reasoning"] = reasoning
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The answers, in the order of the requests.
+        """Returns the answers, in the order of the requests.
 
         Raises `ValueError` for a request with several images or with a setting that the server does not have, and
         the error of the first call that fails.
@@ -78,7 +78,7 @@ class KestrelModel(LM):
         return answers
 
     def loglikelihood(self, requests: Sequence[Any], **_: Any) -> NoReturn:
-        """Raises `NotImplementedError`: a server tells only how likely its own answer is."""
+        """Raises `NotImplementedError`: a server returns the likelihood of its own answer only."""
         raise NotImplementedError(
             "kestrel-grpc answers generate_until tasks only; it computes no likelihood of a text"
         )
@@ -100,7 +100,7 @@ class KestrelModel(LM):
 
 
 def _sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a call for the settings of a task."""
+    """Returns the options of a call for the settings of a task."""
     options: dict[str, Any] = {"temperature": float(settings.get("temperature") or 0.0)}
     if settings.get("do_sample") is False:
         options["temperature"] = 0.0

@@ -1,4 +1,4 @@
-"""Outlines of objects: SVG path data become polylines, and polygons become masks. A mask needs Pillow.
+"""Turns SVG path data into polylines, and polygons into masks. A mask needs Pillow.
 
 Takes the whole grammar of paths: M L H V C S Q T A Z, absolute and relative. The paths come from a model, so a
 command that lacks arguments draws nothing rather than failing, and reading stops at the first thing that is no path
@@ -22,7 +22,7 @@ Polyline = list[complex]
 
 
 def polylines(path: str) -> list[Polyline]:
-    """The lines that the path draws."""
+    """Returns the lines that the path draws."""
     pen = _Pen()
     for command, values in _commands(path):
         pen.follow(command, values)
@@ -51,7 +51,7 @@ _STEPS_PER_CURVE = 48
 
 
 def _commands(path: str) -> Iterator[tuple[str, list[float]]]:
-    """Each command with one set of its arguments; a repeated set repeats the command."""
+    """Yields each command with one set of its arguments; a repeated set repeats the command."""
     position = 0
     while found := _COMMAND.match(path, position):
         command, position = found[1], found.end()
@@ -110,7 +110,7 @@ class _Pen:
         self._family = ""
 
     def _through(self, kind: str, points: list[complex]) -> None:
-        """A line or a curve of second or third order; `points` end where it ends."""
+        """Adds a line, or a curve of second or third order; `points` end where it ends."""
         family = {"C": "cubic", "S": "cubic", "Q": "quadratic", "T": "quadratic"}.get(kind, "")
         if kind in "ST":
             mirrored = 2 * self._at - self._control if self._family == family else self._at
@@ -183,13 +183,13 @@ _NEUTRAL = 128
 
 
 def area(polygon: Polygon) -> float:
-    """The area, positive where the corners go clockwise on a screen."""
+    """Returns the area, positive where the corners go clockwise on a screen."""
     pairs = itertools.pairwise([*polygon, *polygon[:1]])
     return sum(x * next_y - next_x * y for (x, y), (next_x, next_y) in pairs) / 2
 
 
 def mask(polygons: Sequence[Polygon], width: int, height: int) -> Image:
-    """An image of mode "L": 255 inside the polygons, in pixels, and 0 outside.
+    """Returns an image of mode "L": 255 inside the polygons, in pixels, and 0 outside.
 
     A polygon inside another that goes the other way round is a hole, as by the rule `nonzero` of SVG.
     """

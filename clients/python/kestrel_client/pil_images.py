@@ -18,12 +18,15 @@ _XMP = ("xmp", "XML:com.adobe.xmp")
 _BITS, _PHOTOMETRIC, _MAX_VALUE = 258, 262, 281
 _WHITE_IS_ZERO = 0
 _PNG_BITS = 24
-"""Position of the bits per channel in a PNG file."""
+"""The position of the bits per channel in a PNG file."""
 _MAX_16_BITS = 2**16 - 1
 
 
 def png_of(image: Image) -> bytes:
-    """The image as a PNG file, upright. Raises `InvalidRequest` for numbers that have no meaning as brightness."""
+    """Returns the image as a PNG file, upright.
+
+    Raises `InvalidRequest` for numbers that have no meaning as brightness.
+    """
     file = io.BytesIO()
     # Without EXIF data, so that the server does not turn the image again.
     _in_png_mode(upright(_as_meant(image))).save(file, format="PNG", compress_level=1, exif=b"")
@@ -31,7 +34,7 @@ def png_of(image: Image) -> bytes:
 
 
 def open_file(data: bytes) -> Image:
-    """Open an image file. Raises `OSError` for what Pillow does not decode."""
+    """Opens an image file. Raises `OSError` for what Pillow does not decode."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(data))
@@ -48,7 +51,7 @@ def open_file(data: bytes) -> Image:
 
 
 def shown(image: Image) -> Image:
-    """A copy in 8-bit RGB as the model sees it: upright, transparency over white."""
+    """Returns a copy in 8-bit RGB as the model sees it: upright, transparency over white."""
     from PIL import Image
 
     image = _in_png_mode(upright(_as_meant(image)))
@@ -61,7 +64,7 @@ def shown(image: Image) -> Image:
 
 
 def _as_meant(image: Image) -> Image:
-    """An image with the meaning that its file gives it. Pillow leaves some numbers as they are stored."""
+    """Returns an image with the meaning that its file gives it. Pillow leaves some numbers as they are stored."""
     tags = getattr(image, "tag_v2", {})
     if image.mode.startswith("I;16") and tags:
         image.load()
@@ -95,7 +98,7 @@ def _high_bytes(image: Image) -> Image:
 
 
 def upright(image: Image) -> Image:
-    """A copy that is turned by its EXIF orientation, as the server turns files.
+    """Returns a copy that is turned by its EXIF orientation, as the server turns files.
 
     An orientation in XMP alone, which Pillow would apply, is not applied.
     """
@@ -126,7 +129,7 @@ def _in_png_mode(image: Image) -> Image:
 
 
 def _of_numbers(image: Image) -> Image:
-    """A grey image of integers or floats: of 8 bits if the largest is at most 255, else of 16."""
+    """Returns a grey image of integers or floats: of 8 bits if the largest is at most 255, else of 16."""
     low, high = _extrema(image)
     if image.mode == "I":
         if low < 0 or high > _MAX_16_BITS:
@@ -145,7 +148,7 @@ def _of_numbers(image: Image) -> Image:
 
 
 def _extrema(image: Image) -> tuple[float, float]:
-    """The smallest and the largest number of an image with one channel."""
+    """Returns the smallest and the largest number of an image with one channel."""
     return cast("tuple[float, float]", image.getextrema())
 
 

@@ -25,10 +25,10 @@ Length = Literal["short", "normal", "long"]
 """The length of a caption."""
 
 CachePolicy = Literal["use", "refresh", "bypass"]
-"""What a request does with the server's caches: use and fill them, replace what they have, or neither."""
+"""The use of the server's caches by a request: it uses and fills them, replaces what they have, or neither."""
 
 Priority = Literal["interactive", "normal", "batch"]
-"""How soon a request starts, compared with others that wait: before them, as usual, or after them."""
+"""The order in which a request starts, compared with others that wait: before them, as usual, or after them."""
 
 SpatialRef = Point | Box
 """A part of the image that a request speaks about."""
@@ -113,7 +113,7 @@ def query(
     spatial_refs: Sequence[SpatialRef],
     options: CallOptions,
 ) -> AnyQuery:
-    """A question, as a message of `kind`."""
+    """Returns a question, as a message of `kind`."""
     message = kind(
         question=_text("question", question),
         spatial_refs=_spatial_refs(spatial_refs),
@@ -125,14 +125,14 @@ def query(
 
 
 def caption(kind: type[AnyCaption], length: Length | None, options: CallOptions) -> AnyCaption:
-    """A caption request, as a message of `kind`."""
+    """Returns a caption request, as a message of `kind`."""
     return kind(length=_label("length", length, Length, "CAPTION_LENGTH"), **_shared(options))
 
 
 def point(
     object: str, max_objects: int | None, spatial_refs: Sequence[SpatialRef], options: CallOptions
 ) -> vision_service_pb2.PointRequest:
-    """Objects to point at."""
+    """Returns the request to point at objects."""
     message = vision_service_pb2.PointRequest(
         object=_text("object", object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options)
     )
@@ -143,7 +143,7 @@ def point(
 def detect(
     object: str, max_objects: int | None, spatial_refs: Sequence[SpatialRef], options: CallOptions
 ) -> vision_service_pb2.DetectRequest:
-    """Objects to put a box around."""
+    """Returns the request for boxes around objects."""
     message = vision_service_pb2.DetectRequest(
         object=_text("object", object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options)
     )
@@ -154,29 +154,32 @@ def detect(
 def segment(
     kind: type[AnySegment], object: str, spatial_refs: Sequence[SpatialRef], options: CallOptions
 ) -> AnySegment:
-    """An object to outline."""
+    """Returns the request for the outline of an object."""
     return kind(object=_text("object", object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options))
 
 
 def gaze(eye: Point, options: CallOptions) -> vision_service_pb2.GazeRequest:
-    """A look to follow."""
+    """Returns the request to follow a look."""
     if not isinstance(eye, Point):
         raise invalid_argument("eye", f"is a Point, not {_shown(eye)}")
     return vision_service_pb2.GazeRequest(eye=media_pb2.NormalizedPoint(x=eye.x, y=eye.y), **_shared(options))
 
 
 def put_image(data: bytes, ttl_s: float | None, pin: bool) -> image_service_pb2.PutImageRequest:
-    """An image to store."""
+    """Returns the request to store an image."""
     return image_service_pb2.PutImageRequest(data=data, ttl=_duration("ttl_s", ttl_s), pin=pin)
 
 
 def image_id(image: str | StoredImage) -> str:
-    """The name of a stored image."""
+    """Returns the name of a stored image."""
     return image.image_id if isinstance(image, StoredImage) else _text("image", image)
 
 
 def retries(options: CallOptions, timeout_s: float, max_retry_s: float) -> Retries:
-    """The attempts of a call that begins now. The numbers are the client's, for options that are left out."""
+    """Returns the attempts of a call that begins now.
+
+    The numbers are the client's, for options that are left out.
+    """
     asked_s, asked_retry_s = options.get("timeout_s"), options.get("max_retry_s")
     return Retries(
         timeout_s if asked_s is None else _seconds("timeout_s", asked_s),
@@ -186,7 +189,7 @@ def retries(options: CallOptions, timeout_s: float, max_retry_s: float) -> Retri
 
 
 def request_id(options: CallOptions) -> str:
-    """The id that the call is sent with: the caller's, or a new one."""
+    """Returns the id that the call is sent with: the caller's, or a new one."""
     given = options.get("request_id")
     if given is None:
         return new_request_id()
@@ -198,14 +201,14 @@ def request_id(options: CallOptions) -> str:
 
 
 def new_request_id() -> str:
-    """An id that no other request has."""
+    """Returns an id that no other request has."""
     return secrets.token_hex(16)
 
 
 def metadata(
     request_id: str, token: str | None, image_name: str | None = None, *, is_stored: bool = False
 ) -> tuple[tuple[str, str], ...]:
-    """The metadata that is sent with the message.
+    """Returns the metadata that is sent with the message.
 
     A balancer sends calls about one image to one server by the digest in `image_name`; `is_stored` says that the
     message has this name in place of the image, so that no other server can answer.
@@ -222,7 +225,10 @@ def metadata(
 
 
 def _shared(options: CallOptions, unused: Sequence[str] = _CONSTRAINT) -> dict[str, Any]:
-    """The fields `sampling` and `options`, which all requests share. Options that are `unused` must be absent."""
+    """Returns the fields `sampling` and `options`, which all requests share.
+
+    Options that are `unused` must be absent.
+    """
     unknown = options.keys() - CallOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"unexpected keyword argument: {', '.join(map(_with_suggestion, sorted(unknown)))}")
@@ -249,7 +255,7 @@ def _shared(options: CallOptions, unused: Sequence[str] = _CONSTRAINT) -> dict[s
 
 
 def _constraint(options: CallOptions) -> generation_pb2.Constraint | None:
-    """The constraint of a query's answer; None where the answer may be any text."""
+    """Returns the constraint of a query's answer; None where the answer may be any text."""
     names = [name for name in _CONSTRAINT if options.get(name) is not None]
     if not names:
         return None
@@ -279,7 +285,7 @@ def _with_suggestion(name: str) -> str:
 
 
 def _put(message: Any, name: str, value: Any) -> None:
-    """Set a field, unless the value is None."""
+    """Sets a field, unless the value is None."""
     if value is None:
         return
     try:
@@ -289,12 +295,12 @@ def _put(message: Any, name: str, value: Any) -> None:
 
 
 def _strings(name: str, given: Sequence[str] | None) -> list[str]:
-    """Strings, of which a single one may come without a list."""
+    """Returns a list of strings, of which a single one may be given without a list."""
     return [_text(name, each) for each in ([given] if isinstance(given, str) else given or ())]
 
 
 def _label(name: str, value: str | None, labels: Any, prefix: str) -> str:
-    """The name of an enum's value on the wire."""
+    """Returns the name of an enum's value on the wire."""
     if value is None:
         return f"{prefix}_UNSPECIFIED"
     if value not in get_args(labels):
@@ -339,7 +345,7 @@ def _spatial_ref(ref: SpatialRef) -> media_pb2.SpatialRef:
 
 
 def _shown(value: object) -> str:
-    """The form of a value in an error: short texts and numbers as they are, other values as their type."""
+    """Returns the form of a value in an error: short texts and numbers as they are, other values as their type."""
     if isinstance(value, str | int | float):
         shown = repr(value)
         return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"

@@ -1,4 +1,4 @@
-"""The results of calls: frozen values, and functions that read them from response messages.
+"""Defines the results of calls as frozen values, and reads them from response messages.
 
 Coordinates are fractions of the image's width and height, from 0 to 1, measured from its top left corner.
 """
@@ -30,7 +30,7 @@ AnyValue = TypeVar("AnyValue")
 
 
 class FinishReason(StrEnum):
-    """Why generation ended."""
+    """The reason why generation ended."""
 
     STOP = "stop"
     """The model said that it was done."""
@@ -45,7 +45,7 @@ class FinishReason(StrEnum):
 
 
 class TextChannel(StrEnum):
-    """Which text a piece belongs to."""
+    """The text that a piece belongs to."""
 
     ANSWER = "answer"
     REASONING = "reasoning"
@@ -232,7 +232,7 @@ class Result:
 
     def _size_px(self) -> tuple[int, int]:
         if self.width_px is None or self.height_px is None:
-            raise ValueError("the server has not told the size of the image")
+            raise ValueError("the server did not report the size of the image")
         return self.width_px, self.height_px
 
 
@@ -254,7 +254,7 @@ class QueryResult(Result):
     answer: str
     reasoning: Reasoning | None
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the answer's tokens, where `logprobs` asks for it."""
+    """The logprobs of the answer's tokens, where `logprobs` asks for them."""
     alternatives: tuple[QueryAlternative, ...] = ()
     """Further samples, where `n` asks for several. `usage` counts the output of all."""
 
@@ -287,7 +287,7 @@ class PointResult(Result):
 
     @property
     def points_px(self) -> tuple[tuple[int, int], ...]:
-        """The places in pixels, as x and y. Raises ValueError where the size of the image is not known."""
+        """Returns the places in pixels, as x and y. Raises ValueError where the size of the image is not known."""
         return tuple(point.to_pixels(*self._size_px()) for point in self.points)
 
 
@@ -300,7 +300,10 @@ class DetectResult(Result):
 
     @property
     def boxes_px(self) -> tuple[tuple[int, int, int, int], ...]:
-        """The boxes in pixels: left, top, right, bottom. Raises ValueError where the image's size is not known."""
+        """Returns the boxes in pixels: left, top, right, bottom.
+
+        Raises ValueError where the image's size is not known.
+        """
         return tuple(item.box.to_pixels(*self._size_px()) for item in self.objects)
 
 
@@ -313,7 +316,10 @@ class SegmentResult(Result):
 
     @property
     def polygons_px(self) -> tuple[list[tuple[float, float]], ...]:
-        """The largest polygon of each outline, in pixels. Raises ValueError where the image's size is not known."""
+        """Returns the largest polygon of each outline, in pixels.
+
+        Raises ValueError where the image's size is not known.
+        """
         return tuple(segment.polygon(*self._size_px()) for segment in self.segments)
 
 
@@ -325,7 +331,7 @@ class GazeResult(Result):
 
     @property
     def target_px(self) -> tuple[int, int] | None:
-        """The place in pixels, as x and y. Raises ValueError where the size of the image is not known."""
+        """Returns the place in pixels, as x and y. Raises ValueError where the size of the image is not known."""
         return None if self.target is None else self.target.to_pixels(*self._size_px())
 
 
@@ -342,7 +348,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How the memory of a device was divided at the start.
+    """The division of the memory of a device at the start.
 
     `utilization` is the share of the memory that the server may take. The terms from `weight_bytes` on together are
     `total_bytes`; `other_bytes` is what others had taken before, and `free_bytes` is planned for nothing.
@@ -368,9 +374,9 @@ class EngineInfo:
 
     Attributes:
         index: The number of the engine, from 0, as in the label `engine` of metrics.
-        device: Where it runs, such as "cpu" or "cuda"; empty while its process starts and has not told yet.
+        device: Where it runs, such as "cpu" or "cuda"; empty while its process starts and has not reported yet.
         device_uuid: Names the GPU, as `nvidia-smi -L` does after "GPU-"; empty on the host.
-        max_running_requests: How many of its requests generate at a time; 0 while it has not told yet.
+        max_running_requests: How many of its requests generate at a time; 0 while it has not reported yet.
         memory_plan: None where it divided no memory.
     """
 
@@ -383,7 +389,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """Which server this is, and the name of its model. `instance_id` changes with every start."""
+    """The identity of a server, and the name of its model. `instance_id` changes with every start."""
 
     server_version: str
     instance_id: str
@@ -391,7 +397,7 @@ class ServerInfo:
     limits: Limits
     model: str
     engines: tuple[EngineInfo, ...] = ()
-    """By index; empty from an older server."""
+    """The engines by index; empty from an older server."""
     frontend_count: int = 0
     """Processes that take calls; 0 where one process takes the calls and runs the engine."""
 
@@ -441,11 +447,11 @@ class Adapter:
     request_count: int
     """Requests that use it now."""
     is_current: bool
-    """Whether new requests that name it use it; else only requests that run still do."""
+    """True if new requests that name it use it; else only requests that run still do."""
 
 
 class EngineStatus(StrEnum):
-    """Whether an engine takes requests."""
+    """The state of an engine towards new requests."""
 
     SERVING = "serving"
     DRAINING = "draining"
@@ -459,7 +465,7 @@ class EngineStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy an engine is, or all engines of a server together."""
+    """The load of an engine, or of all engines of a server together."""
 
     running_request_count: int
     waiting_request_count: int
@@ -473,23 +479,24 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy one engine of a server is. `index` and `device` are those of its `EngineInfo`."""
+    """The load of one engine of a server. `index` and `device` are those of its `EngineInfo`."""
 
     index: int
     device: str
     status: EngineStatus
     process_id: int | None
-    """None while its process is started again."""
+    """The id of its process; None while that is started again."""
     load: Load | None
-    """None while its process is started again."""
+    """The counts; None while its process is started again."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontendLoad:
-    """How busy a process is that takes calls."""
+    """The load of a process that takes calls."""
 
     name: str
-    """As in the log and in the label `process` of metrics; empty where one process is the whole server."""
+    """The name of the process in the log and in the label `process` of metrics; empty where one process is the
+    whole server."""
     process_id: int
     open_request_count: int
     """Requests to the model, of every API, that it has open now."""
@@ -497,16 +504,16 @@ class FrontendLoad:
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad(Load):
-    """How busy a server is: all its engines together, each of them, and the processes that take calls."""
+    """The load of a server: all its engines together, each of them, and the processes that take calls."""
 
     engines: tuple[EngineLoad, ...] = ()
-    """By index; empty from an older server."""
+    """The engines by index; empty from an older server."""
     frontends: tuple[FrontendLoad, ...] = ()
-    """By name; only the one that answered if another did not in time. Empty from an older server."""
+    """The processes by name; only the one that answered if another did not in time. Empty from an older server."""
 
 
 def query_result(message: vision_service_pb2.QueryResult) -> QueryResult:
-    """An answer, read."""
+    """Reads an answer."""
     return QueryResult(
         answer=message.answer,
         reasoning=_reasoning(message),
@@ -516,7 +523,7 @@ def query_result(message: vision_service_pb2.QueryResult) -> QueryResult:
 
 
 def complete_query(message: vision_service_pb2.CompleteQueryResponse) -> QueryResult:
-    """An answer and its alternatives, read."""
+    """Reads an answer and its alternatives."""
     alternatives = tuple(
         QueryAlternative(item.answer, _reasoning(item), **_ending(item)) for item in message.alternatives
     )
@@ -524,60 +531,60 @@ def complete_query(message: vision_service_pb2.CompleteQueryResponse) -> QueryRe
 
 
 def caption_result(message: vision_service_pb2.CaptionResult) -> CaptionResult:
-    """A description, read."""
+    """Reads a description."""
     return CaptionResult(caption=message.caption, logprobs=_token_logprobs(message.logprobs), **_info(message.info))
 
 
 def complete_caption(message: vision_service_pb2.CompleteCaptionResponse) -> CaptionResult:
-    """A description and its alternatives, read."""
+    """Reads a description and its alternatives."""
     alternatives = tuple(CaptionAlternative(item.caption, **_ending(item)) for item in message.alternatives)
     return replace(caption_result(message.result), alternatives=alternatives)
 
 
 def point_result(message: vision_service_pb2.PointResponse, object: str) -> PointResult:
-    """Points, read."""
+    """Reads points."""
     points = tuple(_point(point) for point in message.points)
     return PointResult(points=points, object=object, **_info(message.info))
 
 
 def detect_result(message: vision_service_pb2.DetectResponse, object: str) -> DetectResult:
-    """Objects, read."""
+    """Reads objects."""
     objects = tuple(DetectedObject(box(item.box)) for item in message.objects)
     return DetectResult(objects=objects, object=object, **_info(message.info))
 
 
 def segment_result(message: vision_service_pb2.SegmentResponse, object: str) -> SegmentResult:
-    """Outlines, read."""
+    """Reads outlines."""
     segments = tuple(Segment(item.svg_path, box(item.box), item.is_partial) for item in message.segments)
     return SegmentResult(segments=segments, object=object, **_info(message.info))
 
 
 def gaze_result(message: vision_service_pb2.GazeResponse) -> GazeResult:
-    """A target, read."""
+    """Reads a target."""
     target = _point(message.target) if message.HasField("target") else None
     return GazeResult(target=target, **_info(message.info))
 
 
 def text_delta(message: generation_pb2.TextDelta) -> TextDelta:
-    """A piece of text, read."""
+    """Reads a piece of text."""
     channel = _CHANNELS.get(message.channel, TextChannel.UNKNOWN)
     return _same(TextDelta, message, channel=channel, logprobs=_token_logprobs(message.logprobs))
 
 
 def box(message: media_pb2.NormalizedBox) -> Box:
-    """A box, read."""
+    """Reads a box."""
     return Box(message.x_min, message.y_min, message.x_max, message.y_max)
 
 
 def server_info(message: engine_service_pb2.GetServerInfoResponse) -> ServerInfo:
-    """The server's information, read."""
+    """Reads the information about a server."""
     limits = _same(Limits, message.limits)
     engines = tuple(map(_engine_info, message.engines))
     return _same(ServerInfo, message, capabilities=tuple(message.capabilities), limits=limits, engines=engines)
 
 
 def models(message: engine_service_pb2.ListModelsResponse) -> tuple[Model, ...]:
-    """The models served, read."""
+    """Reads the models served."""
     return tuple(
         _same(
             Model,
@@ -590,7 +597,7 @@ def models(message: engine_service_pb2.ListModelsResponse) -> tuple[Model, ...]:
 
 
 def load(message: engine_service_pb2.GetLoadResponse) -> ServerLoad:
-    """The load, read."""
+    """Reads the load."""
     return _same(
         ServerLoad,
         message.load,
@@ -600,22 +607,22 @@ def load(message: engine_service_pb2.GetLoadResponse) -> ServerLoad:
 
 
 def cleared_cache(message: engine_service_pb2.ClearCacheResponse) -> ClearedCache:
-    """The content that was removed from the server's caches."""
+    """Returns the content that was removed from the server's caches."""
     return _same(ClearedCache, message)
 
 
 def adapter(message: engine_service_pb2.Adapter) -> Adapter:
-    """An adapter that is loaded."""
+    """Returns an adapter that is loaded."""
     return _same(Adapter, message)
 
 
 def stored_image(message: image_service_pb2.StoredImage) -> StoredImage:
-    """The image as the server stores it."""
+    """Returns the image as the server stores it."""
     return _same(StoredImage, message, expires=message.expire_time.ToDatetime(UTC))
 
 
 def _info(message: generation_pb2.ResponseInfo) -> dict[str, Any]:
-    """The fields of `Result`."""
+    """Returns the fields of `Result`."""
     timing = message.timing
     return {
         "request_id": message.request_id,
@@ -636,7 +643,7 @@ def _info(message: generation_pb2.ResponseInfo) -> dict[str, Any]:
 
 
 def _ending(message: vision_service_pb2.QueryAlternative | vision_service_pb2.CaptionAlternative) -> dict[str, Any]:
-    """The fields that alternatives of answers and of descriptions share."""
+    """Returns the fields that alternatives of answers and of descriptions share."""
     return {
         "logprobs": _token_logprobs(message.logprobs),
         "finish_reason": _finish_reason(message.finish_reason),
@@ -710,7 +717,7 @@ def _engine_load(message: engine_service_pb2.EngineLoad) -> EngineLoad:
 
 
 def _same(kind: type[AnyValue], message: Any, **converted: Any) -> AnyValue:
-    """A value with the fields of a message; `converted` has those that differ in name or type."""
+    """Returns a value with the fields of a message; `converted` has those that differ in name or type."""
     same = {
         item.name: getattr(message, item.name) for item in fields(cast(Any, kind)) if item.name not in converted
     }

@@ -1,4 +1,4 @@
-"""What both clients use to send a call and to read its stream, besides `async_calls`, which sends it.
+"""Provides what both clients need to send a call and to read its stream; `async_calls` sends it.
 
 - `Asyncio` and `Threads` hold the operations in which the two clients differ.
 - `Retries` decides whether and when a refused call is sent again: only if the server says when to try again, since
@@ -60,25 +60,25 @@ class Asyncio:
 
     @staticmethod
     def channel(connection: Connection) -> grpc.aio.Channel:
-        """The channel of a connection."""
+        """Returns the channel of a connection."""
         if connection.credentials is None:
             return grpc.aio.insecure_channel(connection.target, connection.options)
         return grpc.aio.secure_channel(connection.target, connection.credentials, connection.options)
 
     @staticmethod
     async def run(function: Callable[..., AnyReturned], *arguments: Any) -> AnyReturned:
-        """What the function returns. A thread runs it, since it may take too long for the event loop."""
+        """Returns the function's result. A thread runs it, since it may take too long for the event loop."""
         return await asyncio.to_thread(function, *arguments)
 
     @staticmethod
     async def wait(cancelled: asyncio.Event, duration_s: float) -> None:
-        """Wait, or until the call is cancelled."""
+        """Waits for a time, or until the call is cancelled."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(cancelled.wait(), duration_s)
 
     @staticmethod
     async def read(call: Any, cancelled: asyncio.Event, request_id: str) -> Any:
-        """The next message of a stream; None at its end."""
+        """Returns the next message of a stream; None at its end."""
         try:
             return await call.read() or None  # the mark of the end is false, every message is true
         except asyncio.CancelledError:
@@ -126,11 +126,11 @@ class Retries:
 
     @property
     def remaining_s(self) -> float:
-        """Time that is left for the next attempt."""
+        """Returns the time that is left for the next attempt, in seconds."""
         return self._ends - time.monotonic()
 
     def wait_s(self, error: KestrelClientError) -> float | None:
-        """How long to wait after this failure before the next attempt; None to give up."""
+        """Returns the seconds to wait after this failure before the next attempt; None to give up."""
         if not isinstance(error, Overloaded | Unavailable) or error.reason == "QUEUE_TIMEOUT":
             return None
         if error.retry_after_s is None:
@@ -153,7 +153,7 @@ class SentImages:
         self._lock = threading.Lock()
 
     def delivery(self, data: bytes) -> Delivery:
-        """How a call sends an image, which counts as sent from now on."""
+        """Returns the way in which a call sends an image, which counts as sent from now on."""
         image_id = images.name_of(data)
         if self._store_from_bytes is None or len(data) < self._store_from_bytes:
             return Delivery(self, data, image_id, [_IN_MESSAGE])
@@ -171,17 +171,17 @@ class SentImages:
         return Delivery(self, data, image_id, ways)
 
     def note_stored(self, image_id: str) -> None:
-        """The server has the image now."""
+        """Notes that the server has the image now."""
         with self._lock:
             self._is_stored[image_id] = True
 
     def give_up(self) -> None:
-        """The server stores no images for this client: send all of them in messages."""
+        """Notes that the server stores no images for this client, so that all are sent in messages."""
         self._store_from_bytes = None
 
 
 class Delivery:
-    """How one call sends its image. Begins with the best way and falls back to the next where that fails."""
+    """The way in which one call sends its image: the best one first, and the next where that fails."""
 
     def __init__(self, sent: SentImages, data: bytes, image_id: str, ways: list[str]) -> None:
         self.image_id = image_id
@@ -192,32 +192,32 @@ class Delivery:
 
     @property
     def must_store(self) -> bool:
-        """Whether the image is to be stored before the call."""
+        """Returns True if the image is to be stored before the call."""
         return self._ways[0] is _STORE_FIRST
 
     def put_request(self) -> image_service_pb2.PutImageRequest:
-        """The request that stores the image."""
+        """Returns the request that stores the image."""
         return image_service_pb2.PutImageRequest(data=self._data)
 
     def note_stored(self) -> None:
-        """The image is stored."""
+        """Notes that the image is stored."""
         self._sent.note_stored(self.image_id)
 
     def note_not_stored(self, error: KestrelClientError) -> None:
-        """The image could not be stored."""
+        """Notes that the image could not be stored."""
         self._ways.pop(0)
         if isinstance(error, PermissionDenied) or error.code is grpc.StatusCode.UNIMPLEMENTED:
             self._sent.give_up()
 
     def fill(self, message: media_pb2.Image) -> None:
-        """Put the image or its name into a message."""
+        """Puts the image or its name into a message."""
         if self._ways[0] is _IN_MESSAGE:
             message.data = self._data
         else:
             message.image_id = self.image_id
 
     def can_retry(self, error: KestrelClientError) -> bool:
-        """Whether to try again after a failed call, since the server did not have the image."""
+        """Returns True if a failed call is to be tried again, since the server did not have the image."""
         if not isinstance(error, ImageNotFound) or len(self._ways) == 1:
             return False
         self._ways.pop(0)
@@ -232,7 +232,7 @@ class Events(ABC, Generic[AnyPiece, AnyResult]):
         self._result: AnyResult | None = None
 
     def accept(self, response: Any) -> AnyPiece | None:
-        """The piece of the answer in this event, or None if it is of another kind."""
+        """Returns the piece of the answer in this event, or None if it is of another kind."""
         if response.HasField("completed"):
             self._result = self._read(response.completed)
             return None
@@ -240,7 +240,7 @@ class Events(ABC, Generic[AnyPiece, AnyResult]):
 
     @property
     def result(self) -> AnyResult:
-        """The whole result, once the stream has ended."""
+        """Returns the whole result, once the stream has ended."""
         if self._result is None:
             text = "the stream ended without a result"
             raise ServerError(Failure(grpc.StatusCode.INTERNAL, text, RESULT_MISSING))
@@ -248,18 +248,19 @@ class Events(ABC, Generic[AnyPiece, AnyResult]):
 
     @abstractmethod
     def piece(self, response: Any) -> AnyPiece | None:
-        """The new text of an event that is not the last."""
+        """Returns the new text of an event that is not the last."""
 
 
 class TextEvents(Events[TextDelta, AnyResult]):
-    """The pieces are those of the text."""
+    """Reads the stream of a text: its pieces are those of the text."""
 
     def piece(self, response: TextResponse) -> TextDelta | None:
         return results.text_delta(response.delta) if response.HasField("delta") else None
 
 
 class OutlineEvents(Events[Segment, SegmentResult]):
-    """The pieces are the outline as far as it has been drawn: first its box, then longer and longer paths."""
+    """Reads the stream of an outline: its pieces are the outline as far as it has been drawn, first its box, then
+    longer and longer paths."""
 
     def __init__(self, object: str) -> None:
         super().__init__(lambda message: results.segment_result(message, object))
@@ -277,6 +278,6 @@ class OutlineEvents(Events[Segment, SegmentResult]):
 
 
 def cancelled_here(request_id: str) -> Cancelled:
-    """The error for reading a stream after cancelling it."""
+    """Returns the error for reading a stream after cancelling it."""
     code = grpc.StatusCode.CANCELLED
     return Cancelled(Failure(code, "the stream was cancelled", LOCAL_REASONS[code], request_id=request_id))

@@ -22,7 +22,7 @@ _NEVER_OWN = ("192.0.2.1", 0)
 
 
 def proxy_options(target: str) -> tuple[tuple[str, int], ...]:
-    """The options of a channel to this target by which it uses no proxy for this machine."""
+    """Returns the options of a channel to this target by which it uses no proxy for this machine."""
     return (("grpc.enable_http_proxy", 0),) if is_this_machine(target) else ()
 
 
