@@ -73,7 +73,7 @@ def _handle_signals() -> dict[signal.Signals, Any]:
     before.
 
     Without a handler SIGTERM ends the process with a status that says failure, and does nothing to the first
-    process of a container. SIGHUP ends it only where its terminal is gone, and not where it was started to ignore
+    process of a container. SIGHUP ends it only if its terminal is gone, and not if it was started to ignore
     it.
     """
     had_terminal = os.isatty(0)

@@ -157,22 +157,22 @@ class Server:
 
     @property
     def triton_port(self) -> int | None:
-        """The second port of gRPC; None where there is none, and before `start`."""
+        """The second port of gRPC; None if there is none, and before `start`."""
         return self._frontend.triton_port
 
     @property
     def admin_port(self) -> int | None:
-        """The port for operators; None where there is none, and before `start`."""
+        """The port for operators; None if there is none, and before `start`."""
         return self._frontend.admin_port
 
     @property
     def http_port(self) -> int | None:
-        """The port of the HTTP frontends; None where there is none, and before `start`."""
+        """The port of the HTTP frontends; None if there is none, and before `start`."""
         return None if self._http is None else self._http.port
 
     @property
     def metrics_port(self) -> int | None:
-        """The port of metrics and probes; None where there is none, and before `start`."""
+        """The port of metrics and probes; None if there is none, and before `start`."""
         return None if self._probe_port is None else self._probe_port.port
 
     @property

@@ -1,4 +1,4 @@
-"""Checks who may call what, and how often, by the bearer tokens that `token_file.py` reads.
+"""Checks who may call which methods, and how often, by the bearer tokens that `token_file.py` reads.
 
     TokenInvalid     no token, an unknown one, or one that was revoked
     ScopeRequired    the token does not allow this method
@@ -96,7 +96,7 @@ class AdmittedCall(Protocol):
         ...
 
     def leave(self) -> None:
-        """Gives back what the call counts for. The caller of `admit` calls it once, when the call has ended."""
+        """Ends the counting of the call. The caller of `admit` calls it once, when the call has ended."""
         ...
 
 

@@ -42,9 +42,10 @@ def is_data_url(text: bytes) -> bool:
 
 
 def decode_data_url(url: bytes, max_bytes: int, *, needs_base64: bool = False) -> bytes:
-    """Returns the content of a `data:` URL, of at most `max_bytes`; with `needs_base64` no other form is taken.
+    """Returns the content of a `data:` URL, of at most `max_bytes`.
 
-    Raises `DataUnreadable` and `DataTooLarge`, the latter before anything is decoded.
+    With `needs_base64` every other form is refused. Raises `DataUnreadable` and `DataTooLarge`, the latter before
+    anything is decoded.
     """
     begin, comma = _BEGIN.match(url), url.find(b",", 0, _MAX_HEAD_BYTES)
     assert begin is not None, "called for data: URLs only"
@@ -65,7 +66,7 @@ def decode_data_url(url: bytes, max_bytes: int, *, needs_base64: bool = False) -
 
 
 def decode_base64(text: bytes, max_bytes: int, *, is_escaped: bool = False) -> bytes:
-    """Returns what base64 stands for, at most `max_bytes`. Whitespace is skipped, and padding may be absent.
+    """Returns the bytes that base64 encodes, at most `max_bytes`. Whitespace is skipped, and padding may be absent.
 
     `is_escaped`: bytes may be written as in URLs, such as `%2B`. Raises `DataUnreadable` and `DataTooLarge`, the
     latter before anything is decoded.

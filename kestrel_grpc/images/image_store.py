@@ -157,7 +157,7 @@ class ImageIntake:
     async def put(
         self, namespace: str, data: bytes, announced: ImageHandle | None, retention: Retention
     ) -> StoredImage:
-        """Stores an image that was received in one message. Raises `ImageDigestMismatch` where its digest is not
+        """Stores an image that was received in one message. Raises `ImageDigestMismatch` if its digest is not
         the announced one."""
         handle = await handle_of(data)
         if announced not in (None, handle):
@@ -170,7 +170,7 @@ class ImageIntake:
         return await self._store.find(namespace, handle)
 
     async def read(self, namespace: str, image: StoredImage) -> bytes:
-        """Returns the file of an image that has just been found. Raises `ImageNotFound` where it has left
+        """Returns the file of an image that has just been found. Raises `ImageNotFound` if it has been dropped
         meanwhile."""
         return await self._store.read(namespace, image)
 

@@ -33,7 +33,7 @@ def use_kept_bytecode() -> None:
 def keep_bytecode() -> subprocess.Popen[bytes] | None:
     """Has a process of the lowest priority write the bytecode of all imported modules, for later starts.
 
-    Returns the process, which a thread waits for. None where nothing is to be kept: torch has its bytecode, Python
+    Returns the process, which a thread waits for. None if nothing is to be kept: torch has its bytecode, Python
     can write it next to the sources, PYTHONPYCACHEPREFIX says where it is, or the folder belongs to others.
     """
     folder = _folder()
@@ -59,7 +59,7 @@ def keep_bytecode() -> subprocess.Popen[bytes] | None:
 
 
 def _folder() -> Path | None:
-    """Returns the folder of the bytecode; None where Python needs no such folder."""
+    """Returns the folder of the bytecode; None if Python needs no such folder."""
     found = importlib.util.find_spec(_LARGEST_LIBRARY)
     if sys.pycache_prefix is not None or found is None or found.cached is None or found.origin is None:
         return None

@@ -29,7 +29,7 @@ def end_within(timeout_s: float) -> None:
 
 
 def end_now(status: int) -> NoReturn:
-    """Exits without waiting for any thread. What was logged and printed is written first."""
+    """Exits without waiting for any thread. Logged and printed text is written first."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or its reader has gone

@@ -12,7 +12,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202
 
 
 def printable(text: str) -> str:
-    """Returns the text with escapes such as `\\x1b` for what a terminal would act on, but line feeds and tabs.
+    """Returns the text with escapes such as `\\x1b` for control characters, except line feeds and tabs.
 
     Names and answers of others may hold control characters, marks that reverse the direction of what follows, and
     halves of surrogate pairs.
@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 def printable_json(document: str) -> str:
-    """Returns the JSON with escapes such as `\\u009b` in its texts for what a terminal would act on."""
+    """Returns the JSON with escapes such as `\\u009b` in its texts for control characters."""
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", document)
 
 

@@ -97,9 +97,9 @@ class GrpcFrontend:
         self.port: int | None = None
         """The port of gRPC; None before `start`."""
         self.triton_port: int | None = None
-        """The second port for the same services; None where there is none, and before `start`."""
+        """The second port for the same services; None if there is none, and before `start`."""
         self.admin_port: int | None = None
-        """The port for operators; None where there is none, and before `start`."""
+        """The port for operators; None if there is none, and before `start`."""
         self.has_closed = False
         """True once gRPC has ended every connection; `close` may return first."""
         self._config = config
