@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
@@ -9,11 +10,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from kestrel_grpc.config.listing import markdown_table
-from tests import warm
 from tests.reference_fixtures import CHECKOUT
 
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
@@ -30,11 +31,9 @@ needs_tools = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def activated() -> Iterator[dict[str, str]]:
-    """The variables of a shell that has activated the environment of this Python. The imports of `kestrel-grpc`,
-    which take most of the time of a command, are those of `tests.warm`; `tests/test_packages.py` has its own."""
-    with warm.shell_variables() as variables:
-        yield variables
+def activated() -> dict[str, str]:
+    """The variables of a shell that has activated the environment of this Python."""
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 @pytest.fixture(scope="module")

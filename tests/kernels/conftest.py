@@ -4,7 +4,7 @@ import pytest
 
 from tests.kernels import interpreter
 
-interpreter.mend()
+interpreter.repair()
 
 
 @pytest.fixture

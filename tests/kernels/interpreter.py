@@ -1,5 +1,8 @@
-"""Mends Triton's interpreter, in which kernels run where there is no GPU: it then runs all that a GPU runs, rounds
-as a GPU does, and takes a third of the time."""
+"""Repairs Triton's interpreter, in which kernels run without a GPU: it then rounds as a GPU does, and is faster.
+
+Measured in turns on six files of tests (10.6 s of a processor): without `_patch_once_a_launch` 18.8 s, without the
+three of `_reduce_by_halves`, `_know_types` and `_convert_what_differs` 11.8, 11.9 and 12.4 s.
+"""
 
 import importlib
 import inspect
@@ -14,45 +17,31 @@ module: Any = importlib.import_module("triton.runtime.interpreter")
 _language: Any = importlib.import_module("triton.language")
 
 
-def mend() -> None:
-    """Once in a process, before the first kernel runs."""
-    _let_scalars_be_indices()
+def repair() -> None:
+    """Replaces parts of the interpreter; called once in a process, before the first kernel runs."""
     _multiply_bfloat16()
     _round_to_nearest()
     _reduce_by_halves()
     _patch_once_a_launch()
     if os.environ.get("TRITON_INTERPRET") == "1":  # what follows would also concern kernels that are compiled
-        _check_no_overflow()
         _know_types()
         _convert_what_differs()
-        _check_new_sizes_alone()
-
-
-def _let_scalars_be_indices() -> None:
-    # numpy 2.4 no longer turns an array of one element into an integer, as which the interpreter holds scalars.
-    patch = module._patch_lang_tensor
-
-    def patch_with_index(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    module._patch_lang_tensor = patch_with_index
 
 
 def _multiply_bfloat16() -> None:
     # numpy has no bfloat16: the interpreter holds its bits as integers, and would multiply those.
     create_dot = module.InterpreterBuilder.create_dot
 
-    def widened(operand: Any) -> Any:
+    def as_float32(operand: Any) -> Any:
         if operand.dtype.scalar != _language.bfloat16:
             return operand
         wide = (operand.data.astype(np.uint32) << 16).view(np.float32)
         return module.TensorHandle(wide, _language.float32)
 
-    def create_wide_dot(self: Any, left: Any, right: Any, *more: Any) -> Any:
-        return create_dot(self, widened(left), widened(right), *more)
+    def create_float32_dot(self: Any, left: Any, right: Any, *more: Any) -> Any:
+        return create_dot(self, as_float32(left), as_float32(right), *more)
 
-    module.InterpreterBuilder.create_dot = create_wide_dot
+    module.InterpreterBuilder.create_dot = create_float32_dot
 
 
 def _round_to_nearest() -> None:
@@ -149,14 +138,6 @@ def _patch_once_a_launch() -> None:
 
     module._patch_lang, module.GridExecutor.__call__ = patch_once, execute_patched
     module._patch_builtin = patch_builtin
-
-
-def _check_no_overflow() -> None:
-    # It computes whether sums and products of integers overflow, in seven operations for each, and then asks an
-    # option that is never set whether to say so.
-    options = module.interpreter_builder.options
-    if not options.debug:
-        module.interpreter_builder.options = type(options)(sanitize_overflow=False)
 
 
 def _know_types() -> None:
@@ -281,18 +262,3 @@ def _convert_what_differs() -> None:
     semantic.broadcast_impl_value = broadcast_unless_equal
     semantic.cast = cast_unless_equal
     core._unwrap_if_constexpr = unwrap_unless_tensor
-
-
-def _check_new_sizes_alone() -> None:
-    # Whether the data of a result fit its type is checked for each result.
-    check = module.TensorHandle.__post_init__
-    fitting: set[Any] = set()
-
-    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
-        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
-        sizes = data.itemsize, dtype.name
-        if sizes not in fitting:
-            check(self)
-            fitting.add(sizes)
-
-    module.TensorHandle.__init__ = init

@@ -1,17 +1,17 @@
-"""Python programs that begin with the packages imported already, for tests that start many of them.
+"""Starts Python programs with the packages imported already, for tests that start many of them.
 
-The imports of a server take two to three seconds of processor time. Within `starts`, `subprocess`, `asyncio` and
-`multiprocessing` have a *starter* (`__main__.py`) fork a process where they would start Python: a process that has
-imported the packages and waits. The new process is a child of the one that asked, with a process id, an exit
-status, descriptors, variables, a folder and signals of its own, and it runs its program from the first line. The
-processes that it starts itself are forked as well, from a starter that is a child of its own.
+The imports of a server take 2.5 seconds of processor time, a fork 0.05. Within `starts`, `subprocess`, `asyncio`
+and `multiprocessing` ask a *starter* (`__main__.py`), a process that has imported the packages, to fork a process
+where they would start Python. The new process is a child of the one that asked, with a process id, an exit status,
+descriptors, variables, a folder and signals of its own, and it runs its program from the first line. The processes
+that it starts itself are forked as well, from a starter that is a child of its own.
 
-It differs from others in that it has modules that its program may not have imported, and the hash seed of the
-starter, and that it exits without destroying its objects unless it has the variable `EXITS_AS_USUAL`. So what is
-tested must not be the start; for that there is `as_usual`. A process is also started as usual
-where the difference might matter: with other variables that libraries read while they are imported, with flags of
-Python, and where the system is not Linux. Where variables of the hub of models differ, the new process imports its
-library anew, and what imports it.
+It differs from other processes in three ways: it has modules that its program may not have imported, it has the
+hash seed of the starter, and it exits without destroying its objects unless it has the variable `EXITS_AS_USUAL`,
+since that takes 0.2 seconds. Tests of the start itself use `as_usual`. A process is also started as usual if the
+difference might matter: with other variables that libraries read while they are imported, with flags of Python,
+and on systems other than Linux. If variables of the hub of models differ, the new process imports its library
+anew, and what imports it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ import functools
 import json
 import os
 import resource
-import shlex
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -41,7 +39,7 @@ from unittest import mock
 EXITS_AS_USUAL = "PYTEST_EXITS_AS_USUAL"
 """A variable for programs whose exit is tested; any value."""
 TITLE = "starter of tests"
-"""Of starters, in `ps`."""
+"""The name of starters in `ps`."""
 MAX_REQUEST_BYTES = 128 * 1024
 MAX_DESCRIPTORS = 64
 HUB_VARIABLES = "HF_"
@@ -60,7 +58,7 @@ _fork_exec = _posixsubprocess.fork_exec
 
 @dataclass(frozen=True)
 class Start:
-    """A process that is to be started; its descriptors come with it, in the order of their numbers here."""
+    """Describes a process to start; its descriptors are sent with it, in the order of their numbers here."""
 
     arguments: Sequence[str]
     """After the path of Python: `-m`, the module and its arguments, or `-c`, the code and its arguments."""
@@ -81,7 +79,7 @@ class Start:
 
 
 class Starter:
-    """The side of a process that asks for others."""
+    """Asks the starter of this process for new processes."""
 
     def __init__(self, connection: socket.socket, variables: Mapping[str, str]) -> None:
         """`variables` are those of the starter, while it imported."""
@@ -90,11 +88,11 @@ class Starter:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """The starter ends; what it has started goes on."""
+        """Ends the starter; the processes that it has started go on."""
         self._connection.close()
 
     def fork_exec(self, *values: Any) -> int:
-        """Stands for `_posixsubprocess.fork_exec`, which `subprocess` and `multiprocessing` call."""
+        """Replaces `_posixsubprocess.fork_exec`, which `subprocess` and `multiprocessing` call."""
         arguments, _, closes, kept, folder, variables, stdin, _, _, stdout, _, stderr, _, ends, *rest = values
         _, is_session_leader, group, *identity, preexec, _ = rest
         words, flags = [os.fsdecode(word) for word in arguments[1:]], _own_flags()
@@ -121,7 +119,7 @@ class Starter:
         return int(answer)
 
     def _serves(self, start: Start) -> bool:
-        """Whether the process would be as if it had been started as usual."""
+        """Returns True if the process would be as if it had been started as usual."""
         own, wanted = _without_sources(self._variables), _without_sources(start.variables)
         differing = (name for name in {*own, *wanted} if own.get(name) != wanted.get(name))
         return (
@@ -132,7 +130,7 @@ class Starter:
 
 
 def _without_sources(variables: Mapping[str, str]) -> dict[str, str]:
-    """Without the folders of this checkout in the path of Python."""
+    """Returns the variables without the folders of this checkout in the path of Python."""
     folders = variables.get("PYTHONPATH", "").split(os.pathsep)
     others = os.pathsep.join(folder for folder in folders if folder and folder not in _SOURCES)
     return {**variables, "PYTHONPATH": others}
@@ -143,7 +141,7 @@ def _own_flags() -> list[str]:
 
 
 def _named(variables: Sequence[bytes] | None) -> dict[str, str]:
-    """With the variable that `kestrel_grpc.__main__` sets if nobody has, before it imports."""
+    """Returns the variables by name, and the one that `kestrel_grpc.__main__` sets before its imports."""
     named = dict(os.environ)
     if variables is not None:
         named = {name: value for name, _, value in (os.fsdecode(pair).partition("=") for pair in variables)}
@@ -152,7 +150,7 @@ def _named(variables: Sequence[bytes] | None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _parent_of_orphans() -> Iterator[None]:
-    """Within the block, descendants whose parents end become children of this process: so those of a starter do."""
+    """Within the block, descendants whose parents end become children of this process, as those of a starter do."""
     prctl = ctypes.CDLL(None).prctl
     assert prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     try:
@@ -171,45 +169,13 @@ def starts() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def shell_variables() -> Iterator[dict[str, str]]:
-    """The variables of a shell that has activated the environment of this Python.
-
-    Until the end of the block `kestrel-grpc` begins there with the packages imported, as programs do in `starts`.
-    """
-    folder_of_python = Path(sys.executable).parent
-    if sys.platform != "linux":
-        yield {**os.environ, "PATH": f"{folder_of_python}:{os.environ['PATH']}"}
-        return
-    # In /tmp, because the path of a socket is short.
-    with tempfile.TemporaryDirectory(dir="/tmp") as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
-        command = folder / "kestrel-grpc"
-        program = (sys.executable, "-IS", str(Path(__file__).with_name("command.py")), f"{folder}/socket")
-        command.write_text(f'#!/bin/sh\nexec {shlex.join(program)} kestrel_grpc "$@"\n')
-        command.chmod(0o755)
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        listener.bind(f"{folder}/socket")
-        listener.listen()
-        with starts():
-            process = subprocess.Popen(
-                (sys.executable, "-m", "tests.warm", str(listener.fileno())),
-                cwd=_CHECKOUT,
-                pass_fds=(listener.fileno(),),
-                stdin=subprocess.DEVNULL,
-            )
-        stack.enter_context(process)
-        stack.callback(process.kill)
-        yield {**os.environ, "PATH": f"{folder}:{folder_of_python}:{os.environ['PATH']}"}
-
-
 def as_usual() -> contextlib.AbstractContextManager[None]:
     """Within the block, also if it is within one of `starts`, programs import what they need."""
     return _starting_by(_fork_exec)
 
 
 def start_by(starter: Starter) -> None:
-    """From here on programs that this process starts are forked by that starter."""
+    """Has that starter fork the programs that this process starts from here on."""
     subprocess._fork_exec = starter.fork_exec  # pyrefly: ignore[missing-attribute]
     _posixsubprocess.fork_exec = starter.fork_exec
 
@@ -225,7 +191,7 @@ def _starting_by(fork_exec: Callable[..., int]) -> Iterator[None]:
 
 @functools.cache
 def _own_starter() -> Starter:
-    """Of this process, started at the first call; it ends with this process."""
+    """Returns the starter of this process, started at the first call; it ends with this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     variables = {"GRPC_VERBOSITY": "NONE", **os.environ}
     command = (sys.executable, *_own_flags(), "-m", "tests.warm", str(theirs.fileno()))
@@ -245,5 +211,5 @@ def _own_starter() -> Starter:
 
 
 def moved(descriptor: int) -> int:
-    """A copy of a descriptor whose number is that of none with which a process begins."""
+    """Returns a copy of a descriptor with a number above all those with which a process begins."""
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 512)

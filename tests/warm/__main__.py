@@ -1,14 +1,12 @@
-"""The starter: imports the packages, and forks a process for each request that comes over its socket.
+"""Runs a starter: imports the packages, and forks a process for each request on its socket.
 
-`python -m tests.warm DESCRIPTOR` runs it until the other end of the socket is closed. If the socket listens, each
-connection (`command.py`) brings one request, and the starter runs until it is killed. It has one thread, no gRPC
+`python -m tests.warm DESCRIPTOR` runs it until the other end of the socket is closed. It has one thread, no gRPC
 channel and no event loop, none of which survives a fork.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import importlib
 import os
@@ -66,7 +64,7 @@ PACKAGES = (
     *("kestrel_runtime.models.moondream.family", "kestrel_runtime.models.moondream.prepared"),
     *("PIL.GifImagePlugin", "PIL.JpegImagePlugin", "PIL.PngImagePlugin", "PIL.PpmImagePlugin"),
 )
-"""What servers, their commands and their benches import, at their start or when they need it."""
+"""The modules that servers, their commands and their benches import, at their start or on first use."""
 
 
 def import_packages() -> None:
@@ -108,45 +106,6 @@ def next_process(connection: socket.socket) -> tuple[Start, list[int]]:
         connection.send(os.read(reader, 32))
         for descriptor in (reader, writer, *descriptors):
             os.close(descriptor)
-
-
-def next_command(listener: socket.socket) -> tuple[Start, list[int]]:
-    """As `next_process`, for the requests of a listening socket.
-
-    Each new process has a parent that waits for it and tells its exit status to the one that asked, who is no
-    ancestor of the starter and so cannot wait itself.
-    """
-    setproctitle(TITLE)
-    before = [signal.signal(number, signal.SIG_IGN) for number in _IGNORED]
-    signal.signal(signal.SIGCHLD, _reap)
-    while True:
-        connection, _ = listener.accept()
-        if os.fork() == 0:
-            break
-        connection.close()
-    listener.close()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    data, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
-    child = os.fork()
-    if child != 0:
-        try:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            connection.send(str(child).encode())
-            _, status = os.waitpid(child, 0)
-            connection.send(str(os.waitstatus_to_exitcode(status)).encode())
-        finally:
-            os._exit(0)
-    connection.close()
-    for number, handler in zip(_IGNORED, before, strict=True):
-        signal.signal(number, handler)
-    return Start.from_bytes(data), descriptors
-
-
-def _reap(number: int, frame: types.FrameType | None) -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 def begin(start: Start, descriptors: list[int]) -> NoReturn:
@@ -225,6 +184,5 @@ def _begin_starter(descriptors: list[int]) -> None:
 
 if __name__ == "__main__":
     connection = socket.socket(fileno=int(sys.argv[1]))
-    is_listening = bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     import_packages()
-    begin(*(next_command(connection) if is_listening else next_process(connection)))
+    begin(*next_process(connection))

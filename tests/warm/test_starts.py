@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from kestrel_grpc import __version__
 from tests import warm
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -142,34 +141,6 @@ def test_objects_are_destroyed_at_the_exit_only_where_that_is_asked_for() -> Non
     assert printed("-c", code).split() == ["thread", "exits"]
     asking = {**os.environ, warm.EXITS_AS_USUAL: "yes"}
     assert printed("-c", code, env=asking).split() == ["thread", "exits", "destroyed"]
-
-
-def test_a_command_of_a_shell_has_its_folder_its_streams_and_its_exit_status(tmp_path: Path) -> None:
-    script = 'kestrel-grpc --version > version || exit 9; kestrel-grpc health --address "$(cat)" 2> complaint'
-    with warm.shell_variables() as variables:
-        done = subprocess.run(
-            ("bash", "-c", script), cwd=tmp_path, env=variables, input="localhost:1", text=True, check=False
-        )
-    assert done.returncode == 1
-    assert (tmp_path / "version").read_text().strip() == __version__
-    assert "localhost:1" in (tmp_path / "complaint").read_text()
-
-
-def test_a_command_of_a_shell_is_ended_by_the_signals_that_it_gets() -> None:
-    with (
-        warm.shell_variables() as variables,
-        subprocess.Popen(
-            ("kestrel-grpc", "serve", "--port", "0", "--withdrawal-delay", "0"),
-            env=variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        ) as process,
-    ):
-        assert process.stdout is not None
-        assert " on " in process.stdout.readline()
-        process.terminate()
-    assert process.returncode == 0
 
 
 def test_where_it_would_make_a_difference_it_is_started_as_usual() -> None:
