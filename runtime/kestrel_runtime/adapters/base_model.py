@@ -32,7 +32,7 @@ class ServedModel:
     """Names of the served revision of the repository: what was asked for, and its commit."""
 
     def log_difference(self, adapter: str, config: Mapping[str, Any] | None) -> None:
-        """Log a warning where `adapter_config.json` names another model or another revision than this one.
+        """Logs a warning where `adapter_config.json` names another model or another revision than this one.
 
         Where that cannot be known, because one of the two is a local path, the line is no warning.
         """
@@ -68,7 +68,7 @@ class ServedModel:
 
 
 def _named(config: Mapping[str, Any]) -> tuple[str, str]:
-    """The model and the revision that a configuration names; empty where it names none."""
+    """Returns the model and the revision that a configuration names; empty where it names none."""
     base, revision = (
         value if isinstance(value, str) else ""
         for value in (config.get("base_model_name_or_path"), config.get("revision"))

@@ -46,7 +46,7 @@ class AdapterFiles:
     config: Mapping[str, Any] | None
     """The parsed `adapter_config.json`; None where there is none."""
     tensors: Mapping[str, Tensor]
-    """By name, on the host, with the types of the file."""
+    """The tensors by name, on the host, with the types of the file."""
     digest: bytes
     """SHA-256 of all files."""
 
@@ -61,14 +61,17 @@ class AdapterSource:
         max_file_bytes: int,
         download: Callable[..., str] = snapshot_download,
     ) -> None:
-        """root: the folder that names are resolved in; repositories: names on the hub that may be used as well."""
+        """Takes the folder in which names are resolved, and repositories of the hub that requests may also name."""
         self._root = None if root is None else Path(os.path.realpath(root))
         self._repositories = frozenset(repositories)
         self._max_file_bytes = max_file_bytes
         self._download = download
 
     def read(self, text: str) -> AdapterFiles:
-        """The files of the adapter that a name stands for. Raises `AdapterNotFound` and `AdapterInvalid`."""
+        """Returns the files of the adapter that a name stands for.
+
+        Raises `AdapterNotFound` and `AdapterInvalid`.
+        """
         name = AdapterName.parse(text)
         if name is None:
             raise AdapterNotFound(text)
@@ -79,7 +82,7 @@ class AdapterSource:
             raise AdapterInvalid(text, (f"cannot be read: {error.strerror}",)) from None
 
     def _find(self, name: AdapterName) -> tuple[Path, Path]:
-        """The folder of a name, and the folder that its files must lie in when symbolic links are followed."""
+        """Returns the folder of a name, and the folder that its files must lie in when symbolic links are followed."""
         if self._root is not None:
             for relative in _folders(name):
                 folder = Path(os.path.realpath(self._root / relative))
@@ -90,7 +93,7 @@ class AdapterSource:
         raise AdapterNotFound(str(name))
 
     def names(self) -> list[str]:
-        """The names of folders with weights and of the listed repositories, in order, at most 1,000."""
+        """Returns the names of folders with weights and of the listed repositories, in order, at most 1,000."""
         found = set(self._repositories)
         if self._root is not None:
             for relative in _adapter_folders(self._root):
@@ -105,7 +108,7 @@ class AdapterSource:
             folder = Path(self._download(name.path, revision=name.step, allow_patterns=patterns))
         except OSError as error:  # the errors of the hub's library are among them
             raise AdapterInvalid(str(name), (f"cannot be downloaded: {type(error).__name__}",)) from error
-        # In its cache the hub's library links the files of a revision to their contents, beside `snapshots`.
+        # In its cache the hub's library links the files of a revision to their contents, next to `snapshots`.
         return folder, Path(os.path.realpath(folder)).parents[1]
 
     def _read(self, name: str, folder: Path, allowed: Path) -> AdapterFiles:
@@ -163,14 +166,17 @@ class AdapterSource:
 
 
 def _folders(name: AdapterName) -> list[str]:
-    """The folders that a name may mean, in order of preference. Trainers name the folders of steps like this."""
+    """Returns the folders that a name may mean, in order of preference.
+
+    Trainers name the folders of steps like this.
+    """
     if name.step is None:
         return [name.path]
     return [f"{name.path}@{name.step}", f"{name.path}/{name.step}", f"{name.path}/{_CHECKPOINT}{name.step}"]
 
 
 def _name_of_folder(relative: str) -> AdapterName | None:
-    """The name of a folder; for a trainer's folder of a step, the name with the step."""
+    """Returns the name of a folder; for a trainer's folder of a step, the name with the step."""
     path, _, last = relative.rpartition("/")
     if path and last.startswith(_CHECKPOINT):
         relative = f"{path}@{last.removeprefix(_CHECKPOINT)}"
@@ -178,7 +184,10 @@ def _name_of_folder(relative: str) -> AdapterName | None:
 
 
 def _adapter_folders(root: Path) -> Iterator[str]:
-    """The folders under `root` that hold a safetensors file, relative to it. What cannot be read is left out."""
+    """Yields the folders under `root` that hold a safetensors file, relative to it.
+
+    What cannot be read is left out.
+    """
     folders = deque([""])
     for _ in range(_MAX_FOLDERS):
         if not folders:
@@ -203,7 +212,7 @@ def _is_inside(folder: Path, root: Path) -> bool:
 
 
 def _listing(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and identity of each entry of a folder."""
+    """Returns the name and the identity of each entry of a folder."""
     found: dict[str, tuple[int, ...]] = {}
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -239,7 +248,7 @@ def _tensors(name: str, file: str, data: bytes) -> Mapping[str, Tensor]:
 
 
 def _mapped(data: bytes) -> Mapping[str, Tensor]:
-    """The tensors of a safetensors file, mapped from a copy in memory that only they refer to.
+    """Returns the tensors of a safetensors file, mapped from a copy in memory that only they refer to.
 
     `safetensors.torch.load` would copy all of them in one call that holds the interpreter: for 73 MB no other
     thread runs for 42 ms.

@@ -60,27 +60,27 @@ class AdapterSlots:
 
     @property
     def residences(self) -> tuple[Residence, ...]:
-        """All residences, in the order in which they were placed."""
+        """Returns all residences, in the order in which they were placed."""
         return tuple(self._residences)
 
     def current(self, name: str) -> Residence | None:
-        """The version for new leases of a name; None if there is none, or if it drains."""
+        """Returns the version for new leases of a name; None if there is none, or if it drains."""
         found = (item for item in self._residences if item.is_current and item.name == name)
         return next((item for item in found if not item.is_draining), None)
 
     def num_held_by(self, tenant: str) -> int:
-        """How many slots a tenant holds."""
+        """Returns how many slots a tenant holds."""
         return self._held()[tenant]
 
     def lease(self, residence: Residence, tenant: str = "") -> None:
-        """Count one more request of a tenant that uses this version."""
+        """Counts one more request of a tenant that uses this version."""
         assert residence.is_current
         assert not residence.is_draining
         residence.leases[tenant] += 1
         residence.last_use, residence.last_tenant = next(self._uses), tenant
 
     def end_lease(self, residence: Residence, tenant: str = "") -> None:
-        """A request of a tenant is over, or has given its lease back."""
+        """Ends the lease of a request of a tenant."""
         residence.leases[tenant] -= 1
         assert residence.leases[tenant] >= 0
         if not residence.leases[tenant]:
@@ -89,7 +89,7 @@ class AdapterSlots:
             self._leave(residence)
 
     def reserve(self, tenant: str = "") -> int | None:
-        """Return a slot to write for a tenant, or None; after None a slot becomes free when leases end."""
+        """Returns a slot to write for a tenant, or None; after None a slot becomes free when leases end."""
         if not self._free:
             idle = [item for item in self._residences if not item.leases]
             held = self._held()
@@ -101,25 +101,27 @@ class AdapterSlots:
         return self._free.pop() if self._free else None
 
     def stop_draining(self) -> None:
-        """No further slot is needed: draining adapters stay."""
+        """Keeps draining adapters in their slots, since no further slot is needed."""
         for item in self._residences:
             if item.is_draining and item.is_current:
                 item.is_draining = item.is_reclaimed = False
                 self.num_evictions -= 1
 
     def give_back(self, slot: int) -> None:
-        """A reserved slot is not needed."""
+        """Gives a reserved slot back unused."""
         self._free.append(slot)
 
     def place(self, slot: int, name: str, digest: bytes, tenant: str = "") -> Residence:
-        """A reserved slot has been written for a tenant. The version that the name meant before is retired."""
+        """Returns the residence in a reserved slot that was written for a tenant, and retires the version before
+        it.
+        """
         self.retire(name)
         residence = Residence(name, digest, slot, next(self._numbers), next(self._uses), tenant)
         self._residences.append(residence)
         return residence
 
     def retire(self, name: str) -> Residence | None:
-        """Give no new leases of a name. Its version, which is returned, leaves now or when its last lease ends."""
+        """Gives no new leases of a name. Its version, which is returned, leaves now or when its last lease ends."""
         residence = next((item for item in self._residences if item.is_current and item.name == name), None)
         if residence is not None:
             residence.is_current = False
@@ -128,7 +130,7 @@ class AdapterSlots:
         return residence
 
     def _drain_one(self, tenant: str, held: Counter[str]) -> None:
-        """All slots are in use: choose an adapter to leave, unless one already leaves as soon as it can."""
+        """Chooses an adapter to leave, unless one is draining already. All slots are in use."""
         if any(item.is_reclaimed for item in self._residences):
             return
         # If several tenants use an adapter, the tenant that holds the fewest slots counts.

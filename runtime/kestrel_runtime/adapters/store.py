@@ -38,19 +38,19 @@ Result = TypeVar("Result")
 
 
 class AdapterTarget(Protocol):
-    """Checks adapters and writes them to slots of the device. For one thread at a time, beside running steps."""
+    """Checks adapters and writes them to slots of the device. For one thread at a time, while steps run."""
 
     @property
     def max_file_bytes(self) -> int:
-        """The size of the largest file that an adapter within the limits can have."""
+        """Returns the size of the largest file that an adapter within the limits can have."""
         ...
 
     def check(self, files: AdapterFiles) -> Any:
-        """The weights of an adapter, on the host. Raises `AdapterInvalid` with every problem."""
+        """Returns the weights of an adapter, on the host. Raises `AdapterInvalid` with every problem."""
         ...
 
     def write(self, slot: int, weights: Any) -> None:
-        """Write the weights that `check` returned to an unused slot, from 1. Returns when the slot is written."""
+        """Writes the weights that `check` returned to an unused slot, from 1. Returns when the slot is written."""
         ...
 
 
@@ -67,11 +67,11 @@ class Lease:
 
     @property
     def is_reclaimed(self) -> bool:
-        """True if the request has to give this lease back and acquire another one."""
+        """Returns True if the request has to give this lease back and acquire another one."""
         return self._end is not None and self._residence.is_reclaimed
 
     def end(self) -> None:
-        """Give the lease back; without effect the second time. For one thread at a time."""
+        """Gives the lease back; without effect the second time. For one thread at a time."""
         end, self._end = self._end, None
         if end is not None:
             end(self._residence, self.tenant)
@@ -85,19 +85,19 @@ class _Pending:
     leases: list[tuple[Future[Lease], str]] = field(default_factory=list)
     """Each with the tenant that waits."""
     loads: list[Future[AdapterInfo]] = field(default_factory=list)
-    """Of callers that want the files read again."""
+    """Futures of callers that want the files read again."""
 
     @property
     def is_wanted(self) -> bool:
         return bool(self.tenants())
 
     def tenants(self) -> set[str]:
-        """The tenants that wait for the adapter; "" also stands for callers of `AdapterStore.load`."""
+        """Returns the tenants that wait for the adapter; "" also stands for callers of `AdapterStore.load`."""
         found = {tenant for future, tenant in self.leases if not future.done()}
         return found | {"" for future in self.loads if not future.done()}
 
     def take(self) -> list[Future[Any]]:
-        """Remove and return all waiting futures."""
+        """Removes and returns all waiting futures."""
         found = [*(future for future, _ in self.leases), *self.loads]
         self.leases, self.loads = [], []
         return found
@@ -113,7 +113,9 @@ class AdapterStore:
         num_slots: int,
         list_names: Callable[[], list[str]] = list,
     ) -> None:
-        """`read` finds and reads the files of a name; `list_names` lists the names that it can find."""
+        """Takes `read`, which finds and reads the files of a name, and `list_names`, which lists the names it can
+        find.
+        """
         self._read = read
         self._list_names = list_names
         self._listing: Future[list[str]] | None = None
@@ -129,11 +131,11 @@ class AdapterStore:
         self._is_closing = False
 
     def on_reclaim(self, callback: Callable[[], None]) -> None:
-        """Have `callback` run, in the thread of the store, when leases are to be given back."""
+        """Has `callback` called, in the thread of the store, when leases have to be given back."""
         self._on_reclaim = callback
 
     def acquire(self, name: str, tenant: str = "") -> Future[Lease]:
-        """A lease of an adapter for a tenant, once it is loaded. The future can be cancelled until then.
+        """Returns a lease of an adapter for a tenant, once it is loaded. The future can be cancelled until then.
 
         It fails with `AdapterNotFound`, `AdapterInvalid` or `EngineUnavailable`.
         """
@@ -151,7 +153,7 @@ class AdapterStore:
         return future
 
     def load(self, name: str) -> Future[AdapterInfo]:
-        """Read an adapter's files anew, and load them where their content is new. Fails as `acquire` does."""
+        """Reads an adapter's files anew, and loads them if their content is new. Fails as `acquire` does."""
         future: Future[AdapterInfo] = Future()
         with self._changed:
             if self._is_closing:
@@ -161,7 +163,7 @@ class AdapterStore:
         return future
 
     def unload(self, name: str) -> AdapterInfo:
-        """Free an adapter's slot as soon as no request uses it. Raises `AdapterNotFound` where it has none."""
+        """Frees an adapter's slot as soon as no request uses it. Raises `AdapterNotFound` where it has none."""
         with self._changed:
             residence = self._slots.retire(name)
             if residence is None:
@@ -170,7 +172,7 @@ class AdapterStore:
             return _info(residence)
 
     def names(self) -> Future[list[str]]:
-        """The names that requests may use, as they were found within the last `LISTING_S`.
+        """Returns the names that requests may use, as they were found within the last `LISTING_S`.
 
         Callers share a reading, which has a thread of its own and may hang. Do not cancel the future.
         """
@@ -185,12 +187,12 @@ class AdapterStore:
             return found
 
     def infos(self) -> list[AdapterInfo]:
-        """The adapters in slots."""
+        """Returns the adapters in slots."""
         with self._changed:
             return [_info(residence) for residence in self._slots.residences]
 
     def reading(self) -> AdapterLoad:
-        """How full the slots are."""
+        """Returns how many slots are used, and by what."""
         with self._changed:
             residences = self._slots.residences
             return AdapterLoad(
@@ -204,7 +206,7 @@ class AdapterStore:
             )
 
     def close(self) -> None:
-        """Fail all waiting futures. A running load ends in its thread, without effect."""
+        """Fails all waiting futures. A running load ends in its thread, without effect."""
         with self._changed:
             self._is_closing = True
             waiting = [future for pending in self._pending.values() for future in pending.take()]
@@ -232,7 +234,7 @@ class AdapterStore:
             self._changed.notify_all()
 
     def _wake_up(self, future: Future[Any]) -> None:
-        """Wake the thread if a caller has cancelled its wait."""
+        """Wakes the thread if a caller has cancelled its wait."""
         if future.cancelled():
             with self._changed:
                 self._changed.notify_all()
@@ -255,12 +257,14 @@ class AdapterStore:
                 self._failed(pending, InternalError(error))
 
     def _next_pending(self) -> _Pending:
-        """The adapter to load next. Adapters without waiting callers come first, and are dropped. Needs the
+        """Returns the adapter to load next. Adapters without waiting callers come first, and are dropped. Needs the
         lock."""
         return min(self._pending.values(), key=lambda pending: self._standing_of(pending)[0])
 
     def _standing_of(self, pending: _Pending) -> tuple[int, str]:
-        """The number of slots that the waiting tenant holds, and its name: the least of all waiting tenants."""
+        """Returns the number of slots that the waiting tenant holds, and its name: the least of all waiting
+        tenants.
+        """
         found = [(self._slots.num_held_by(tenant), tenant) for tenant in pending.tenants()]
         return min(found, default=(-1, ""))
 
@@ -303,8 +307,9 @@ class AdapterStore:
         listing.set_result(names)
 
     def _wait_for_slot(self, pending: _Pending) -> int | None:
-        """A slot to write; None if no caller waits any more, or another adapter must be loaded first. Needs the
-        lock."""
+        """Returns a slot to write; None if no caller waits any more, or another adapter must be loaded first. Needs
+        the lock.
+        """
         while pending.is_wanted and not self._is_closing and self._next_pending() is pending:
             slot = self._slots.reserve(self._standing_of(pending)[1])
             if slot is not None:
@@ -317,7 +322,7 @@ class AdapterStore:
         return None
 
     def _hand_out(self, pending: _Pending) -> None:
-        """The adapter is in its slot: give leases to the waiting requests. Callbacks run without the lock."""
+        """Gives leases of the loaded adapter to the waiting requests. Callbacks run without the lock."""
         results: list[tuple[Future[Any], Lease | AdapterInfo]] = []
         with self._changed:
             residence = self._slots.current(pending.name)
@@ -359,7 +364,7 @@ class AdapterStore:
         _fail(waiting, AdapterNotFound(error.name, did_you_mean(error.name, names)))
 
     def _finish(self, pending: _Pending, error: KestrelError | None) -> None:
-        """The load ended without an adapter; `error` is None if no caller waited any more."""
+        """Ends a load without an adapter; `error` is None if no caller waits any more."""
         with self._changed:
             if error is None and pending.is_wanted:  # another caller has come meanwhile: load the adapter for it
                 return
@@ -373,7 +378,7 @@ class AdapterPreparation(Future[Result]):
     """The preparation of a request that begins when its adapter is loaded. It can be cancelled before and after."""
 
     def __init__(self, lease: Future[Lease], submit: Callable[[Lease], Future[Result] | Result]) -> None:
-        """`submit` prepares the request with its adapter, or has a worker prepare it."""
+        """Takes `submit`, which prepares the request with its adapter, or has a worker prepare it."""
         super().__init__()
         self._submit = submit
         self._current: Future[Any] = lease
@@ -428,7 +433,7 @@ def _fail(waiting: list[Future[Any]], error: KestrelError) -> None:
 
 
 def _again(error: KestrelError) -> KestrelError:
-    """An equal error: each is raised by itself, and one for all would collect their tracebacks."""
+    """Returns an equal error: each is raised by itself, and one for all would collect their tracebacks."""
     cause = error.__cause__
     return InternalError(cause) if isinstance(error, InternalError) and cause is not None else copy.copy(error)
 

@@ -1,4 +1,4 @@
-"""The sizes of steps that have captured graphs. A step between two sizes is padded to the larger one."""
+"""Chooses the sizes of steps that have captured graphs. A step between two sizes is padded to the larger one."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from typing import NamedTuple
 
 _SINGLE_STEP_TOKENS, _LARGE_FROM_TOKENS = 64, 1024
 _TOKEN_STEPS = ((256, 64), (_LARGE_FROM_TOKENS, 128))
-"""Of steps with several chunks: up to so many tokens, and the step there; above, `_LARGE_STEP_TOKENS`."""
+"""Sizes of steps with several chunks: up to so many tokens, and the increment there; above, `_LARGE_STEP_TOKENS`.
+"""
 _LARGE_STEP_TOKENS, _MIXED_STEP_TOKENS = 256, 512
-"""The second for long steps with many chunks, which are mixtures of all kinds."""
+"""Increments of larger sizes; the second is for long steps with many chunks, which are mixtures of all kinds."""
 _SHORT_CHUNK = 64
 _SHORT_CHUNK_COUNTS, _LONG_CHUNK_COUNTS = (4, 16, 64), (8, 64)
-"""Numbers of chunks that have sizes of their own, where all chunks are short, and elsewhere: beside a long chunk
-one of padding costs little."""
+"""Numbers of chunks that have sizes of their own: where all chunks are short, and elsewhere, since a chunk of
+padding costs little next to a long one.
+"""
 _USUAL_TEXT_TOKENS = (8, 16, 24, 32, 40)
-"""Of questions about an image, template included."""
+"""Tokens of usual questions about an image, template included."""
 _TYPICAL_TEXT_TOKENS = 16
 _COARSE_RATIO = 4
-"""How much larger the next coarse size of the same kind is, at least."""
+"""The least ratio of a coarse size to the next smaller one of its kind."""
 _SMALLEST_COARSE_BATCH = 8
-"""But for one sequence alone. Smaller batches read the same weights."""
+"""The smallest coarse batch of several sequences. Smaller ones read the same weights."""
 
 
 class DecodeSize(NamedTuple):
@@ -44,7 +46,10 @@ class PrefillSize(NamedTuple):
 
     @classmethod
     def bucket(cls, num_tokens: int, num_chunks: int, max_chunk: int, largest: PrefillSize) -> PrefillSize:
-        """The next size with a graph of its own. It samples after each chunk, and may be larger than `largest`."""
+        """Returns the next size with a graph of its own.
+
+        It samples after each chunk, and may be larger than `largest`.
+        """
         if num_chunks == 1:
             step = _SINGLE_STEP_TOKENS if num_tokens <= _LARGE_FROM_TOKENS else _LARGE_STEP_TOKENS
             padded = _rounded_up(num_tokens, step)
@@ -73,8 +78,8 @@ class PrefillSize(NamedTuple):
         shares_prefixes: bool,
         cuts_at_share_points: bool,
     ) -> list[PrefillSize]:
-        """The sizes of one prompt of moderate length, and of several short questions about an image each; the
-        largest first.
+        """Returns the sizes of one prompt of moderate length, and of several short questions about an image each;
+        the largest first.
 
         With `shares_prefixes` some or all of the images are cached. With `cuts_at_share_points` a question and its
         image are two chunks.
@@ -133,7 +138,7 @@ def coarse_batch_sizes(max_batch_size: int) -> list[int]:
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
-    """1, 2, 4, 8, then by half as much: few, and near enough above every batch."""
+    """Returns 1, 2, 4, 8, then steps of a half: few sizes, with one near above every batch."""
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     return [size for size in sizes if size < max_batch_size] + [max_batch_size]
 
@@ -141,7 +146,7 @@ def batch_sizes(max_batch_size: int) -> list[int]:
 def largest_prefill(
     max_tokens: int, max_prompts: int, max_pages: int, *, cuts_at_share_points: bool = False
 ) -> PrefillSize:
-    """The largest size with a graph, for buffers that all sizes share."""
+    """Returns the largest size with a graph, for buffers that all sizes share."""
     step = _MIXED_STEP_TOKENS if max_tokens > 2 * _LARGE_FROM_TOKENS else _LARGE_STEP_TOKENS
     tokens, prompts = _rounded_up(max_tokens, step), _power_of_two(max_prompts)
     return PrefillSize(tokens, prompts * (1 + cuts_at_share_points), tokens, prompts, max_pages)

@@ -1,4 +1,4 @@
-"""CUDA streams: work of one stream runs in order, and beside the work of other streams."""
+"""Wraps CUDA streams. The work of one stream runs in order, concurrently with other streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class CudaStream:
     """
 
     def __init__(self, device: torch.device, *, is_urgent: bool = False) -> None:
-        """With `is_urgent`, kernels of this stream start before those of others when both wait for the device."""
+        """Creates a stream; with `is_urgent`, its kernels start before those of others when both wait for the
+        device.
+        """
         self.device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -27,7 +29,7 @@ class CudaStream:
 
     @property
     def handle(self) -> int:
-        """The stream's handle for CUDA's own functions; 0 where there is none."""
+        """Returns the stream's handle for CUDA's own functions; 0 where there is none."""
         return 0 if self._stream is None else self._stream.cuda_stream
 
     def entered(self) -> AbstractContextManager[object]:
@@ -35,7 +37,7 @@ class CudaStream:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def record_event(self) -> torch.cuda.Event | None:
-        """An event that is complete when all that was launched here until now is; None where it already is."""
+        """Returns an event that is complete when all that was launched here until now is; None where it already is."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -43,18 +45,18 @@ class CudaStream:
         return event
 
     def wait_for(self, event: torch.cuda.Event | None) -> None:
-        """Work launched on this stream from now on starts when the event is complete."""
+        """Has work that is launched on this stream from now on start when the event is complete."""
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
     def synchronize(self) -> None:
-        """Have the host wait until all is complete."""
+        """Has the host wait until all is complete."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class SideStream:
-    """A stream beside the current one, for the part of a step that does not depend on another part.
+    """A second stream for the current one, for the part of a step that does not depend on another part.
 
     There is one for each stream that has forked. Its kernels start before those of that stream when both wait for
     the device: it is for the part of many short kernels. Memory that is allocated on one of the two must be used on
@@ -82,7 +84,7 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """Work launched on the current stream from now on starts when all work of its side is complete."""
+        """Has work that is launched on the current stream from now on wait for all work of its side stream."""
         if self._device.type == "cuda":
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._sides[current.cuda_stream])

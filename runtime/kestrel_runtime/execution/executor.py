@@ -1,4 +1,4 @@
-"""The executor that a model family provides to run steps, and the resources that the engine lends it."""
+"""Defines the executor that a model family provides to run steps, and the resources that the engine lends it."""
 
 from __future__ import annotations
 
@@ -51,57 +51,64 @@ class Executor(Protocol):
     """
 
     def encode(self, items: Sequence[EncodeItem]) -> None:
-        """Encode crops of images; an image whose last crop is among them is complete in its entry.
+        """Encodes crops of images; an image whose last crop is among them is complete in its entry.
 
         An image whose first crop is among them is begun anew, whatever has been encoded of it before.
         """
         ...
 
     def padded_decode(self, size: DecodeSize, *, has_values: bool, uses_adapters: bool) -> DecodeSize:
-        """The size at which a decode step runs, whose captured graphs hold this one by padding.
+        """Returns the size at which a decode step runs, whose captured graphs hold this one by padding.
 
         Its own where no graph does. `has_values`: whether its tokens may have values.
         """
         ...
 
     def padded_prefill(self, size: PrefillSize, value_kinds: int, *, uses_adapters: bool) -> PrefillSize:
-        """The same for a prefill step, whose tokens have values of these kinds."""
+        """Returns the same for a prefill step, whose tokens have values of these kinds."""
         ...
 
     def forward(self, inputs: PrefillInputs | DecodeInputs) -> Tensor:
-        """Embed the step's tokens and fill the cache: hidden states before the final normalisation, float [N, dim]
-        of a prefill step that samples, [B, dim] of a decode step.
+        """Embeds the step's tokens, fills the cache, and returns hidden states before the final normalisation.
+
+        They are float [N, dim] for a prefill step that samples, [B, dim] for a decode step.
 
         Valid until the next step of its kind, which comes after its `sample`.
         """
         ...
 
     def sample(self, hidden: Tensor, inputs: PrefillInputs | DecodeInputs) -> Tensor:
-        """Sample after `forward` of the same inputs: float32 [N or B, 2 + V]: id, number of values, values, and
-        logprobs where a row needs them. Valid until the next step of its kind."""
+        """Samples after `forward` of the same inputs.
+
+        Returns float32 [N or B, 2 + V]: id, number of values, values, and logprobs where a row needs them. Valid
+        until the next step of its kind.
+        """
         ...
 
     def prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
-        """Embed the packed tokens and fill the cache: hidden states [N, dim] before the final normalisation."""
+        """Embeds the packed tokens, fills the cache, and returns hidden states [N, dim] before the final
+        normalisation.
+        """
         ...
 
     def release(self, sequence: ScheduledSequence) -> None:
-        """Forget what is kept of a sequence's image before it is complete."""
+        """Forgets what is kept of a sequence's image before it is complete."""
         ...
 
     def forget_images(self) -> None:
-        """The same for all sequences."""
+        """Forgets the images of all sequences."""
         ...
 
     def capture(self) -> None:
-        """Capture graphs that hold all usual traffic, by padding. For the start alone: it waits for the device."""
+        """Captures graphs that hold all usual traffic, by padding. For the start alone: it waits for the device."""
         ...
 
     def capture_wanted(self) -> bool:
-        """Capture one graph more, of a step that has come more than once, or of usual traffic; False where there is
-        none left. For times without traffic: a request that comes meanwhile waits for it."""
+        """Captures one graph more, of a step that has come more than once, or of usual traffic; False where there
+        is none left. For times without traffic: a request that comes meanwhile waits for it.
+        """
         ...
 
     def reset(self) -> None:
-        """Drop all graphs: what they read and write is about to be allocated anew."""
+        """Drops all graphs: what they read and write is about to be allocated anew."""
         ...

@@ -37,7 +37,7 @@ class CapturedGraph:
 
     graph: torch.cuda.CUDAGraph
     result: Tensor
-    """What the work returned. Every replay overwrites it."""
+    """The result of the work. Every replay overwrites it."""
     graph_bytes: int
     """Device memory of the graph itself, freed when it is destroyed."""
     pool_bytes: int
@@ -57,16 +57,16 @@ class StreamCapture:
         self._blank: Tensor | None = None
 
     def entered(self) -> AbstractContextManager[object]:
-        """A context in which work is launched on the stream."""
+        """Returns a context in which work is launched on the stream."""
         return self._stream.entered()
 
     def release_warm_up_memory(self) -> None:
-        """Wait for the device and free memory that only warm-up runs used. Called at the start only."""
+        """Waits for the device and frees memory that only warm-up runs used. Called at the start only."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
     def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
-        """Capture `run`, which has run with the same shapes before. Neither runs it nor waits for the device.
+        """Captures `run`, which has run with the same shapes before. Neither runs it nor waits for the device.
 
         Meanwhile no thread may free pinned memory that work on this stream has used: torch would record an event in
         the capture, and raise "invalid argument" at the next allocation of pinned memory.
@@ -85,7 +85,7 @@ class StreamCapture:
         return CapturedGraph(graph, result, graph_bytes, pool_bytes)
 
     def _captured(self, run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """A graph of `run` in a pool, by default a new one, and what `run` returned."""
+        """Returns a graph of `run` in a pool, by default a new one, and what `run` returned."""
         graph = torch.cuda.CUDAGraph()
         # A garbage collection during the capture could destroy another graph, which makes the capture invalid.
         with self._stream.entered(), _without_garbage_collection():
@@ -100,11 +100,11 @@ class StreamCapture:
         return graph, result
 
     def mark(self) -> torch.cuda.Event | None:
-        """An event after all work launched on the stream so far; None on a CPU."""
+        """Returns an event after all work launched on the stream so far; None on a CPU."""
         return self._stream.record_event()
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a failed capture on the stream and in torch's state, so that the work can run without a graph."""
+        """Ends a failed capture on the stream and in torch's state, so that the work can run without a graph."""
         self._clear_error()  # this also adds work to a valid capture: torch warns of empty ones
         try:
             graph.capture_end()
@@ -123,7 +123,7 @@ class StreamCapture:
         self._clear_error()
 
     def _clear_error(self) -> None:
-        """Clear a pending CUDA error that a library left: otherwise the next launch would raise it."""
+        """Clears a pending CUDA error that a library left: otherwise the next launch would raise it."""
         with contextlib.suppress(RuntimeError):
             self._launch_anything()
 
@@ -144,17 +144,17 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-# The driver itself, beside torch's books.
+# Asks the driver itself, which torch does not know of.
 
 
 def _begin_capture(stream: int) -> bool:
-    """Begin a capture on a stream, given by its handle. False where there is no driver or it refuses."""
+    """Begins a capture on a stream, given by its handle. False where there is no driver or it refuses."""
     driver = _driver()
     return driver is not None and driver.cuStreamBeginCapture_v2(c_void_p(stream), _THREAD_LOCAL) == 0
 
 
 def _drop_capture(stream: int) -> None:
-    """End the capture of a stream, if there is one, and throw away what was captured."""
+    """Ends the capture of a stream, if there is one, and discards what was captured."""
     driver, graph = _driver(), c_void_p()
     if driver is not None and driver.cuStreamEndCapture(c_void_p(stream), byref(graph)) == 0 and graph:
         driver.cuGraphDestroy(graph)

@@ -38,7 +38,7 @@ class GraphBudget:
     """Counts the graphs of one runner, of all kinds, and has the least recently used ones dropped."""
 
     def __init__(self, *, max_bytes: int, max_graphs: int = _MOST_GRAPHS) -> None:
-        """`max_bytes` of device memory are for graphs and the pools that they compute in."""
+        """Takes the limit of device memory, in bytes, for graphs and the pools that they compute in."""
         self._max_bytes = max_bytes
         self._max_graphs = max_graphs
         self._graph_bytes: OrderedDict[tuple[CapturedGraphs, Hashable], int] = OrderedDict()
@@ -50,16 +50,16 @@ class GraphBudget:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of all graphs and their pools, as measured at capture."""
+        """Returns the device memory of all graphs and their pools, in bytes, as measured at capture."""
         return self._pool_bytes + sum(self._graph_bytes.values())
 
     @property
     def has_room(self) -> bool:
-        """Whether dropping graphs can bring the total below the limit: pools never shrink."""
+        """Returns True if dropping graphs can bring the total below the limit: pools never shrink."""
         return self._pool_bytes < self._max_bytes
 
     def add(self, owner: CapturedGraphs, key: Hashable, captured: CapturedGraph) -> None:
-        """Count a new graph, and drop others until all are within bounds."""
+        """Counts a new graph, and drops others until all are within bounds."""
         self._graph_bytes[owner, key] = captured.graph_bytes
         had_room = self.has_room
         self._pool_bytes += captured.pool_bytes
@@ -70,11 +70,11 @@ class GraphBudget:
             oldest_owner.drop(oldest)
 
     def use(self, owner: CapturedGraphs, key: Hashable) -> None:
-        """Note that a graph is used now."""
+        """Notes that a graph is used now."""
         self._graph_bytes.move_to_end((owner, key))
 
     def remove(self, owner: CapturedGraphs, key: Hashable) -> None:
-        """Stop counting a graph."""
+        """Stops counting a graph."""
         del self._graph_bytes[owner, key]
 
 
@@ -82,7 +82,7 @@ class CapturedGraphs:
     """Graphs of one kind of work, by key. The work of a key always reads its inputs at the same addresses."""
 
     def __init__(self, kind: str, stream_capture: StreamCapture, budget: GraphBudget) -> None:
-        """`kind` names the graphs in the log."""
+        """Takes the `kind` that names the graphs in the log."""
         self._kind = kind
         self._stream_capture = stream_capture
         self._budget = budget
@@ -101,11 +101,11 @@ class CapturedGraphs:
         return key in self._captured
 
     def __iter__(self) -> Iterator[Hashable]:
-        """The keys of all graphs."""
+        """Yields the keys of all graphs."""
         return iter(self._captured)
 
     def run(self, key: Hashable, work: Work) -> Tensor:
-        """Run `work` once, by a replay if it has a graph. The result is valid until the next `run`."""
+        """Runs `work` once, by a replay if it has a graph. The result is valid until the next `run`."""
         self._destroy_dropped()
         captured = self._captured.get(key)
         if captured is not None and self._replay(key, captured):
@@ -114,7 +114,7 @@ class CapturedGraphs:
         return work()
 
     def note_missing(self, key: Hashable, new_work: Callable[[], Work]) -> None:
-        """Note that a work has come and has no graph. The second time its graph is wanted.
+        """Notes that a work has come and has no graph. The second time its graph is wanted.
 
         `new_work` lays out inputs and returns the work; called before the capture, while there is no traffic.
         """
@@ -124,11 +124,11 @@ class CapturedGraphs:
             self._wanted[key] = new_work
 
     def leave(self, works: Works) -> None:
-        """Leave these works to `capture_wanted`, in their order. What they write must not matter."""
+        """Leaves these works to `capture_wanted`, in their order. What they write must not matter."""
         self._left = itertools.chain(self._left, works)
 
     def capture_wanted(self) -> bool:
-        """Capture one of the works that have come more than once without a graph, or else one that the start has
+        """Captures one of the works that have come more than once without a graph, or else one that the start has
         left; False where there is none.
 
         Does not wait for the device. Runs only what was left and cannot be captured before it has run.
@@ -147,7 +147,7 @@ class CapturedGraphs:
         return False
 
     def capture_all(self, works: Works, *, each_runs_before: bool = False) -> None:
-        """Capture works before traffic, in their order: the largest first, so that others fit into its memory.
+        """Captures works before traffic, in their order: the largest first, so that others fit into its memory.
 
         The first one runs before its capture, because libraries do things on first use that a capture does not
         allow; with `each_runs_before` every one does, and where a capture fails, it runs before a second attempt.
@@ -169,7 +169,7 @@ class CapturedGraphs:
                 is_first = False
 
     def _capture_first(self, key: Hashable, work: Work, *, runs_before: bool) -> None:
-        """Capture a work that may not have run yet. Where that fails it runs before a second attempt."""
+        """Captures a work that may not have run yet. Where that fails it runs before a second attempt."""
         try:
             if runs_before or not self._try_to_capture(key, work):
                 work()
@@ -181,7 +181,7 @@ class CapturedGraphs:
             self._capture(key, work)
 
     def drop(self, key: Hashable) -> None:
-        """Drop a graph. It is destroyed when all work launched on its stream so far is complete."""
+        """Drops a graph. It is destroyed when all work launched on its stream so far is complete."""
         captured, event = self._captured.pop(key), self._stream_capture.mark()
         self._budget.remove(self, key)
         self._unproven.discard(key)
@@ -190,7 +190,7 @@ class CapturedGraphs:
             self._dropped.append((captured, event))
 
     def clear(self) -> None:
-        """Drop all graphs: the addresses that they read and write are no longer valid."""
+        """Drops all graphs: the addresses that they read and write are no longer valid."""
         for key in list(self._captured):
             self.drop(key)
         self._wanted.clear()
@@ -223,7 +223,10 @@ class CapturedGraphs:
         _log.debug("captured %s of %s in %.3f s", self._kind, key, time.monotonic() - started)
 
     def _replay(self, key: Hashable, captured: CapturedGraph) -> bool:
-        """Whether the graph has run. A first launch takes memory, too; where there is none, nothing has run."""
+        """Returns True if the graph has run.
+
+        A first launch takes memory, too; where there is none, nothing has run.
+        """
         if key in self._unproven:
             try:
                 captured.graph.replay()

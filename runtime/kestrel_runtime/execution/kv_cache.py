@@ -1,4 +1,4 @@
-"""The tensors that hold keys and values, and how a batch of tokens writes and reads them.
+"""Holds keys and values in pages, and lets a batch of tokens write and read them.
 
 `PageManager` decides which page belongs to whom; here pages are only numbers.
 """
@@ -22,7 +22,7 @@ class LayerPages:
     key_pages: Tensor
     """[pages, key/value heads, slots, head dimension]."""
     value_pages: Tensor
-    """As the keys."""
+    """[pages, key/value heads, slots, head dimension]."""
     key_scale: Tensor | None
     """One float32: key = stored * scale."""
     value_scale: Tensor | None
@@ -62,11 +62,11 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that keys and values take together."""
+        """Returns the memory of all keys and values, in bytes."""
         return self.key_pages.nbytes + self.value_pages.nbytes
 
     def layer(self, index: int) -> LayerPages:
-        """The pages of one layer."""
+        """Returns the pages of one layer."""
         own = slice(index, index + 1)
         return LayerPages(
             self.key_pages[index],
@@ -76,14 +76,14 @@ class KVCache:
         )
 
     def renew(self) -> None:
-        """Let the tensors go and make them anew, zeroed."""
+        """Frees the tensors and allocates new ones, zeroed."""
         shape, dtype = self.key_pages.shape, self.key_pages.dtype
         self.key_pages = self.value_pages = torch.empty(0)  # gone before their successors need the memory
         self.key_pages = torch.zeros(shape, device=self.device, dtype=dtype)
         self.value_pages = torch.zeros(shape, device=self.device, dtype=dtype)
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy pages of all layers: sources and targets int64 [copies], on the device, no page among both."""
+        """Copies pages of all layers: sources and targets int64 [copies], on the device, no page among both."""
         for pages in (self.key_pages, self.value_pages):
             # Torch does not index float8 everywhere.
             bits = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
@@ -91,15 +91,15 @@ class KVCache:
 
     @staticmethod
     def bytes_per_page(config: AttentionSizes, page_size: int, dtype: torch.dtype) -> int:
-        """Memory that one page takes over all layers, keys and values."""
+        """Returns the bytes of one page over all layers, keys and values."""
         return 2 * config.n_layers * page_size * config.n_kv_heads * config.head_dim * dtype.itemsize
 
     def prefill(self, plan: PackedChunks) -> PrefillAttention:
-        """How packed tokens that stand as `plan` says attend."""
+        """Returns the attention of packed tokens that are laid out as `plan` says."""
         return PrefillAttention(self, plan)
 
     def decode(self, positions: Tensor, page_table: Tensor) -> DecodeAttention:
-        """How one new token of each sequence attends; see there."""
+        """Returns the attention of one new token of each sequence; see `DecodeAttention`."""
         return DecodeAttention(self, positions, page_table)
 
 

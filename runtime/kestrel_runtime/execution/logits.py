@@ -35,7 +35,7 @@ EVERY_TOKEN = -1
 
 
 def settings_of(controls: SamplingParams) -> tuple[float, float, float, float]:
-    """The columns of `AdjustmentSettings` of a sequence."""
+    """Returns the columns of `AdjustmentSettings` of a sequence."""
     repetition = 1.0 if controls.repetition_penalty is None else controls.repetition_penalty
     return (
         repetition,
@@ -66,11 +66,11 @@ class LogitAdjustments:
 
     @staticmethod
     def num_bytes(num_rows: int, vocab_size: int) -> int:
-        """Memory on the device."""
+        """Returns the memory on the device, in bytes."""
         return num_rows * vocab_size * (torch.int32.itemsize + torch.float32.itemsize)
 
     def open(self, sequences: Sequence[scheduling.Sequence], rows: Sequence[int]) -> None:
-        """Write the rows of sequences that start their prompt, from the tokens that they have. In stream order."""
+        """Writes the rows of sequences that start their prompt, from the tokens that they have. In stream order."""
         counts: list[tuple[int, int, int]] = []
         biases: list[tuple[int, int, float]] = []
         for row, sequence in zip(rows, sequences, strict=True):
@@ -89,7 +89,7 @@ class LogitAdjustments:
                 table[places[:, 0], places[:, 1]] = values
 
     def apply(self, logits: Tensor, rows: Tensor, settings: AdjustmentSettings) -> Tensor:
-        """Adjusted logits of rows int64 [B]: float32 [B, vocabulary]."""
+        """Returns the adjusted logits of rows int64 [B]: float32 [B, vocabulary]."""
         repetition, frequency, presence, has_bias = (column[:, None] for column in settings)
         counts = self._counts[rows]
         penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -99,7 +99,7 @@ class LogitAdjustments:
         return logits + self._biases[rows] * has_bias
 
     def count(self, rows: Tensor, ids: Tensor) -> None:
-        """The tokens ids int64 [B] have been generated; rows int64 [B] differ, but for padding."""
+        """Counts generated tokens `ids` int64 [B]; `rows` int64 [B] differ, except those of padding."""
         self._counts[rows, ids] = self._counts[rows, ids] + 1
 
 
@@ -121,11 +121,11 @@ class AllowedTokens:
 
     @staticmethod
     def num_bytes(num_rows: int, vocab_size: int) -> int:
-        """Memory on the device."""
+        """Returns the memory on the device, in bytes."""
         return num_rows * num_words(vocab_size) * torch.int32.itemsize
 
     def write(self, rows: Sequence[int], masks: Sequence[NDArray[np.int32] | None]) -> None:
-        """Write the masks [words] of rows, in stream order; None allows every token."""
+        """Writes the masks [words] of rows, in stream order; None allows every token."""
         changed = [place for place, row in enumerate(rows) if masks[place] is not None or row in self._restricted]
         if not changed:
             return
@@ -140,11 +140,11 @@ class AllowedTokens:
         self._masks[own] = sent
 
     def apply(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Logits float32 [B, vocabulary] of rows int64 [B], those of tokens that are not allowed at -inf."""
+        """Returns logits float32 [B, vocabulary] of rows int64 [B], with -inf for tokens that are not allowed."""
         bits = (self._masks[rows][:, :, None] >> self._bits) & 1
         return logits.masked_fill(bits.flatten(1)[:, : self._vocab_size] == 0, float("-inf"))
 
 
 def num_words(vocab_size: int) -> int:
-    """Words of a mask."""
+    """Returns the number of words of a mask."""
     return -(-vocab_size // _BITS)

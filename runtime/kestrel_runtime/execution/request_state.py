@@ -1,4 +1,4 @@
-"""The request state table: what the device holds of each active sequence between steps.
+"""Holds the state of each active sequence on the device between steps, in a table.
 
 A row holds the last token, the state of the sequence's grammar, its sampling settings and its pages. The host
 writes a row when a sequence starts its prompt; from then on steps read and write it on the device, so that no step
@@ -40,7 +40,7 @@ class RowState(NamedTuple):
     token_ids: Tensor
     """The last token, whose keys and values are not in the cache yet."""
     num_values: Tensor
-    """How many values that token carries; 0 for text."""
+    """Number of values that the token carries; 0 for text."""
     rules: Tensor
     """Row of the token rules."""
     num_sampled: Tensor
@@ -56,11 +56,11 @@ class SampleNeeds(NamedTuple):
     value_kinds: int
     """Bit mask of the family: kinds of values that tokens may be sampled with, and those that are fed in carry."""
     is_controlled: bool = False
-    """Whether a row has `Sequence.controls`."""
+    """True if a row has `Sequence.controls`."""
     with_logprobs: bool = False
-    """Whether a row has `Sequence.num_logprobs`."""
+    """True if a row has `Sequence.num_logprobs`."""
     is_restricted: bool = False
-    """Whether a row has `Sequence.matcher`, so that the step samples under masks."""
+    """True if a row has `Sequence.matcher`, so that the step samples under masks."""
 
     def include(self, other: SampleNeeds) -> bool:
         """Returns whether a step with these needs gives a row of a batch with the other ones the same sample.
@@ -82,7 +82,7 @@ class RowNeeds(NamedTuple):
 
 
 class DrawSettings(NamedTuple):
-    """How tokens are drawn: float32 [B] each."""
+    """The settings by which tokens are drawn: float32 [B] each."""
 
     temperature: Tensor
     top_p: Tensor
@@ -105,8 +105,9 @@ class RequestState:
         values_per_token: int,
         vocab_size: int,
     ) -> None:
-        """`rule_row` tells the row of the token rules for a state of a grammar; `value_kinds`, as a bit mask, which
-        kinds of values a sequence under a grammar may sample."""
+        """Takes `rule_row`, which returns the row of the token rules for a state of a grammar, and `value_kinds`, a
+        bit mask of the kinds of values that a sequence under a grammar may sample.
+        """
         self.padding_row = num_rows
         self.max_pages = max_pages
         self.device = device
@@ -130,9 +131,9 @@ class RequestState:
         self._floats[:, _NUM_DRAW_SETTINGS:_NUM_SETTINGS] = torch.tensor(NEUTRAL)
         self._opened = StagedCopies(self._open_layout(num_rows).num_bytes, device)
         self.adjustments = LogitAdjustments(num_rows + 1, vocab_size, device)
-        """Of sequences with `controls`."""
+        """Rows of sequences with `controls`."""
         self.allowed = AllowedTokens(num_rows + 1, vocab_size, device)
-        """Of sequences with a `matcher`."""
+        """Rows of sequences with a `matcher`."""
         self._rule_row = rule_row
         self._value_kinds = value_kinds
         self._free = list(range(num_rows))[::-1]
@@ -141,7 +142,7 @@ class RequestState:
         self._num_pages = [0] * (num_rows + 1)
 
     def open(self, sequences: Sequence[scheduling.Sequence]) -> None:
-        """Give a row to each sequence that starts its prompt; one that has a row keeps it, rewritten. In stream
+        """Gives a row to each sequence that starts its prompt; one that has a row keeps it, rewritten. In stream
         order."""
         if not sequences:
             return
@@ -202,7 +203,7 @@ class RequestState:
         )
 
     def _columns(self, name: LiteralString, dtype: torch.dtype, count: int) -> Tensor:
-        """A field of the table's rows: [rows, count]."""
+        """Returns a field of the table's rows: [rows, count]."""
         assert self._record.fields is not None, "made with fields"
         first = self._record.fields[name][1] // dtype.itemsize
         return self._table.view(dtype)[:, first : first + count]
@@ -211,17 +212,17 @@ class RequestState:
         return PackedLayout({"rows": ("int64", (count,)), "records": ("int64", (count, self._row_words))})
 
     def close(self, sequence: scheduling.Sequence) -> None:
-        """Free the sequence's row, if it has one."""
+        """Frees the sequence's row, if it has one."""
         row = self._row_of.pop(sequence.id, None)
         if row is not None:
             self._free.append(row)
 
     def row(self, sequence: scheduling.Sequence) -> int:
-        """The row of a sequence that has one."""
+        """Returns the row of a sequence that has one."""
         return self._row_of[sequence.id]
 
     def needs(self, sequences: Iterable[scheduling.Sequence]) -> RowNeeds:
-        """The features that any of the sequences needs, as of the time when each got its row."""
+        """Returns the features that any of the sequences needs, as of the time when each got its row."""
         flags, row_of, found = self._flags, self._row_of, 0
         for sequence in sequences:  # in every step, for every sequence
             found |= flags[row_of[sequence.id]]
@@ -235,12 +236,12 @@ class RequestState:
         return RowNeeds(sampling, bool(found & _USES_ADAPTERS))
 
     def rows(self, sequences: Iterable[scheduling.Sequence]) -> list[int]:
-        """The rows of sequences that have one."""
+        """Returns the rows of sequences that have one."""
         row_of = self._row_of
         return [row_of[sequence.id] for sequence in sequences]
 
     def take_new_page(self, sequence: scheduling.Sequence) -> int:
-        """The page that a decode step adds to the sequence's row, which counts as written; -1 for none."""
+        """Returns the page that a decode step adds to the sequence's row, which counts as written; -1 for none."""
         row, count = self._row_of[sequence.id], len(sequence.pages)
         if self._num_pages[row] == count:
             return -1
@@ -249,28 +250,28 @@ class RequestState:
         return sequence.pages[-1]
 
     def read(self, rows: Tensor) -> RowState:
-        """rows: int64 [B]."""
+        """Returns the integer columns of rows int64 [B]."""
         return RowState(*self._integers[rows].unbind(1))
 
     def draw_settings(self, rows: Tensor) -> DrawSettings:
-        """rows: int64 [B]."""
+        """Returns the settings by which tokens are drawn, of rows int64 [B]."""
         return DrawSettings(*self._floats[rows, :_NUM_DRAW_SETTINGS].unbind(1))
 
     def adjustment_settings(self, rows: Tensor) -> AdjustmentSettings:
-        """rows: int64 [B]."""
+        """Returns the settings that adjust logits, of rows int64 [B]."""
         return AdjustmentSettings(*self._floats[rows, _NUM_DRAW_SETTINGS:_NUM_SETTINGS].unbind(1))
 
     def values(self, rows: Tensor) -> Tensor:
-        """Values of the last tokens of rows int64 [B]: float32 [B, V]."""
+        """Returns the values of the last tokens of rows int64 [B]: float32 [B, V]."""
         return self._floats[rows, _NUM_SETTINGS:]
 
     def add_pages(self, rows: Tensor, positions: Tensor, new_pages: Tensor, page_size: int) -> None:
-        """Write new pages, int32 [B] with -1 for none, to where positions int64 [B] need them; rows: int64 [B]."""
+        """Writes new pages, int32 [B] with -1 for none, to where positions int64 [B] need them; rows: int64 [B]."""
         columns = positions.clamp(min=0) // page_size
         known = self.page_table[rows, columns]
         self.page_table[rows, columns] = torch.where(new_pages >= 0, new_pages, known)
 
     def write(self, rows: Tensor, integers: RowState, values: Tensor) -> None:
-        """Write rows int64 [B] whole, but for settings and pages; values: float32 [B, V]."""
+        """Writes rows int64 [B] whole, but for settings and pages; values: float32 [B, V]."""
         self._integers[rows] = torch.stack(integers, dim=1)
         self._floats[rows, _NUM_SETTINGS:] = values

@@ -41,13 +41,13 @@ class TokenRules:
         self._successors = torch.full((_MAX_STATES, 4), _NEVER, dtype=torch.int64, device=device)
 
     def row(self, grammar: Grammar, state: int) -> int:
-        """The row of a state; a grammar is added when it is first used."""
+        """Returns the row of a state; a grammar is added when it is first used."""
         if grammar not in self._first_row:
             self._add(grammar)
         return self._first_row[grammar] + state
 
     def after(self, rows: Tensor, ids: Tensor, is_exhausted: Tensor) -> Tensor:
-        """The rows that follow: rows, ids int64 [B], is_exhausted bool [B] → int64 [B]."""
+        """Returns the rows that follow: rows, ids int64 [B], is_exhausted bool [B] → int64 [B]."""
         then, token, special, exhausted = self._successors[rows].unbind(1)
         then = torch.where(is_exhausted & (exhausted != _NEVER), exhausted, then)
         return torch.where(ids == token, special, then)
@@ -96,11 +96,11 @@ class TokenSampler:
 
     @property
     def is_spatial(self) -> Tensor:
-        """Bool [B]: whether a token with values is sampled with its values."""
+        """Returns bool [B]: True where a token with values is sampled with its values."""
         return self._rules.is_spatial[self._before.rules]
 
     def finite(self, hidden: Tensor) -> Tensor:
-        """Hidden states [B, dim] with zeros in place of rows that no token can be sampled from.
+        """Returns hidden states [B, dim] with zeros in place of rows from which no token can be sampled.
 
         Those are rows with numbers that are not finite, or so large that the sum of their squares, which a norm
         needs, is not. `write` returns `OVERFLOWED` for them, and the request state gets a token that does no harm.
@@ -109,7 +109,7 @@ class TokenSampler:
         return hidden.masked_fill(~self._is_finite[:, None], 0.0)
 
     def ids(self, logits: Tensor) -> Tensor:
-        """Token ids int64 [B] from logits float32 [B, vocabulary]."""
+        """Samples token ids int64 [B] from logits float32 [B, vocabulary]."""
         ids = self._ids(logits)
         if self._needs.with_logprobs:
             self._logprobs = _logprobs(logits, ids)
@@ -129,14 +129,16 @@ class TokenSampler:
         return sample(logits, settings.temperature, settings.top_p, uniform[:, 0], settings.top_k, settings.min_p)
 
     def pick(self, logits: Tensor, number: int) -> Tensor:
-        """Indices int64 [B] of logits float32 [B, choices], by the token's uniform number of this index, 0 to 3."""
+        """Samples indices int64 [B] of logits float32 [B, choices], by the token's uniform number of this index, 0
+        to 3.
+        """
         if self._random is None:
             return logits.argmax(dim=-1)
         settings, uniform = self._random
         return sample(logits, settings.temperature, settings.top_p, uniform[:, number])
 
     def write(self, ids: Tensor, num_values: Tensor, values: Tensor) -> Tensor:
-        """Write what was sampled to the rows: ids, num_values int64 [B]; values float32 [B, V].
+        """Writes what was sampled to the rows: ids, num_values int64 [B]; values float32 [B, V].
 
         Returns float32 [B, 2 + V]: id, or `OVERFLOWED`, number of values and the values. With logprobs
         [B, 2 + V + 1 + 2 * T], where T is at most `MAX_LOGPROBS`: behind these the id's logprob, the T most likely
@@ -157,7 +159,7 @@ class TokenSampler:
 
 
 def _logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """Columns of `TokenSampler.write`, from logits float32 [B, vocabulary] as the model has made them."""
+    """Returns columns of `TokenSampler.write`, from unadjusted logits float32 [B, vocabulary]."""
     logprobs = logits.log_softmax(dim=-1)
     most, places = logprobs.topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
     return torch.cat((logprobs.gather(1, ids[:, None]), places.float(), most), dim=1)

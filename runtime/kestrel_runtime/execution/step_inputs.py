@@ -1,4 +1,4 @@
-"""The inputs of a step: typed fields in one packed buffer, laid out on the host."""
+"""Lays out the inputs of a step on the host: typed fields in one packed buffer."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class DecodeFields(NamedTuple, Generic[_A]):
     """B rows: sequences, then padding."""
 
     rows: _A
-    """[B] int64: of the request state; of padding its padding row."""
+    """[B] int64: rows of the request state; the padding row for padding."""
     positions: _A
-    """[B] int64: of the token that is fed in; of padding -1, which writes nothing."""
+    """[B] int64: position of the token that is fed in; -1 for padding, which writes nothing."""
     new_pages: _A
     """[B] int32: page that the position needs and the row does not have yet; -1 for none."""
 
@@ -42,7 +42,7 @@ class PrefillFields(NamedTuple, Generic[_A]):
     token_ids: _A
     """[T] int64; 0 at image positions and padding."""
     num_values: _A
-    """[T] int64: how many values the token carries."""
+    """[T] int64: number of values that the token carries."""
     token_values: _A
     """[T, V] float32."""
     embedding_rows: _A
@@ -58,11 +58,11 @@ class PrefillFields(NamedTuple, Generic[_A]):
     prefix_lengths: _A
     """[C] int32: leading positions with bidirectional attention."""
     rows: _A
-    """[C] int64: of the request state."""
+    """[C] int64: rows of the request state."""
     sample_tokens: _A
     """[N] int64: packed tokens that a token is sampled after; padding repeats token 0."""
     sample_rows: _A
-    """[N] int64: of the request state; of padding its padding row."""
+    """[N] int64: rows of the request state; the padding row for padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,11 @@ class DecodeInputs:
     num_sampled: int
     """Rows that are not padding."""
     uses_adapters: bool = False
-    """Whether any row uses an adapter."""
+    """True if any row uses an adapter."""
 
     @property
     def sample_rows(self) -> Tensor:
-        """[B] int64: the rows of the request state that get a token."""
+        """Returns the rows of the request state that get a token, [B] int64."""
         return self.device.rows
 
 
@@ -94,17 +94,17 @@ class PrefillInputs:
     needs: SampleNeeds
     num_sampled: int
     is_in_place: bool
-    """Whether the fields are where captured graphs read them."""
+    """True if the fields are where captured graphs read them."""
     uses_adapters: bool = False
-    """Whether any chunk uses an adapter."""
+    """True if any chunk uses an adapter."""
 
     @property
     def sample_rows(self) -> Tensor:
-        """[N] int64: the rows of the request state that get a token."""
+        """Returns the rows of the request state that get a token, [N] int64."""
         return self.device.sample_rows
 
     def token_rows(self) -> Tensor:
-        """[T] int64: the row of the request state that each token belongs to; of padding some row."""
+        """Returns the row of the request state of each token, [T] int64; for padding any row."""
         fields = self.device
         numbers = torch.arange(self.size.num_tokens, dtype=torch.int32, device=fields.rows.device)
         chunks = torch.searchsorted(fields.query_starts[1:], numbers, right=True)
@@ -132,7 +132,7 @@ class PackedChunks:
 
     @classmethod
     def of(cls, inputs: PrefillInputs, state: RequestState) -> PackedChunks:
-        """The chunks of a prefill step, with the pages of their sequences."""
+        """Returns the chunks of a prefill step, with the pages of their sequences."""
         fields = inputs.device
         return cls(
             positions=fields.positions,
@@ -158,7 +158,7 @@ class InputBuffers:
         self._static: dict[type, StagedCopies] = {}
 
     def reserve(self, largest_decode: DecodeSize, largest_prefill: PrefillSize) -> None:
-        """Allocate the buffers of steps with captured graphs."""
+        """Allocates the buffers of steps with captured graphs."""
         for fields, layout in (
             (DecodeFields, _decode_layout(largest_decode)),
             (PrefillFields, _prefill_layout(largest_prefill, self._values_per_token)),
@@ -168,13 +168,13 @@ class InputBuffers:
     def decode(
         self, size: DecodeSize, fill: Callable[[DecodeFields[NDArray[Any]]], None], *, in_place: bool
     ) -> DecodeFields[Tensor]:
-        """Have `fill` write the fields, and send them; with `in_place` to where captured graphs read them."""
+        """Has `fill` write the fields, and sends them; with `in_place` to where captured graphs read them."""
         return self._send(DecodeFields, size, _decode_layout, fill, in_place=in_place)
 
     def prefill(
         self, size: PrefillSize, fill: Callable[[PrefillFields[NDArray[Any]]], None], *, in_place: bool
     ) -> PrefillFields[Tensor]:
-        """Like `decode`, for a prefill step."""
+        """Sends the inputs of a prefill step, as `decode` does."""
         new_layout = partial(_prefill_layout, values_per_token=self._values_per_token)
         return self._send(PrefillFields, size, new_layout, fill, in_place=in_place)
 
@@ -199,7 +199,7 @@ class InputBuffers:
 def fill_decode(
     fields: DecodeFields[NDArray[Any]], sequences: Sequence[scheduling.Sequence], state: RequestState
 ) -> None:
-    """Lay out a decode step of `sequences`; the rest of the rows is padding."""
+    """Lays out a decode step of `sequences`; the rest of the rows is padding."""
     count = len(sequences)
     fields.rows[count:], fields.positions[count:], fields.new_pages[count:] = state.padding_row, -1, -1
     fields.rows[:count] = state.rows(sequences)
@@ -216,9 +216,9 @@ def fill_prefill(
     first_embedding: Callable[[scheduling.Sequence], int],
     page_size: int,
 ) -> None:
-    """Lay out a prefill of `chunks`, after which `sampled`, each the end of its chunk, get a token.
+    """Lays out a prefill of `chunks`, after which `sampled`, each the end of its chunk, get a token.
 
-    `first_embedding` tells the first row of a sequence with an image among the embeddings of all entries.
+    `first_embedding` returns the first row of a sequence with an image among the embeddings of all entries.
     """
     num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
     for array, padding in ((fields.token_ids, 0), (fields.num_values, 0), (fields.embedding_rows, -1)):
@@ -246,7 +246,7 @@ def fill_prefill(
 
 
 def fill_blank_prefill(fields: PrefillFields[NDArray[Any]], size: PrefillSize, padding_row: int) -> None:
-    """Lay out tokens that write nothing, in as many chunks as the size has, each from a sequence's start."""
+    """Lays out tokens that write nothing, in as many chunks as the size has, each from a sequence's start."""
     for array in fields:
         array[:] = 0
     fields.embedding_rows[:] = fields.kv_slots[:] = -1
@@ -259,12 +259,12 @@ def fill_blank_prefill(fields: PrefillFields[NDArray[Any]], size: PrefillSize, p
 
 
 def fill_blank_decode(fields: DecodeFields[NDArray[Any]], padding_row: int) -> None:
-    """Lay out a decode step of padding."""
+    """Lays out a decode step of padding."""
     fields.rows[:], fields.positions[:], fields.new_pages[:] = padding_row, -1, -1
 
 
 def value_counts(chunks: Sequence[Chunk]) -> Iterator[int]:
-    """How many values each token of the chunks carries, for tokens with any."""
+    """Returns how many values each token of the chunks carries, for tokens with any."""
     for chunk in chunks:
         for _, tokens in _text_of(chunk.sequence, chunk.start, chunk.end):
             for token in tokens:
@@ -298,7 +298,7 @@ def _fill_tokens(
 
 
 def _fill_slots(slots: NDArray[Any], pages: Sequence[int], start: int, end: int, page_size: int) -> None:
-    """Lay out the slots of positions [start, end)."""
+    """Lays out the slots of positions [start, end)."""
     first_page, end_page = start // page_size, -(-end // page_size)
     if end_page - first_page > _MAX_PAGES_IN_TURN:
         own = np.array(pages[first_page:end_page]) * page_size
@@ -313,7 +313,7 @@ def _fill_slots(slots: NDArray[Any], pages: Sequence[int], start: int, end: int,
 
 
 def _text_of(sequence: scheduling.Sequence, start: int, end: int) -> Iterator[tuple[int, Sequence[Token]]]:
-    """The tokens in [start, end) but for the image, which stands behind the first one, and where they begin."""
+    """Yields the tokens in [start, end) but for the image, which stands behind the first one, and where they begin."""
     num_image, tokens = sequence.num_image_tokens, sequence.tokens
     if start == 0:
         yield 0, tokens[:1]

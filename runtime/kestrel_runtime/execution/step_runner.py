@@ -40,7 +40,7 @@ from kestrel_runtime.scheduling.output_parser import Grammar, Token
 from kestrel_runtime.scheduling.sequence import Sequence
 
 _NUM_SPARE_ROWS = 1
-"""For a probe, which is a request of the engine's own."""
+"""Rows for a probe, which is a request of the engine's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +62,27 @@ class StepHandle:
     """A step in flight. Its sampled tokens stay on the device until `wait`."""
 
     def __init__(self, output: Tensor | None, stream: CudaStream, values_per_token: int) -> None:
-        """output: float32 [sampled, 2 + V], or wider with logprobs (`TokenSampler.write`), valid in stream order;
-        None where nothing is sampled, or not yet."""
+        """Takes the output, float32 [sampled, 2 + V], or wider with logprobs (`TokenSampler.write`).
+
+        It is valid in stream order; None where nothing is sampled, or not yet.
+        """
         self._output: Tensor | None = None
         self._first_logprob = 2 + values_per_token
         self.add(output, stream)
 
     def add(self, output: Tensor | None, stream: CudaStream) -> None:
-        """What has been launched for the step ends here, with this output."""
+        """Records the end of what has been launched for the step, with this output."""
         self._output = output
         if output is not None and output.is_cuda:
             self._output = torch.empty(output.shape, pin_memory=True).copy_(output, non_blocking=True)
         self.done = stream.record_event()
 
     def is_complete(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Returns True if `wait` would return at once."""
         return self.done is None or self.done.query()
 
     def wait(self) -> list[Token]:
-        """Wait for the step; returns its tokens in the order of `Batch.sampled`. Raises errors of the device."""
+        """Waits for the step; returns its tokens in the order of `Batch.sampled`. Raises errors of the device."""
         if self.done is not None:
             self.done.synchronize()
         if self._output is None:
@@ -104,7 +106,7 @@ class UnsampledStep(StepHandle):
         stream: CudaStream,
         values_per_token: int,
     ) -> None:
-        """`rows` of the request state, in the order of `Batch.sampled`."""
+        """Takes `rows` of the request state, in the order of `Batch.sampled`."""
         super().__init__(None, stream, values_per_token)
         self.hidden, self.inputs, self.rows, self.stream = hidden, inputs, rows, stream
 
@@ -122,7 +124,7 @@ class StepRunner:
         max_graph_bytes: int | None = None,
         image_cache_bytes: int = 0,
     ) -> None:
-        """Image embeddings get `image_cache_bytes` beside the entries of sequences.
+        """Reserves `image_cache_bytes` for image embeddings, in addition to the entries of sequences.
 
         With `max_graph_bytes` of device memory for them, steps are captured as CUDA graphs.
         """
@@ -134,7 +136,7 @@ class StepRunner:
         self.bytes_per_image = shape.positions_per_image * shape.embedding_dim * shape.embedding_dtype.itemsize
         """Embeddings of one image."""
         self.num_cached_images = image_cache_bytes // max(self.bytes_per_image, 1)
-        """Entries for cached image embeddings, beside the entries that running sequences need."""
+        """Entries for cached image embeddings, in addition to those that running sequences need."""
         self._max_pages = -(-shape.max_context // cache.page_size)
         self._prefill_stream = CudaStream(self._device)
         self._decode_stream = CudaStream(self._device, is_urgent=True)
@@ -153,27 +155,27 @@ class StepRunner:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether a launched step runs while the caller goes on."""
+        """Returns True if a launched step runs while the caller continues."""
         return self._device.type == "cuda"
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture graphs that hold all usual traffic, if any. For the start alone: it waits for the device."""
+        """Captures graphs that hold all usual traffic, if any. For the start alone: it waits for the device."""
         if self._graphs is not None:
             self._executor.capture()
 
     @torch.inference_mode()
     def capture_wanted(self) -> bool:
-        """While there is no traffic: capture one graph more; False where none is left or wanted."""
+        """Captures one graph more, while there is no traffic; returns False if none is left or wanted."""
         return self._graphs is not None and self._executor.capture_wanted()
 
     def run(self, batch: Batch) -> list[Token]:
-        """Run a step that is not restricted to its end; returns its tokens, in the order of `Batch.sampled`."""
+        """Runs a step that is not restricted to its end; returns its tokens, in the order of `Batch.sampled`."""
         return self.launch(batch).wait()
 
     @torch.inference_mode()
     def launch(self, batch: Batch, after: Iterable[StepHandle] = ()) -> StepHandle:
-        """Begin a step. It comes after all of its kind that were begun before, and after the steps `after`.
+        """Begins a step. It comes after all of its kind that were begun before, and after the steps `after`.
 
         Of a batch that `is_restricted` it is an `UnsampledStep`, which `sample` must take next.
         """
@@ -191,7 +193,7 @@ class StepRunner:
 
     @torch.inference_mode()
     def sample(self, step: StepHandle, masks: Seq[NDArray[np.int32] | None]) -> None:
-        """Launch the rest of an `UnsampledStep`: sample under a mask [ceil(vocabulary / 32)] for each of
+        """Launches the rest of an `UnsampledStep`: samples under a mask [ceil(vocabulary / 32)] for each of
         `Batch.sampled`; None allows every token."""
         assert isinstance(step, UnsampledStep), "others are launched whole"
         with step.stream.entered():
@@ -200,7 +202,7 @@ class StepRunner:
 
     @torch.inference_mode()
     def last_hidden(self, batch: Batch) -> Tensor:
-        """Run a prefill step without sampling: [prompts that end, dim], before the final LayerNorm."""
+        """Runs a prefill step without sampling: [prompts that end, dim], before the final LayerNorm."""
         with self._prefill_stream.entered():
             inputs = self._inputs_of(batch)
             assert isinstance(inputs, PrefillInputs), "a step with chunks"
@@ -209,7 +211,7 @@ class StepRunner:
         return hidden
 
     def image_embeddings(self, sequence: Sequence) -> Tensor:
-        """The embeddings [positions, dim] of a sequence whose crops are all encoded.
+        """Returns the embeddings [positions, dim] of a sequence whose crops are all encoded.
 
         Raises `KeyError` where it has none.
         """
@@ -218,25 +220,25 @@ class StepRunner:
         return self._embeddings[sequence.embedding_entry]
 
     def release(self, sequence: Sequence) -> None:
-        """Forget a sequence."""
+        """Forgets a sequence."""
         self._state.close(sequence)
         self._executor.release(sequence)
 
     def close_row(self, sequence: Sequence) -> None:
-        """Free the row of a sequence that begins its prompt again before it is in another step."""
+        """Frees the row of a sequence that begins its prompt again before it is in another step."""
         self._state.close(sequence)
 
     def forget_images(self) -> None:
-        """Forget what has been encoded of images that are not complete."""
+        """Forgets what has been encoded of images that are not complete."""
         self._executor.forget_images()
 
     def empty_device_cache(self) -> None:
-        """Give memory that is held for reuse back to the device, in the hope of larger pieces."""
+        """Gives memory that is held for reuse back to the device, in the hope of larger pieces."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def restart(self) -> None:
-        """Begin anew with the same weights: no images, a fresh cache. Sequences must begin their prompts again."""
+        """Begins anew with the same weights: no images, a fresh cache. Sequences must begin their prompts again."""
         self.forget_images()
         self._executor.reset()
         self.empty_device_cache()
@@ -274,7 +276,9 @@ class StepRunner:
             torch.cuda.synchronize(device)  # all of this was launched on no stream in particular
 
     def _inputs_of(self, batch: Batch) -> PrefillInputs | DecodeInputs | None:
-        """The inputs of a step, behind the copies and the images that come before it; None where that is all."""
+        """Returns the inputs of a step, behind the copies and the images that come before it; None where that is
+        all.
+        """
         if batch.kind == "decode":
             return self._decode_inputs(list(batch.decode))
         self._copy_and_encode(batch)
@@ -288,7 +292,7 @@ class StepRunner:
             self._executor.encode(list(batch.encode))
 
     def _run_whole(self, inputs: PrefillInputs | DecodeInputs) -> Tensor | None:
-        """The sampled tokens, if there are any."""
+        """Returns the sampled tokens, if there are any."""
         if isinstance(inputs, PrefillInputs) and not inputs.size.num_samples:
             self._executor.prefill_hidden(inputs)
             return None
@@ -325,12 +329,12 @@ class StepRunner:
         return PrefillInputs(fields, size, kinds, needs, len(sampled), in_place, uses_adapters)
 
     def _first_embedding(self, sequence: Sequence) -> int:
-        """The first of a sequence's rows among the image embeddings of all entries, one after the other."""
+        """Returns the first of a sequence's rows among the image embeddings of all entries, one after the other."""
         assert sequence.embedding_entry is not None, "a sequence whose image is computed has an entry"
         return sequence.embedding_entry * self._shape.positions_per_image
 
     def _prefill_bucket(self, lengths: list[int]) -> PrefillSize | None:
-        """The size of the captured graphs for a step; None where there are none for so large a one."""
+        """Returns the size of the captured graphs for a step; None where there are none for so large a one."""
         if self._graphs is None:
             return None
         largest = self._largest_prefill
@@ -354,7 +358,7 @@ class StepRunner:
 
 
 def _token_with_logprobs(row: list[float], first: int) -> Token:
-    """A token from its row of a step's output; its logprob is at column `first`."""
+    """Returns a token from its row of a step's output; its logprob is at column `first`."""
     num_top = (len(row) - first - 1) // 2
     ids, logprobs = row[first + 1 : first + 1 + num_top], row[first + 1 + num_top :]
     top = tuple((int(token_id), logprob) for token_id, logprob in zip(ids, logprobs, strict=True))

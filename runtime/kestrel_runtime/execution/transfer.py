@@ -26,7 +26,7 @@ class PackedLayout:
     """The offset of each field in the buffer."""
 
     def __init__(self, fields: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        """fields: name → (int32, int64 or float32; shape)."""
+        """Takes the fields: name → (int32, int64 or float32; shape)."""
         self._fields = fields
         self._starts: dict[str, int] = {}
         self.num_bytes = 0
@@ -44,12 +44,12 @@ class PackedLayout:
         )
 
     def arrays(self, buffer: Tensor) -> dict[str, NDArray[Any]]:
-        """Views of a uint8 buffer on the host, which the caller fills."""
+        """Returns views of a uint8 buffer on the host, which the caller fills."""
         records = buffer.numpy().view(self._record)
         return {name: records[name][0] for name in self._fields}
 
     def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Views of a uint8 buffer anywhere."""
+        """Returns views of a uint8 buffer on any device."""
         found: dict[str, Tensor] = {}
         for (name, (dtype, shape)), start in zip(self._fields.items(), self._starts.values(), strict=True):
             own = _TORCH_TYPES[dtype]
@@ -58,7 +58,7 @@ class PackedLayout:
 
 
 def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """A uint8 buffer on the host for one copy to `device`.
+    """Returns a uint8 buffer on the host for one copy to `device`.
 
     Pinned for a GPU: only such copies leave the host free, and torch keeps the buffer until its copy is over.
     """
@@ -93,7 +93,7 @@ class _PinnedPieces:
 
     @torch.no_grad()
     def upload(self, tensor: Tensor) -> Tensor:
-        """A copy on the device, complete when this returns."""
+        """Returns a copy on the device, complete when this returns."""
         source = tensor.contiguous()
         target = torch.empty_like(source, device=self._device)
         from_bytes, to_bytes = source.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8)
@@ -118,7 +118,7 @@ class StagedCopies:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """`num_bytes` for the largest layout."""
+        """Allocates `num_bytes`, enough for the largest layout."""
         self._target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._hosts = [host_buffer(num_bytes, device) for _ in range(_NUM_TURNS)]
         self._copied: list[torch.cuda.Event | None] = [None] * _NUM_TURNS
@@ -131,7 +131,7 @@ class StagedCopies:
         new_layout: Callable[[], PackedLayout],
         fill: Callable[[dict[str, NDArray[Any]]], None],
     ) -> dict[str, Tensor]:
-        """Have `fill` write the fields of a layout, and copy them in stream order. Returns them on the device,
+        """Has `fill` write the fields of a layout, and copies them in stream order. Returns them on the device,
         where those of a key, which stands for its layout, are always in the same place."""
         views = self._views.get(key)
         if views is None:
@@ -154,7 +154,7 @@ class StagedCopies:
 
 
 class _Views(NamedTuple):
-    """Of one layout: by turn on the host, and on the device."""
+    """Views of one layout: on the host, by turn, and on the device."""
 
     hosts: list[Tensor]
     arrays: list[dict[str, NDArray[Any]]]
@@ -163,6 +163,9 @@ class _Views(NamedTuple):
 
 
 def to_device(data: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on the host as a tensor of `dtype` on the device. Only copies from pinned memory are asynchronous."""
+    """Copies numbers on the host to a tensor of `dtype` on the device.
+
+    Only copies from pinned memory are asynchronous.
+    """
     tensor = torch.as_tensor(data, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

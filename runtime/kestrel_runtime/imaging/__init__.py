@@ -1,1 +1,1 @@
-"""Image bytes to pixels and crops, within limits."""
+"""Turns image files into pixels and crops, within limits."""

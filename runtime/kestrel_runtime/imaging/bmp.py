@@ -49,7 +49,7 @@ class BitFields:
 
 
 def read_header(data: bytes) -> ImageHeader:
-    """Width, height and decoding memory."""
+    """Returns the width, the height and the decoding memory of a file. Raises `ImageError`."""
     header_bytes = _number(data, 14, 4)
     if header_bytes == _CORE_HEADER_BYTES:
         _check_bits(_number(data, 24, 2))
@@ -77,7 +77,7 @@ def read_header(data: bytes) -> ImageHeader:
 
 
 def bit_fields(data: bytes) -> BitFields | None:
-    """How to decode a file whose masks Pillow does not know; None for others."""
+    """Returns how to decode a file whose masks Pillow does not support; None for other files."""
     header_bytes = _number(data, 14, 4)
     if header_bytes in (_CORE_HEADER_BYTES, _SHORT_HEADER_BYTES, _OS2_HEADER_BYTES):
         return None
@@ -95,7 +95,7 @@ def bit_fields(data: bytes) -> BitFields | None:
 
 
 def decode(data: bytes, fields: BitFields, header: ImageHeader) -> Image.Image:
-    """Decode the pixels to RGB, over white. Raises `ImageError` for a truncated file."""
+    """Decodes the pixels to RGB, over white. Raises `ImageError` for a truncated file."""
     row_bytes = -(-header.width * fields.bits // 32) * 4
     if fields.position + row_bytes * header.height > len(data):
         raise undecodable()
@@ -122,7 +122,7 @@ def decode(data: bytes, fields: BitFields, header: ImageHeader) -> Image.Image:
 
 
 def as_pillow_reads(data: bytes) -> bytes:
-    """Return a file with the same pixels that Pillow reads, and reads by its palette.
+    """Returns a file with the same pixels that Pillow reads, and reads by its palette.
 
     Pillow knows no header of 16 bytes, which is the beginning of one of 40, and no pixels of 2 bits. It takes
     pixels of 4 and 8 bits for pixels of one bit where the palette is black and white: with a third colour, which
@@ -143,7 +143,7 @@ def as_pillow_reads(data: bytes) -> bytes:
 
 
 def _with_4_bits(data: bytes, num_colours: int) -> bytes:
-    """The file with 4 bits per pixel in place of 2."""
+    """Returns the file with 4 bits per pixel in place of 2."""
     width, start, colours = _number(data, 18, 4), _number(data, 10, 4), 14 + _number(data, 14, 4)
     row_bytes, wide_row_bytes = -(-width * 2 // 32) * 4, -(-width * 4 // 32) * 4
     height = _number(data, 22, 4)
@@ -166,7 +166,7 @@ def _with_4_bits(data: bytes, num_colours: int) -> bytes:
 
 
 def _channel(pixels: np.ndarray, mask: int) -> np.ndarray:
-    """The bits of a mask, scaled to 0 to 255: uint32."""
+    """Returns the bits of a mask, scaled to 0 to 255: uint32."""
     shift = (mask & -mask).bit_length() - 1
     largest = mask >> shift
     if largest > 255:

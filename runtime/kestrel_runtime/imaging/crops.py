@@ -1,6 +1,6 @@
-"""Images between decoding and the vision encoder: as crops, or as pixels whose crops are made later on the device.
+"""Holds images between decoding and the vision encoder: as crops, or as pixels to be divided later on the device.
 
-The model family says how an image is divided (`Cropping`).
+The model family divides images (`Cropping`).
 """
 
 from __future__ import annotations
@@ -55,24 +55,24 @@ class DecodedImage:
 
 
 class Cropping(Protocol):
-    """How a model family divides images into crops. Called from any thread."""
+    """The division of images into crops by a model family. Called from any thread."""
 
     @property
     def crop_bytes(self) -> int:
-        """Memory of the pixels of one crop."""
+        """Returns the bytes of the pixels of one crop."""
         ...
 
     @property
     def max_crops(self) -> int:
-        """The most crops of one image, the whole image included."""
+        """Returns the most crops of one image, the whole image included."""
         ...
 
     def select(self, height_px: int, width_px: int) -> tuple[int, int]:
-        """Rows and columns of crops of an image of this size."""
+        """Returns the rows and columns of crops for an image of this size, in pixels."""
         ...
 
     def make_crops(self, image: Image.Image) -> Crops:
-        """The crops of an RGB image."""
+        """Returns the crops of an RGB image."""
         ...
 
 
@@ -88,19 +88,21 @@ def keep_decoded(image: Image.Image, cropping: Cropping) -> DecodedImage | Crops
 
 
 def crops_bytes(height_px: int, width_px: int, cropping: Cropping) -> int:
-    """The memory of all crops of an image of this size."""
+    """Returns the bytes of all crops of an image of this size, in pixels."""
     rows, columns = cropping.select(height_px, width_px)
     return cropping.crop_bytes * (1 + rows * columns)
 
 
 def max_kept_bytes(cropping: Cropping, *, decoded: bool) -> int:
-    """The memory of the largest image that waits to be encoded: as crops, or with `decoded` also as pixels."""
+    """Returns the bytes of the largest image that waits to be encoded: as crops, or with `decoded` also as pixels."""
     all_crops_bytes = cropping.crop_bytes * cropping.max_crops
     return max(all_crops_bytes, 4 * _MAX_DECODED_PIXELS) if decoded else all_crops_bytes
 
 
 def pixels_in_place(image: Image.Image) -> np.ndarray:
-    """Read-only uint8 [height, width, 4] of an RGB image, without a copy: red, green, blue and padding.
+    """Returns the pixels of an RGB image, read-only and without a copy: uint8 [height, width, 4].
+
+    The channels are red, green, blue and padding.
 
     Uses the Arrow C data interface: https://arrow.apache.org/docs/format/CDataInterface.html.
 

@@ -50,7 +50,7 @@ def inspect_image(data: RequestImage, *, max_image_pixels: int) -> ImageHeader:
 def decode_image(
     data: bytes | RawImage, *, max_image_pixels: int, check_wanted: Callable[[], None] = lambda: None
 ) -> Image.Image:
-    """Decode an image to 8-bit RGB: transparency over white, the first frame of a file, upright.
+    """Decodes an image to 8-bit RGB: transparency over white, the first frame of a file, upright.
 
     Size and structure are checked before any pixel is decoded. `check_wanted` is called between pieces of the file.
     It stops the decoding by raising a `KestrelError`, or a `BaseException` that is no `Exception`.
@@ -93,7 +93,7 @@ class _Pieces(io.BytesIO):
 
 
 def _loaded(raw: RawImage) -> Image.Image:
-    """The pixels as an image, without the padding of rows."""
+    """Returns the pixels as an image, without the padding of rows."""
     layout, pixel_bytes = raw.format.value[1], raw.format.pixel_bytes
     mode = "RGB" if layout == "BGR" else layout
     pixels = raw.pixels
@@ -107,7 +107,7 @@ def _loaded(raw: RawImage) -> Image.Image:
 def _decode_file(
     data: bytes, header: ImageHeader, open_file: Callable[[bytes], io.BytesIO]
 ) -> tuple[Image.Image, Image.Transpose | None]:
-    """The image in RGB, and how to turn it upright. All other memory of the decoder is freed on return."""
+    """Returns the image in RGB, and how to turn it upright. All other memory of the decoder is freed on return."""
     if header.format == "TIFF":
         directory = tiff.first_directory(data)
         samples = tiff.samples_of(directory)
@@ -181,7 +181,7 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
 
 
 def _low_bytes(file: io.BytesIO) -> Image.Image:
-    """The lower bytes of the samples of a PNG with 16 bits per channel, of which Pillow keeps the higher."""
+    """Returns the lower bytes of the samples of a PNG with 16 bits per channel, of which Pillow keeps the higher."""
     image = Image.open(file, formats=("PNG",))
     image.tile = [part._replace(args="RGB;16L") for part in image.tile]
     image.load()
@@ -189,7 +189,7 @@ def _low_bytes(file: io.BytesIO) -> Image.Image:
 
 
 def _without_colour(image: Image.Image, low_bytes: Image.Image | None) -> Image.Image:
-    """Convert a PNG of 16 bits per channel to RGB. Its transparent colour, also of 16 bits, becomes white."""
+    """Converts a PNG of 16 bits per channel to RGB. Its transparent colour, also of 16 bits, becomes white."""
     clear = np.array(image.info.pop("transparency"), np.uint16)
     result = image if image.mode == "RGB" else Image.new("RGB", image.size)
     rows = max(1, _STRIP_PIXELS // image.width)
@@ -216,7 +216,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _by_strips(image: Image.Image, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    """Convert to RGB in strips, without intermediate copies of a large image."""
+    """Converts to RGB in strips, without intermediate copies of a large image."""
     rows = max(1, _STRIP_PIXELS // image.width)
     if rows >= image.height:
         return convert(image)

@@ -1,4 +1,4 @@
-"""Crops of images on the device: made ahead while their requests wait, and handed to the vision encoder.
+"""Makes crops of images on the device while their requests wait, and hands them to the vision encoder.
 
 Without `DeviceCropper` the engine thread would make them between two steps, while the device idles.
 """
@@ -26,7 +26,7 @@ class PrefetchedCrops:
     """Crops on the device, until they are claimed."""
 
     def __init__(self, crops: Tensor) -> None:
-        """crops: uint8 [crops, side, side, 3], written on the current stream."""
+        """Takes crops uint8 [crops, side, side, 3] that were written on the current stream."""
         self._crops: Tensor | None = crops
         self._ready = torch.cuda.current_stream(crops.device).record_event() if crops.is_cuda else None
 
@@ -35,7 +35,7 @@ class PrefetchedCrops:
         return self._crops is None
 
     def claim(self) -> Tensor | None:
-        """The crops, for use on the current stream. Every call after the first returns None."""
+        """Returns the crops, for use on the current stream. Every call after the first returns None."""
         crops, self._crops = self._crops, None
         if crops is not None and self._ready is not None:
             stream = torch.cuda.current_stream(crops.device)
@@ -62,7 +62,8 @@ class DeviceCropper:
         *,
         max_images: int,
     ) -> None:
-        """`crop` makes all crops of an image on the device, and runs within `on_stream`, which selects the stream.
+        """Takes `crop`, which makes all crops of an image on the device, and runs it within `on_stream`, which
+        selects the stream.
 
         `max_images` bounds the images whose crops are on the device and not claimed.
         """
@@ -74,7 +75,7 @@ class DeviceCropper:
         self._lock = threading.Lock()
 
     def __call__(self, image: Image.Image) -> Crops | DecodedImage:
-        """An RGB image with its crops on the device.
+        """Returns an RGB image with its crops on the device.
 
         The crops are not on the device if `max_images` images have theirs there, if the device has no memory left,
         or if the image is too large to be kept decoded.
@@ -102,13 +103,15 @@ class CropSource:
     """
 
     def __init__(self, crop: Callable[[DecodedImage], Tensor], upload: Callable[[np.ndarray], Tensor]) -> None:
-        """`crop` makes all crops of an image on the device, uint8 [crops, side, side, 3]; `upload` copies there."""
+        """Takes `crop`, which makes all crops of an image on the device, uint8 [crops, side, side, 3], and
+        `upload`, which copies pixels there.
+        """
         self._crop = crop
         self._upload = upload
         self._kept: dict[int, Tensor] = {}  # by image id
 
     def take(self, image_id: int, image: Crops | DecodedImage, start: int, end: int) -> Tensor:
-        """Crops [start, end) of an image: uint8 [end - start, side, side, 3] on the device."""
+        """Returns crops [start, end) of an image: uint8 [end - start, side, side, 3] on the device."""
         if isinstance(image, Crops):
             return self._upload(image.pixels[start:end])
         crops = self._kept.get(image_id)
@@ -120,9 +123,9 @@ class CropSource:
         return crops[start:end]
 
     def release(self, image_id: int) -> None:
-        """Free the crops that are kept of an image."""
+        """Frees the crops that are kept of an image."""
         self._kept.pop(image_id, None)
 
     def clear(self) -> None:
-        """Free the crops of all images. Crops that are still needed are made again."""
+        """Frees the crops of all images. Crops that are still needed are made again."""
         self._kept.clear()

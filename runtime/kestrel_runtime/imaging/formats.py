@@ -45,7 +45,7 @@ _MALFORMED = (IndexError, ValueError, struct.error)
 
 
 def read_header(data: bytes, *, max_image_pixels: int) -> ImageHeader:
-    """Read the header of an encoded file. Raises `ImageError` if the file is no image, damaged or too large."""
+    """Reads the header of an encoded file. Raises `ImageError` if the file is no image, damaged or too large."""
     for found in _FORMATS.values():
         if data.startswith(found.prefixes):
             break
@@ -67,7 +67,7 @@ def read_header(data: bytes, *, max_image_pixels: int) -> ImageHeader:
 
 
 def check_size(header: ImageHeader, *, max_image_pixels: int) -> None:
-    """Raise `ImageError` for an image that is too large."""
+    """Raises `ImageError` for an image that is too large."""
     if header.width * header.height > max_image_pixels:
         raise ImageError(f"must have at most {max_image_pixels} pixels", too_large=True)
     if max(header.width, header.height) > MAX_SIDE_PX:
@@ -75,7 +75,7 @@ def check_size(header: ImageHeader, *, max_image_pixels: int) -> None:
 
 
 def check_structure(data: bytes, header: ImageHeader) -> list[int]:
-    """Raise `ImageError` for a file with more parts than any real picture has.
+    """Raises `ImageError` for a file with more parts than any real picture has.
 
     Returns the positions in the file before which decoding should check whether its request was cancelled: after
     each of them a few bytes may cause much work.
@@ -89,7 +89,7 @@ def check_structure(data: bytes, header: ImageHeader) -> list[int]:
 
 
 def first_frame_box(data: bytes, header: ImageHeader) -> tuple[int, int, int, int] | None:
-    """Left, top, right and bottom of the first frame of a GIF or WebP; None where it covers all of its canvas."""
+    """Returns left, top, right and bottom of the first frame of a GIF or WebP; None if it covers its whole canvas."""
     find = _FORMATS[header.format].find_frame
     box = find(data) if find is not None else None
     return None if box == (0, 0, header.width, header.height) else box
@@ -99,7 +99,7 @@ def first_frame_box(data: bytes, header: ImageHeader) -> tuple[int, int, int, in
 
 
 def _png_header(data: bytes) -> ImageHeader:
-    """Width, height and decoding memory, from the first chunk."""
+    """Returns the width, the height and the decoding memory, from the first chunk."""
     if data[12:16] == b"CgBI":
         raise ImageError("is a PNG of iOS (CgBI); must be a PNG as the standard has it")
     if data[12:16] != b"IHDR" or len(data) < 33:
@@ -108,7 +108,7 @@ def _png_header(data: bytes) -> ImageHeader:
 
 
 def _png_structure(data: bytes) -> list[int]:
-    """Count the chunks. No position is returned, since no chunk is large enough to need one."""
+    """Counts the chunks. No position is returned, since no chunk is large enough to need one."""
     position, num_texts = len(_PNG_SIGNATURE), 0
     for _ in range(MAX_PNG_CHUNKS):
         if position + _PNG_CHUNK.size > len(data):
@@ -128,7 +128,9 @@ def _png_structure(data: bytes) -> list[int]:
 
 
 def _is_compressed(data: bytes, start: int) -> bool:
-    """Whether an iTXt chunk is compressed: a flag after its keyword, which ends with a zero within 80 bytes."""
+    """Returns True if an iTXt chunk is compressed: a flag after its keyword, which ends with a zero within 80
+    bytes.
+    """
     end_of_keyword = data.find(b"\0", start, start + 80)
     return end_of_keyword < 0 or data[end_of_keyword + 1 : end_of_keyword + 2] != b"\0"
 
@@ -137,7 +139,7 @@ def _is_compressed(data: bytes, start: int) -> bool:
 
 
 def _webp_header(data: bytes) -> ImageHeader:
-    """Width, height and decoding memory, from the first chunk."""
+    """Returns the width, the height and the decoding memory, from the first chunk."""
     if data[8:12] != b"WEBP" or len(data) < 30:
         raise undecodable()
     match data[12:16]:
@@ -156,7 +158,7 @@ def _webp_header(data: bytes) -> ImageHeader:
 
 
 def _webp_structure(data: bytes) -> list[int]:
-    """Count the chunks. Decoding cannot be stopped within the file."""
+    """Counts the chunks. Decoding cannot be stopped within the file."""
     for kind, start, length in _webp_chunks(data):
         if kind == b"EXIF":
             check_exif(data[start : start + length].removeprefix(b"Exif\0\0"))
@@ -164,7 +166,7 @@ def _webp_structure(data: bytes) -> list[int]:
 
 
 def _webp_frame(data: bytes) -> tuple[int, int, int, int] | None:
-    """The place of the first frame of an animation."""
+    """Returns the place of the first frame of an animation."""
     for kind, start, _ in _webp_chunks(data):
         if kind == b"ANMF":
             left, top, right, bottom = (
@@ -175,7 +177,7 @@ def _webp_frame(data: bytes) -> tuple[int, int, int, int] | None:
 
 
 def _webp_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """The kind of each chunk, the position of its content, and the length of that."""
+    """Yields the kind of each chunk, the position of its content, and the length of that."""
     position = 12
     for _ in range(MAX_WEBP_CHUNKS):
         if position + _WEBP_CHUNK.size > len(data):
@@ -191,14 +193,17 @@ def _webp_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _gif_header(data: bytes) -> ImageHeader:
-    """Width, height and decoding memory. A first frame that is larger than the screen enlarges it."""
+    """Returns the width, the height and the decoding memory.
+
+    A first frame that is larger than the screen enlarges it.
+    """
     width, height = int.from_bytes(data[6:8], "little"), int.from_bytes(data[8:10], "little")
     _, _, right, bottom = _gif_frame(data)
     return simple_header("GIF", max(width, right), max(height, bottom))
 
 
 def _gif_frame(data: bytes) -> tuple[int, int, int, int]:
-    """The place of the first frame."""
+    """Returns the place of the first frame."""
     blocks = _Blocks(data, 13 + _palette_bytes(data[10]))
     while (kind := blocks.kind()) != _IMAGE:
         if kind == _EXTENSION:
@@ -222,7 +227,7 @@ class _Blocks:
         self._num_left = MAX_BLOCKS_BEFORE_IMAGE
 
     def kind(self) -> bytes:
-        """The byte that opens a block, or one without meaning."""
+        """Returns the byte that opens a block, or one without meaning."""
         self._count()
         self._position += 1
         if self._position > len(self._data):
@@ -230,7 +235,7 @@ class _Blocks:
         return self._data[self._position - 1 : self._position]
 
     def extent(self) -> tuple[int, int, int, int]:
-        """Left, top, width and height of the image whose block has been opened."""
+        """Returns left, top, width and height of the image whose block has been opened."""
         sides = self._data[self._position : self._position + 8]
         if len(sides) < 8:
             raise undecodable()
@@ -251,7 +256,7 @@ class _Blocks:
             pass
 
     def _part(self) -> bytes | None:
-        """The next part of an extension; None at its end."""
+        """Returns the next part of an extension; None at its end."""
         self._count()
         start = self._position + 1
         self._position = start + self._data[self._position]
@@ -298,4 +303,4 @@ _OTHERS = {
     "a QOI file": (b"qoif",),
     "an SVG file": (b"<svg",),
 }
-"""How files begin in other formats that people send."""
+"""The first bytes of files in other formats that people send."""

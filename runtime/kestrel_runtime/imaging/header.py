@@ -1,6 +1,6 @@
-"""Shared by the parsers of image files: the values that a header declares, errors, and directories of tags.
+"""Provides what the parsers of image files share: declared sizes, errors, and directories of tags.
 
-A directory is a table of tags in a TIFF file or in EXIF metadata. Its meaning is left to the parsers.
+A directory is a table of tags in a TIFF file or in EXIF metadata. The parsers interpret it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class ImageHeader:
     decoding_bytes: int
     """Peak memory of decoding: it includes the decoded image and not the encoded file."""
     tells_all: bool = False
-    """Whether the header alone determines the cost of decoding, so that `check_structure` can be skipped."""
+    """True if the header alone determines the cost of decoding, so that `check_structure` can be skipped."""
 
 
 def simple_header(image_format: str, width: int, height: int) -> ImageHeader:
-    """The header of a file whose decoder needs only the pixels and a copy of them."""
+    """Returns the header of a file whose decoder needs only the pixels and a copy of them."""
     return ImageHeader(image_format, width, height, DECODED_BYTES_PER_PIXEL * width * height)
 
 
 def undecodable() -> ImageError:
-    """The error for files that are damaged or in no served format."""
+    """Returns the error for files that are damaged or in no served format."""
     return ImageError("cannot be decoded; must be a complete file in one of JPEG, PNG, WEBP, GIF, BMP, TIFF")
 
 
 def beyond_limit(what: str, limit: int) -> ImageError:
-    """The error for files with more parts of some kind than any real picture has."""
+    """Returns the error for files with more parts of some kind than any real picture has."""
     return ImageError(f"has more than {limit} {what}", too_large=True)
 
 
@@ -62,7 +62,7 @@ class Directory:
     """The tags of one directory, by number."""
 
     def __init__(self, data: bytes, byte_order: str, position: int) -> None:
-        """byte_order: "<" or ">", as in `struct`. Raises `ImageError` for directories beyond the limits."""
+        """Reads a directory; `byte_order` is "<" or ">", as in `struct`. Raises `ImageError` beyond the limits."""
         self._data = data
         self.byte_order = byte_order
         self._tags: dict[int, _Tag] = {}
@@ -89,11 +89,11 @@ class Directory:
         return number in self._tags
 
     def count(self, number: int) -> int:
-        """The number of values of a tag; 0 if it is missing."""
+        """Returns the number of values of a tag; 0 if it is missing."""
         return self._tags[number].num_values if number in self._tags else 0
 
     def numbers(self, number: int) -> tuple[int, ...]:
-        """The values of a tag of whole numbers; empty if it is missing."""
+        """Returns the values of a tag of whole numbers; empty if it is missing."""
         tag = self._tags.get(number)
         if tag is None:
             return ()
@@ -105,7 +105,7 @@ class Directory:
         return struct.unpack_from(form, self._data, tag.position)
 
     def entry(self, number: int) -> tuple[int, int, bytes]:
-        """The type of a tag that is there, the number of its values, and the values as they are stored."""
+        """Returns the type of a tag that is there, the number of its values, and the values as they are stored."""
         tag = self._tags[number]
         length = tag.num_values * _TYPE_BYTES.get(tag.kind, 0)
         values = self._data[tag.position : tag.position + length]
@@ -114,17 +114,17 @@ class Directory:
         return tag.kind, tag.num_values, values
 
     def first(self, number: int, default: int) -> int:
-        """The first value of a tag of whole numbers."""
+        """Returns the first value of a tag of whole numbers."""
         return next(iter(self.numbers(number)), default)
 
 
 def byte_order_of(data: bytes) -> str | None:
-    """The byte order of a TIFF file or an EXIF block, as in `struct`; None for other data."""
+    """Returns the byte order of a TIFF file or an EXIF block, as in `struct`; None for other data."""
     return {b"II": "<", b"MM": ">"}.get(data[:2])
 
 
 def check_exif(block: bytes) -> None:
-    """Raise `ImageError` for EXIF metadata beyond the limits. Metadata that does not parse is ignored."""
+    """Raises `ImageError` for EXIF metadata beyond the limits. Metadata that does not parse is ignored."""
     byte_order = byte_order_of(block)
     if byte_order is not None and len(block) >= 8:
         Directory(block, byte_order, *struct.unpack_from(f"{byte_order}I", block, 4))

@@ -48,7 +48,7 @@ class _Segment(NamedTuple):
 
 
 def read_header(data: bytes) -> ImageHeader:
-    """Width, height and decoding memory, from the segments before the first scan."""
+    """Returns the width, the height and the decoding memory, from the segments before the first scan."""
     frame: _Segment | None = None
     exif_parts: list[bytes] = []
     num_padding = num_exif_bytes = 0
@@ -80,7 +80,7 @@ def read_header(data: bytes) -> ImageHeader:
 
 
 def check_structure(data: bytes, start: int = 0, end: int | None = None, max_scans: int = MAX_SCANS) -> list[int]:
-    """The start of each scan after the first, in the JPEG stream at [start, end) of the data."""
+    """Returns the start of each scan after the first, in the JPEG stream at [start, end) of the data."""
     scans = []
     end = len(data) if end is None else end
     for segment in _segments(data, start + 2, end, max_padding=end):
@@ -119,12 +119,14 @@ def _header(data: bytes, frame: _Segment, num_components_in_scan: int) -> ImageH
 
 
 def _blocks(length_px: int, sampling: int, max_sampling: int) -> int:
-    """The number of blocks of 8 samples of a component along one side, rounded up to whole units of the image."""
+    """Returns the number of blocks of 8 samples of a component along one side, rounded up to whole units of the
+    image.
+    """
     return -(-length_px // (8 * max_sampling)) * sampling
 
 
 def _segments(data: bytes, position: int, end: int, *, max_padding: int) -> Iterator[_Segment]:
-    """The segments from a position on. Ends where `max_padding` bytes contain no segment."""
+    """Yields the segments from a position on. Ends where `max_padding` bytes contain no segment."""
     for _ in range(MAX_SEGMENTS):
         found = _next_marker(data, position, min(end, position + max_padding + 2))
         if found is None:

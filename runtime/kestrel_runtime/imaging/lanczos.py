@@ -1,4 +1,4 @@
-"""The integer weights of a Lanczos resize as Pillow does it, and the order of its two passes.
+"""Computes the integer weights of a Lanczos resize as Pillow does it, and the order of its two passes.
 
 Each pass rounds to 8 bits, so every pixel depends on the exact weights and on the order.
 """
@@ -24,7 +24,8 @@ class LanczosAxis:
     target: int
 
     def taps(self) -> Tensor:
-        """int32 [1 + K, target]: first source places, then K weights, as for the operation `resample`.
+        """Returns int32 [1 + K, target]: first source places, then K weights, as the operation `resample` takes
+        them.
 
         If K pixels would reach past the end, they begin earlier, with weights of 0.
         """
@@ -49,6 +50,6 @@ class LanczosAxis:
 
 
 def shrinks_rows_first(height: LanczosAxis, width: LanczosAxis) -> bool:
-    """Whether rows are resampled before columns: if far more rows than columns are removed."""
+    """Returns True if rows are resampled before columns: if far more rows than columns are removed."""
     rows_gone, columns_gone = height.source - height.target, width.source - width.target
     return rows_gone > max(0, 2 * columns_gone)

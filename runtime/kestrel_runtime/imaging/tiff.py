@@ -58,7 +58,7 @@ _COMPRESSIONS = (_UNCOMPRESSED, *_FAX, 5, _JPEG, 8, 32946, 32773)
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How an image is divided into strips or tiles."""
+    """The division of an image into strips or tiles."""
 
     num_parts: int
     part_pixels: int
@@ -95,7 +95,7 @@ class Samples:
 
 
 def read_header(data: bytes) -> ImageHeader:
-    """Width, height and decoding memory, from the first directory and those that it names."""
+    """Returns the width, the height and the decoding memory, from the first directory and those that it names."""
     directory = first_directory(data)
     if directory.has_duplicates:
         raise undecodable()
@@ -127,14 +127,14 @@ def read_header(data: bytes) -> ImageHeader:
         header = replace(header, decoding_bytes=header.decoding_bytes + 2 * len(data))
     if compression == _UNCOMPRESSED:
         return header
-    # Besides the pixels the decoder holds one part, also while the image is turned upright.
+    # In addition to the pixels, the decoder holds one part, also while the image is turned upright.
     is_turned = directory.first(ORIENTATION, 1) != 1 or _XMP in directory
     copies_bytes = header.decoding_bytes if is_turned else header.decoding_bytes // 2
     return replace(header, decoding_bytes=max(header.decoding_bytes, copies_bytes + part_bytes))
 
 
 def samples_of(directory: Directory) -> Samples | None:
-    """How to decode the samples of a file; None where Pillow reads it rightly."""
+    """Returns how to decode the samples of a file; None if Pillow decodes them correctly."""
     photometric, num_samples = directory.first(PHOTOMETRIC, 0), directory.first(SAMPLES, 1)
     if photometric not in (_WHITE_IS_ZERO, _BLACK_IS_ZERO, _RGB, _CMYK) or _is_read_rightly(directory):
         return None
@@ -173,7 +173,9 @@ def is_wrapped(directory: Directory) -> bool:
 
 
 def palette_of_bytes(directory: Directory) -> bytes | None:
-    """The colours of a palette, RGB, if the file states them with 8 bits each instead of 16, as some writers do."""
+    """Returns the colours of a palette, RGB, if the file states them with 8 bits each instead of 16, as some
+    writers do.
+    """
     colours = directory.numbers(_COLOURS)
     if directory.first(PHOTOMETRIC, 0) != _PALETTE or not colours or max(colours) > 255:
         return None
@@ -182,7 +184,7 @@ def palette_of_bytes(directory: Directory) -> bytes | None:
 
 
 def _check_samples(directory: Directory) -> None:
-    """Raise `ImageError` for samples whose meaning is not known here, with what they are."""
+    """Raises `ImageError` for samples whose meaning is not known here, with what they are."""
     photometric, compression = directory.first(PHOTOMETRIC, 0), directory.first(COMPRESSION, 1)
     bits = set(directory.numbers(BITS)) or {1}
     formats = set(directory.numbers(_SAMPLE_FORMAT)) - {_UNSIGNED}
@@ -251,7 +253,7 @@ _EXTRAS_OF_RGB = {
 
 
 def _max_value(directory: Directory, bits: int) -> int:
-    """The largest value of samples: MaxSampleValue where it says that a part of 16 bits is significant.
+    """Returns the largest value of samples: MaxSampleValue where it says that a part of 16 bits is significant.
 
     With other values, and with 8 bits, the tag is statistics.
     """
@@ -261,7 +263,7 @@ def _max_value(directory: Directory, bits: int) -> int:
 
 
 def check_structure(data: bytes) -> list[int]:
-    """Count the scans of parts that are JPEG streams. Decoding cannot be stopped within the file."""
+    """Counts the scans of parts that are JPEG streams. Decoding cannot be stopped within the file."""
     directory = first_directory(data)
     if directory.first(COMPRESSION, 1) == _JPEG:
         offsets_tag, lengths_tag = part_tags(directory)
@@ -272,7 +274,7 @@ def check_structure(data: bytes) -> list[int]:
 
 
 def first_directory(data: bytes) -> Directory:
-    """The directory of the first image."""
+    """Returns the directory of the first image."""
     byte_order = byte_order_of(data)
     if byte_order is None or len(data) < 8:
         raise undecodable()
@@ -280,12 +282,12 @@ def first_directory(data: bytes) -> Directory:
 
 
 def part_tags(directory: Directory) -> tuple[int, int]:
-    """The tags with the positions and the lengths of strips or tiles."""
+    """Returns the tags with the positions and the lengths of strips or tiles."""
     return (_TILE_OFFSETS, _TILE_BYTES) if _TILE_OFFSETS in directory else (_STRIP_OFFSETS, _STRIP_BYTES)
 
 
 def _check_directory(data: bytes, parent: Directory, number: int) -> None:
-    """Check a directory that Pillow also reads, and the directory within it."""
+    """Checks a directory that Pillow also reads, and the directory within it."""
     byte_order = byte_order_of(data)
     if number not in parent or byte_order is None:
         return

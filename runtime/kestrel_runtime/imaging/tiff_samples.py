@@ -27,7 +27,7 @@ _Entries = dict[int, tuple[int, int, bytes]]
 
 
 def decode(data: bytes, layout: tiff.Samples, open_file: Callable[[bytes], BytesIO]) -> Image.Image:
-    """Decode the samples of a file to RGB, not turned: transparency over white.
+    """Decodes the samples of a file to RGB, not turned: transparency over white.
 
     `open_file` makes a file object of a file. Raises what Pillow raises for a damaged file.
     """
@@ -45,7 +45,7 @@ def decode(data: bytes, layout: tiff.Samples, open_file: Callable[[bytes], Bytes
 
 
 def rewrapped(data: bytes) -> bytes:
-    """Return an uncompressed file with its strips wrapped as Deflate, which compresses nothing.
+    """Returns an uncompressed file with its strips wrapped as Deflate, which compresses nothing.
 
     Pillow leaves the meaning of compressed samples to libtiff, which knows subsampled colours and their ranges.
     """
@@ -70,7 +70,7 @@ def rewrapped(data: bytes) -> bytes:
 
 
 def _rows_of(data: bytes, layout: tiff.Samples, plane: int, open_file: Callable[[bytes], BytesIO]) -> Image.Image:
-    """The bytes of one plane as a grey image, each row as long as its bytes are."""
+    """Returns the bytes of one plane as a grey image, each row as long as its bytes are."""
     directory = tiff.first_directory(data)
     order, bits = directory.byte_order, layout.bits * layout.samples_per_plane
     offsets_tag, lengths_tag = tiff.part_tags(directory)
@@ -103,7 +103,7 @@ def _rows_of(data: bytes, layout: tiff.Samples, plane: int, open_file: Callable[
 
 
 def _strips(planes: list[Image.Image], layout: tiff.Samples) -> Iterator[tuple[int, np.ndarray]]:
-    """The samples, some rows at a time: the first row, and unsigned [rows, width, samples]."""
+    """Yields the samples, some rows at a time: the first row, and unsigned [rows, width, samples]."""
     rows = max(1, _PIXELS_AT_A_TIME // (layout.width * layout.num_samples))
     for top in range(0, layout.height, rows):
         box = (top, min(top + rows, layout.height))
@@ -112,7 +112,7 @@ def _strips(planes: list[Image.Image], layout: tiff.Samples) -> Iterator[tuple[i
 
 
 def _samples(rows: np.ndarray, layout: tiff.Samples) -> np.ndarray:
-    """The samples of one plane: uint8 or uint16 [rows, width, samples], of the bytes of the rows."""
+    """Returns the samples of one plane: uint8 or uint16 [rows, width, samples], of the bytes of the rows."""
     each = layout.samples_per_plane
     num_samples = layout.width * each
     if layout.bits == 8:
@@ -134,7 +134,7 @@ def _samples(rows: np.ndarray, layout: tiff.Samples) -> np.ndarray:
 
 
 def _eight_bits(samples: np.ndarray, max_value: int) -> np.ndarray:
-    """Scale samples of 0 to a maximum, 2ⁿ - 1, to uint8: they keep their high bits."""
+    """Scales samples of 0 to a maximum, 2ⁿ - 1, to uint8: they keep their high bits."""
     bits = max_value.bit_length()
     if bits >= 8:
         return (samples >> (bits - 8)).astype(np.uint8)
@@ -142,7 +142,7 @@ def _eight_bits(samples: np.ndarray, max_value: int) -> np.ndarray:
 
 
 def _rgb(samples: np.ndarray, layout: tiff.Samples) -> Image.Image:
-    """An RGB image of uint8 [rows, width, samples]: the colours over white, by the alpha if there is one."""
+    """Returns an RGB image of uint8 [rows, width, samples]: the colours over white, by the alpha if there is one."""
     colours = np.ascontiguousarray(samples[..., : layout.num_colours])
     alpha = None if layout.alpha_sample is None else samples[..., layout.alpha_sample, None].astype(np.uint16)
     if layout.num_colours == 4:
@@ -167,7 +167,7 @@ def _numbers(byte_order: str, values: list[int] | tuple[int, ...], kind: int = _
 
 
 def _directory(byte_order: str, entries: _Entries, position: int) -> bytes:
-    """A directory that begins at a position of its file, with its longer values behind it."""
+    """Returns a directory that begins at a position of its file, with its longer values behind it."""
     head, longer = [struct.pack(f"{byte_order}H", len(entries))], []
     position += 2 + 12 * len(entries) + 4
     for number, (kind, count, values) in sorted(entries.items()):

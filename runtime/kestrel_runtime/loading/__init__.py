@@ -1,1 +1,1 @@
-"""Checkpoints and tokenizers: finding, downloading and reading them."""
+"""Finds, downloads and reads checkpoints and tokenizers."""

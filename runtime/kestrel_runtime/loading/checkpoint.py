@@ -77,9 +77,10 @@ class Checkpoint:
 
 
 def find_checkpoint(model: str, revision: str | None = None) -> Checkpoint:
-    """`model`: a folder, a .safetensors or .pt file, the built-in model, a published name or org/repo.
+    """Finds the checkpoint of `model`, and downloads it if it is on the hub.
 
-    A local path takes precedence over a hub name. Raises `CheckpointError` if it cannot be found or downloaded.
+    `model` is a folder, a .safetensors or .pt file, the built-in model, a published name or org/repo. A local path
+    takes precedence over a hub name. Raises `CheckpointError` if it cannot be found or downloaded.
     """
     path = _existing(model)
     if path is not None:
@@ -112,7 +113,7 @@ def _existing(model: str) -> Path | None:
 
 
 def repository_of(model: str) -> tuple[str, str | None]:
-    """The repository that a published name or org/repo stands for, and the revision that the name selects."""
+    """Returns the repository that a published name or org/repo stands for, and the revision that the name selects."""
     return PUBLISHED_REPOSITORIES.get(model, (model, None))
 
 
@@ -146,7 +147,7 @@ def _hub_checkpoint(name: str, repository: str, revision: str | None) -> Checkpo
 def _checkpoint(
     name: str, revision: str | None, folder: Path, weight_names: Sequence[str], release: str | None = None
 ) -> Checkpoint:
-    """`release`: the day of a release of Moondream 2, where it is known."""
+    """Checks and returns the checkpoint; `release` is the day of a release of Moondream 2, where it is known."""
     missing = [weight for weight in weight_names if not (folder / weight).exists()]
     if missing:
         raise CheckpointError(f"{folder} lacks {', '.join(missing)}")
@@ -192,7 +193,7 @@ def _shard_names(index: Path) -> list[str]:
     ]
     if odd:
         shown = repr(odd[0])[:_MAX_ECHO_CHARS]
-        raise CheckpointError(f"{index} names shards that are no .safetensors files beside it: {shown}")
+        raise CheckpointError(f"{index} names shards that are no .safetensors files next to it: {shown}")
     return sorted(set(shard_of.values()))
 
 
@@ -209,7 +210,7 @@ def _read_json(file: Path, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def _read(file: Path, max_bytes: int) -> bytes:
-    """The bytes of a regular file. A pipe or a device in its place is refused, and not waited for."""
+    """Returns the bytes of a regular file. A pipe or a device in its place is refused, and not waited for."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(descriptor, "rb") as opened:
@@ -293,7 +294,7 @@ def _section(data: Mapping[str, Any] | None, key: str) -> Mapping[str, Any]:
 
 
 def _download(repository: str, revision: str | None, names: Sequence[str]) -> Path:
-    """Download those of `names` that the repository has. Returns the folder of the snapshot in the cache."""
+    """Downloads those of `names` that the repository has. Returns the folder of the snapshot in the cache."""
     return Path(
         _ask_hub(
             repository,

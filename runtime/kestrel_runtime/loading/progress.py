@@ -1,4 +1,4 @@
-"""Tells in the log how far the weights of a model are loaded, where that takes long."""
+"""Logs how far the weights of a model are loaded, if that takes long."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _GIB = 2**30
 _log = logging.getLogger(__name__)
 
 
-def told(tensors: Iterable[tuple[str, Tensor]], num_bytes: int) -> Iterator[tuple[str, Tensor]]:
-    """The same pairs, with a line in the log every few seconds until they have `num_bytes` together."""
+def logged(tensors: Iterable[tuple[str, Tensor]], num_bytes: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields the same pairs, with a line in the log every few seconds until they have `num_bytes` together."""
     told_at_s, done_bytes = time.monotonic(), 0
     for name, tensor in tensors:
         yield name, tensor

@@ -31,7 +31,7 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read a `tokenizer.json`. Raises `CheckpointError`."""
+        """Reads a `tokenizer.json`. Raises `CheckpointError`."""
         try:
             library = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain `Exception`
@@ -53,19 +53,22 @@ class Tokenizer:
         return self._library.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of this text, without control tokens before or after it."""
+        """Returns the ids of this text, without control tokens before or after it."""
         return self._library.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of these ids. Control tokens and unknown ids are skipped, invalid UTF-8 becomes U+FFFD."""
+        """Returns the text of these ids.
+
+        Control tokens and unknown ids are skipped, invalid UTF-8 becomes U+FFFD.
+        """
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of this id in a text: empty for a control token or an unknown id."""
+        """Returns the bytes of this id in a text: empty for a control token or an unknown id."""
         return self._bytes_of_token[token] if token < len(self._bytes_of_token) else b""
 
     def text_decoder(self) -> TextDecoder:
-        """A decoder for one stream of tokens."""
+        """Returns a decoder for one stream of tokens."""
         return TextDecoder(self)
 
 
@@ -81,16 +84,16 @@ class TextDecoder:
         self._utf8 = _Utf8Decoder(errors="replace")
 
     def push(self, token: int) -> str:
-        """The characters that this token completes, possibly none."""
+        """Returns the characters that this token completes, possibly none."""
         return self._utf8.decode(self._tokenizer.token_bytes(token))
 
     def flush(self) -> str:
-        """End the text: U+FFFD for an incomplete character, else an empty text."""
+        """Ends the text: U+FFFD for an incomplete character, else an empty text."""
         return self._utf8.decode(b"", final=True)
 
 
 def _bytes_of_token(library: tokenizers.Tokenizer) -> tuple[bytes, ...]:
-    """The bytes of each id."""
+    """Returns the bytes of each id."""
     byte_of_character = _byte_of_character()
     control = {id for id, token in library.get_added_tokens_decoder().items() if token.special}
     vocabulary = library.get_vocab()
@@ -104,7 +107,9 @@ def _bytes_of_token(library: tokenizers.Tokenizer) -> tuple[bytes, ...]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The byte-level alphabet: visible Latin-1 characters for themselves, U+0100 and on for the other bytes."""
+    """Returns the byte-level alphabet: visible Latin-1 characters for themselves, U+0100 and on for the other
+    bytes.
+    """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(0x100) if byte not in visible]
     alphabet = {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}

@@ -1,1 +1,1 @@
-"""How much memory the host and the device have, and who may take how much of it."""
+"""Measures the memory of the host and the device, and divides it."""

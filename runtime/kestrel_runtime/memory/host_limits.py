@@ -1,4 +1,4 @@
-"""How much memory and how many processors of its host this process may use.
+"""Measures how much memory and how many processors of its host this process may use.
 
 A container sees the whole machine in `/proc`; its limits are set in its control groups. The limit of a group also
 holds for the groups below it, so this module reads the group of the process and all visible ancestors, of version 1
@@ -19,7 +19,7 @@ _KIB = 1024
 
 
 def available_memory_bytes(proc: Path = _PROC) -> int:
-    """Bytes that can still be taken: what the machine has available, within every limit of the control groups.
+    """Returns the bytes that can still be allocated on the machine, within every limit of the control groups.
 
     Page cache that was not used lately counts as available, since the kernel gives it up first.
     """
@@ -27,17 +27,20 @@ def available_memory_bytes(proc: Path = _PROC) -> int:
 
 
 def total_memory_bytes(proc: Path = _PROC) -> int:
-    """Bytes that there are: the machine's memory, or the smallest limit of the control groups."""
+    """Returns the bytes of the machine's memory, or the smallest limit of the control groups."""
     return min((_machine_total_bytes(proc), *(limit for limit, _ in _group_limits(proc))))
 
 
 def available_processors(proc: Path = _PROC) -> int:
-    """Processors this process may run on, within the quotas of its control groups (rounded up); at least 1."""
+    """Returns the number of processors this process may use, by its affinity and the quotas of its control groups.
+
+    It is rounded up, and at least 1.
+    """
     return math.ceil(processor_quota(proc))
 
 
 def processor_quota(proc: Path = _PROC) -> float:
-    """Processor time that this process may use, in seconds per second; above 0. It need not be a whole number."""
+    """Returns the processor time that this process may use, in seconds per second: any number above 0."""
     return min((_machine_processors(), *_group_processors(proc)))
 
 
@@ -46,12 +49,12 @@ class _Hierarchy:
     """A mounted tree of control groups, and where in it this process is."""
 
     is_unified: bool
-    """Whether it is of version 2, which has all controllers in one tree."""
+    """True for version 2, which has all controllers in one tree."""
     own: Path
     top: Path
 
     def groups(self) -> Iterator[Path]:
-        """The folders of the process's own group and of all its visible ancestors."""
+        """Yields the folders of the process's own group and of all its visible ancestors."""
         yield self.own
         if self.own != self.top:
             for parent in self.own.parents:
@@ -84,12 +87,12 @@ def _physical_bytes() -> int:
 
 
 def _group_bytes(proc: Path) -> Iterator[int]:
-    """The available bytes within each limit."""
+    """Yields the available bytes within each limit."""
     return (limit - used for limit, used in _group_limits(proc))
 
 
 def _group_limits(proc: Path) -> Iterator[tuple[int, int]]:
-    """Each limit, and the bytes in use within it that the kernel does not give up first."""
+    """Yields each limit, and the bytes in use within it that the kernel does not give up first."""
     for hierarchy in _hierarchies(proc, "memory"):
         for group in hierarchy.groups():
             stat = _table(group / "memory.stat")
@@ -124,7 +127,7 @@ def _group_processors(proc: Path) -> Iterator[float]:
 
 
 def _hierarchies(proc: Path, controller: str) -> Iterator[_Hierarchy]:
-    """The mounted hierarchies with this controller that this process has a place in."""
+    """Yields the mounted hierarchies with this controller that this process has a place in."""
     own_paths: dict[frozenset[str], str] = {}  # by controllers; version 2 has none here
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -144,7 +147,9 @@ def _hierarchies(proc: Path, controller: str) -> Iterator[_Hierarchy]:
 
 
 def _own_folder(top: Path, root: str, path: str) -> Path:
-    """The folder of the group at `path`, in a tree mounted at `top` whose uppermost visible group is `root`."""
+    """Returns the folder of the group at `path`, in a tree mounted at `top` whose uppermost visible group is
+    `root`.
+    """
     try:
         below = Path(path).relative_to(root)
     except ValueError:  # the path is the host's, and the container sees its own group as the uppermost

@@ -19,7 +19,9 @@ progressive JPEG without subsampling of 53."""
 
 
 def least_budget_bytes(decoding_bytes: int) -> int:
-    """The smallest budget that admits an image of `decoding_bytes`; a quarter stays free for smaller images."""
+    """Returns the smallest budget that admits an image of `decoding_bytes`; a quarter stays free for smaller
+    images.
+    """
     return -(-decoding_bytes * 4 // 3)
 
 
@@ -38,51 +40,51 @@ class MemoryBudget:
 
     @property
     def limit_bytes(self) -> int:
-        """The bytes that all tenants together may use."""
+        """Returns the bytes that all tenants together may use."""
         return self._limit.limit
 
     @property
     def used_bytes(self) -> int:
-        """The bytes in use now."""
+        """Returns the bytes in use now."""
         with self._lock:
             self._collect()
             return self._limit.num_taken
 
     def check_image(self, decoding_bytes: int) -> None:
-        """Raise `ImageError` where decoding an image takes too much; a quarter stays free for smaller ones."""
+        """Raises `ImageError` where decoding an image takes too much; a quarter stays free for smaller ones."""
         limit_bytes = min(MAX_DECODING_BYTES, self.limit_bytes * 3 // 4)
         if decoding_bytes > limit_bytes:
             limit_mib = limit_bytes // 2**20
             raise ImageError(f"must take at most {limit_mib} MiB while it is decoded", too_large=True)
 
     def on_freed(self, callback: Callable[[], None]) -> None:
-        """Have `callback` run when an object that was held is freed. It runs anywhere, and must not block."""
+        """Has `callback` called when a held object is freed, in any thread; it must not block."""
         self._on_freed = callback
 
     def has_share(self, tenant: str) -> bool:
-        """Whether the tenant may take more."""
+        """Returns True if the tenant may take more."""
         with self._lock:
             self._collect()
             return self._limit.has_share(tenant)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether the limit of all tenants together allows `num_bytes` more."""
+        """Returns True if the limit of all tenants together allows `num_bytes` more."""
         with self._lock:
             self._collect()
             return self._limit.has_room(num_bytes)
 
     def take(self, tenant: str, num_bytes: int) -> None:
-        """Count bytes until they are given back. The caller asks before whether they may be taken."""
+        """Counts bytes until they are given back. The caller asks before whether they may be taken."""
         with self._lock:
             self._limit.count(tenant, num_bytes)
 
     def give_back(self, tenant: str, num_bytes: int) -> None:
-        """Bytes that were taken are not in use any more."""
+        """Gives back bytes that `take` has counted."""
         with self._lock:
             self._limit.give_back(tenant, num_bytes)
 
     def hold(self, tenant: str, item: object, num_bytes: int) -> None:
-        """Count an object's bytes until it is freed."""
+        """Counts an object's bytes until it is freed."""
         self.take(tenant, num_bytes)
         finalizer = weakref.finalize(item, self._put_freed, tenant, num_bytes)
         finalizer.atexit = False  # pyrefly: ignore[missing-attribute] a property, which its stub lacks

@@ -36,7 +36,7 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """The memory that a model needs besides its weights."""
+    """The memory that a model needs in addition to its weights."""
 
     page_bytes: int
     """Bytes of one page of the cache over all layers, keys and values."""
@@ -57,16 +57,17 @@ class MemoryReading:
 
     total_bytes: int
     available_bytes: int
-    """What can still be taken."""
+    """Bytes that can still be allocated."""
     weight_bytes: int
-    """What this process holds for weights and static buffers."""
+    """Bytes that this process holds for weights and static buffers."""
     is_host: bool
-    """Whether it is memory of the host, which has other users."""
+    """True for memory of the host, which has other users."""
 
     @classmethod
     def of(cls, device: torch.device, weight_bytes: int, limit: int | None = None) -> MemoryReading:
-        """Read it. `weight_bytes` counts where the device cannot tell what this process holds, as the host. A CUDA
-        device has no more than `limit` bytes, of which what is used comes first."""
+        """Reads it. `weight_bytes` counts where the device does not report what this process holds, as the host. A
+        CUDA device has no more than `limit` bytes, of which what is used comes first.
+        """
         if device.type != "cuda":
             total, available = total_memory_bytes(), available_memory_bytes()
             # Weights that are mapped from a file may count as available.
@@ -83,17 +84,17 @@ class MemoryReading:
         return self.total_bytes - self.available_bytes
 
     def usable_bytes(self, utilization: float) -> float:
-        """What may still be taken of it, where this share may be."""
+        """Returns the bytes that may still be allocated if this share of the memory may be used."""
         if self.is_host:
             return utilization * self.available_bytes
         return utilization * self.total_bytes - self.used_bytes
 
 
 def image_cache_bytes(configured: int | None, image_bytes: int, available_bytes: int, *, is_host: bool) -> int:
-    """The memory for cached image embeddings, of which one image has `image_bytes`: a whole number of images.
+    """Returns the bytes for cached image embeddings: a whole number of images of `image_bytes` each.
 
     Without a configured number of bytes: enough for 256 images on a CUDA device and 32 elsewhere, at most a
-    sixteenth of what is available beside the weights.
+    sixteenth of what is available after the weights.
     """
     if not image_bytes:
         return 0
@@ -106,7 +107,7 @@ def image_cache_bytes(configured: int | None, image_bytes: int, available_bytes:
 def plan_memory(
     reading: MemoryReading, needs: MemoryNeeds, utilization: float, num_pages: int | None = None
 ) -> tuple[int, MemoryPlan]:
-    """The number of pages of the cache, and the plan that it is part of. `num_pages`, where given, is taken.
+    """Returns the number of pages of the cache, which is `num_pages` if given, and the plan of the memory.
 
     Raises `CheckpointError` where the pages that are left, or given, cannot hold one request of every skill.
     """

@@ -23,7 +23,8 @@ _log = logging.getLogger(__name__)
 
 
 def bind_near(pci_address: str | None, *, pci_devices: Path = _PCI_DEVICES, threads: Path = _THREADS) -> None:
-    """Bind all threads of this process, and those that they create, to the processors near a device of the PCI bus.
+    """Binds all threads of this process, and those that they create, to the processors near a device of the PCI
+    bus.
 
     `pci_address` is written as in sysfs, such as "0000:1b:00.0". Does nothing with None, off Linux, and if
     `near_processors` finds nothing to bind to.
@@ -42,10 +43,10 @@ def bind_near(pci_address: str | None, *, pci_devices: Path = _PCI_DEVICES, thre
 def near_processors(
     pci_address: str, allowed: Collection[int], pci_devices: Path = _PCI_DEVICES
 ) -> frozenset[int] | None:
-    """Those of the `allowed` processors that are near a device.
+    """Returns the `allowed` processors that are near a device.
 
-    None if there is no reason to bind to them: all allowed ones are near, as on a host with one NUMA node; fewer
-    than two are; or sysfs does not tell, as in containers without it.
+    Returns None if there is no reason to bind to them: all allowed ones are near, as on a host with one NUMA node;
+    fewer than two are; or sysfs has no list, as in containers without it.
     """
     try:
         text = (pci_devices / pci_address / "local_cpulist").read_text(encoding="ascii", errors="replace")
@@ -56,7 +57,7 @@ def near_processors(
 
 
 def processors_in(text: str) -> frozenset[int]:
-    """The processors in a list as the kernel writes it, such as "0-3,8-11"; none if it is no such list."""
+    """Returns the processors in a list as the kernel writes it, such as "0-3,8-11"; none if it is no such list."""
     if _CPULIST.fullmatch(text.strip()) is None:
         return frozenset()
     bounds = (part.partition("-") for part in text.strip().split(","))
@@ -64,7 +65,7 @@ def processors_in(text: str) -> frozenset[int]:
 
 
 def cpulist(processors: Iterable[int]) -> str:
-    """The list that `processors_in` reads."""
+    """Returns the list that `processors_in` reads."""
     ranges: list[list[int]] = []
     for number in sorted(processors):
         if ranges and number == ranges[-1][1] + 1:

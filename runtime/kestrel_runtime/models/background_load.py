@@ -29,7 +29,7 @@ class BackgroundLoad:
     """Loads the model of a configuration from its construction on. Its threads do not keep the process alive."""
 
     def __init__(self, config: EngineConfig, *, binds_near_device: bool = False) -> None:
-        """With `binds_near_device` all threads of the process are bound to the processors near its GPU."""
+        """Starts the load; `binds_near_device` binds all threads of the process to the processors near its GPU."""
         self._config = config
         self._binds_near_device = binds_near_device
         self._loaded: Future[LoadedModel] = Future()
@@ -39,7 +39,7 @@ class BackgroundLoad:
         threading.Thread(target=self._run, name="kestrel-load", daemon=True).start()
 
     def result(self) -> LoadedModel:
-        """Wait for the model. Raises `CheckpointError`."""
+        """Waits for the model. Raises `CheckpointError`."""
         loaded = self._loaded.result()
         if self._using.is_alive():  # the memory in use is measured next
             self._using.join()
@@ -62,7 +62,7 @@ class BackgroundLoad:
 
 
 def read_ahead(files: Iterable[Path]) -> None:
-    """Have the system read files into its cache, as far as it likes, without waiting for them."""
+    """Has the system read files into its cache, as far as it likes, without waiting for them."""
     if not hasattr(os, "posix_fadvise"):
         return
     for file in files:
@@ -78,7 +78,7 @@ def torch_has_cuda() -> bool:
 
 
 def _use_device() -> None:
-    """Create the context of the GPU, and then have torch's libraries load what they need there."""
+    """Creates the context of the GPU, then has torch's libraries load what they need there."""
     if not torch_has_cuda() or not _create_context():
         return
     import torch
@@ -91,7 +91,7 @@ def _use_device() -> None:
 
 
 def _create_context() -> bool:
-    """Create the primary context of the first GPU, which torch will use. Returns whether there is one."""
+    """Creates the primary context of the first GPU, which torch will use. Returns whether there is one."""
     with suppress(OSError, AttributeError):
         driver = ctypes.CDLL(_DRIVER)  # its functions release the interpreter's lock
         device, context = c_int(), c_void_p()

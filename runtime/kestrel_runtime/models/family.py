@@ -42,7 +42,7 @@ class ModelConfig(Protocol):
 
     @property
     def architecture(self) -> str:
-        """The family and its generation, as clients are told."""
+        """Returns the family and its generation, as clients see them."""
         ...
 
     @property
@@ -50,17 +50,17 @@ class ModelConfig(Protocol):
 
     @property
     def max_context(self) -> int:
-        """The most positions of a sequence."""
+        """Returns the most positions of a sequence."""
         ...
 
     @property
     def bos_id(self) -> int:
-        """The token that begins every prompt."""
+        """Returns the token that begins every prompt."""
         ...
 
     @property
     def positions_per_image(self) -> int:
-        """The positions of an image, which follow the first token."""
+        """Returns the positions of an image, which follow the first token."""
         ...
 
 
@@ -76,18 +76,18 @@ class Skill(Protocol):
 
     @property
     def text_field(self) -> str:
-        """The request's field with free text, which is named where the prompt is too long."""
+        """Returns the request's field with free text, which is named where the prompt is too long."""
         ...
 
     @property
     def defaults(self) -> SkillDefaults: ...
 
     def prompt(self, request: Any, tokenizer: Any, config: Any) -> list[Token]:
-        """The tokens of the prompt that follow the first token and the image. Raises `InvalidRequest`."""
+        """Returns the tokens of the prompt that follow the first token and the image. Raises `InvalidRequest`."""
         ...
 
     def new_parser(self, request: Any, tokenizer: Any, config: Any) -> OutputParser:
-        """The output parser of one sequence."""
+        """Returns the output parser of one sequence."""
         ...
 
 
@@ -103,14 +103,14 @@ class PreparedModel(Protocol):
     """A model prepared to run with one configuration."""
 
     def crop_on_device(self) -> Callable[[DecodedImage], Tensor] | None:
-        """A function for one thread that makes on the device what `Cropping.make_crops` makes on the host.
+        """Returns a function for one thread that makes on the device what `Cropping.make_crops` makes on the host.
 
         It returns uint8 [crops, side, side, 3]. None where crops are made on the host.
         """
         ...
 
     def plan_cache(self, host_image_bytes: int) -> tuple[int, MemoryPlan]:
-        """The number of pages of the key-value cache, and the plan of all memory.
+        """Returns the number of pages of the key-value cache, and the plan of all memory.
 
         `host_image_bytes`: limit of decoded images on the host. Raises `CheckpointError` if memory is too small for
         the fewest pages.
@@ -118,15 +118,15 @@ class PreparedModel(Protocol):
         ...
 
     def adapter_target(self) -> AdapterTarget | None:
-        """The target of adapters; None if `EngineConfig` asks for none.
+        """Returns the target of adapters; None if `EngineConfig` asks for none.
 
         `new_step_runner` takes their memory.
         """
         ...
 
     def new_step_runner(self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0) -> StepRunner:
-        """A step runner with a cache of `num_pages`; captured graphs may take `graph_bytes` of device memory, image
-        embeddings `image_cache_bytes` beside what running sequences need.
+        """Returns a step runner with a cache of `num_pages`; captured graphs may take `graph_bytes` of device
+        memory, image embeddings `image_cache_bytes` in addition to what running sequences need.
 
         Raises `CheckpointError` if there is no memory for the cache.
         """
@@ -143,12 +143,12 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Whether the error is within its bound and not NaN."""
+        """Returns True if the error is within its bound and not NaN."""
         return self.error <= self.tolerance
 
     @property
     def share(self) -> float:
-        """The error divided by its bound; infinite for NaN."""
+        """Returns the error divided by its bound; infinite for NaN."""
         if math.isnan(self.error):
             return math.inf
         return self.error / max(self.tolerance, _LEAST_TOLERANCE)
@@ -163,7 +163,7 @@ class Case:
 
     name: str
     complaint: str | None
-    """Why the case fails; None if it passes."""
+    """The reason why the case fails; None if it passes."""
     comparison: Comparison | None = None
     """The errors of a tensor of numbers."""
     digest: str = ""
@@ -186,12 +186,12 @@ class Fixture:
     """`expected.safetensors`; the names are the family's own."""
 
     def data(self, image: str) -> bytes:
-        """The bytes of an image."""
+        """Returns the bytes of an image."""
         return (self.folder / image).read_bytes()
 
 
 class PromptRecord(NamedTuple):
-    """What a family records of one prompt about one image."""
+    """The facts and tensors that a family records of one prompt about one image."""
 
     facts: Mapping[str, Any]
     """Added to the image's entry of `expected.json`."""
@@ -206,7 +206,7 @@ class Verification(NamedTuple):
     """The comparisons of one model under one configuration, by its family."""
 
     is_exact: bool
-    """Whether everything is computed in float32. Greedy answers must then be equal, too."""
+    """True if everything is computed in float32. Greedy answers must then be equal, too."""
     tensor_cases: Callable[[Fixture, Prepare], Iterator[Case]]
     record_prompt: Callable[[Query, Prepare], PromptRecord] = _nothing_recorded
     """Compute what `tensor_cases` compares, to write it to a fixture."""
@@ -225,22 +225,22 @@ class ModelFamily(Protocol):
     def load(
         self, checkpoint: Checkpoint, config: EngineConfig, device: torch.device, dtype: torch.dtype
     ) -> LoadedWeights:
-        """Read the weights, check them and place them on the device. Raises `CheckpointError`.
+        """Reads the weights, checks them and places them on the device. Raises `CheckpointError`.
 
-        `device` and `dtype` are what those fields of `config` come to.
+        `device` and `dtype` are the resolved values of those fields of `config`.
         """
         ...
 
     def skills(self, config: Any) -> Mapping[str, Skill]:
-        """The skills of a model of this configuration by name, in the order in which clients see them."""
+        """Returns the skills of a model of this configuration by name, in the order in which clients see them."""
         ...
 
     def cropping(self, config: Any) -> Cropping:
-        """How a model of this configuration divides images."""
+        """Returns how a model of this configuration divides images."""
         ...
 
     def prepare(self, model: Any, config: EngineConfig, bounds: StepBounds, *, owns_model: bool) -> PreparedModel:
-        """Prepare a loaded model to run with `config`, in steps within `bounds`.
+        """Prepares a loaded model to run with `config`, in steps within `bounds`.
 
         With `owns_model` the model has no other user, so weights may be freed once the prepared model has copied
         them. Raises `CheckpointError` if the model cannot run with `config`. A family without backends of its own
@@ -249,17 +249,17 @@ class ModelFamily(Protocol):
         ...
 
     def verification(self, model: Any, config: EngineConfig) -> Verification:
-        """The comparison of a loaded model, run with `config`, with a reference fixture."""
+        """Returns the comparison of a loaded model, run with `config`, with a reference fixture."""
         ...
 
 
 def config_of(model: Any) -> ModelConfig:
-    """The configuration of a model that a family has loaded, as generic code sees it."""
+    """Returns the configuration of a model that a family has loaded, as generic code sees it."""
     return model.config
 
 
 def plain_float32(config: EngineConfig) -> EngineConfig:
-    """The same model and device on the plain backend in float32, which defines the correct results."""
+    """Returns the same model and device on the plain backend in float32, which defines the correct results."""
     return replace(
         config,
         dtype="float32",

@@ -1,4 +1,4 @@
-"""From an engine's configuration to a model in memory: device, dtype, checkpoint, family, tokenizer."""
+"""Loads the model of an engine's configuration: device, dtype, checkpoint, family, tokenizer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LoadedModel:
 
     @classmethod
     def load(cls, config: EngineConfig, checkpoint: Checkpoint | None = None) -> LoadedModel:
-        """Read and place the checkpoint, by default the one of `config`, which is found first.
+        """Reads and places the checkpoint, by default the one of `config`, which is found first.
 
         Raises `CheckpointError`.
         """
@@ -63,21 +63,22 @@ class LoadedModel:
 
     @property
     def device_uuid(self) -> str | None:
-        """The UUID of its GPU, such as "1a2b3c4d-…"; None on the host."""
+        """Returns the UUID of its GPU, such as "1a2b3c4d-…"; None on the host."""
         device = self.model.device
         return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def device_type(config: EngineConfig) -> str:
-    """cpu or cuda: as configured, or what this machine has."""
+    """Returns "cpu" or "cuda": as configured, or what this machine has."""
     if config.device != "auto":
         return config.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def pci_address(config: EngineConfig) -> str | None:
-    """The address of the GPU that an engine will use, such as "0000:1b:00.0"; None if it uses none, or if this
-    version of torch does not tell the address."""
+    """Returns the address of the GPU that an engine will use, such as "0000:1b:00.0"; None if it uses none, or if
+    this version of torch does not report it.
+    """
     if device_type(config) != "cuda" or not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(torch.device("cuda"))

@@ -25,7 +25,7 @@ _DEFAULT = "moondream"
 
 
 def family_of(checkpoint: Checkpoint) -> ModelFamily:
-    """The family of the checkpoint. Raises `CheckpointError` if it cannot be imported."""
+    """Returns the family of the checkpoint. Raises `CheckpointError` if it cannot be imported."""
     name = (checkpoint.config or {}).get("model_type")
     if name is not None and not isinstance(name, str):
         raise CheckpointError(f"{checkpoint.name}: config.json: model_type is {reprlib.repr(name)}, not a name")

@@ -36,7 +36,7 @@ class StopMatcher:
         """The found string. Text behind it is dropped."""
 
     def push(self, text: str) -> str:
-        """Add text; returns the text that certainly lies before any of the strings, or up to the found string."""
+        """Adds text; returns the text that certainly lies before any of the strings, or up to the found string."""
         if self.matched is not None:
             return ""
         num_held, pending = len(self._held), self._held + text
@@ -51,7 +51,7 @@ class StopMatcher:
         return pending[:certain]
 
     def flush(self) -> str:
-        """End the text; returns the text that was held back."""
+        """Ends the text; returns the text that was held back."""
         held, self._held, self._state = self._held, "", 0
         return held
 
@@ -73,7 +73,7 @@ class StopMatcher:
         self._found[state] = string
 
     def _link(self) -> None:
-        """Set `_shorter`, shorter beginnings first, and let strings be found that end within longer beginnings."""
+        """Sets `_shorter`, shorter beginnings first, and let strings be found that end within longer beginnings."""
         states = deque(self._following[0].values())
         while states:
             state = states.popleft()

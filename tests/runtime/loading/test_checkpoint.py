@@ -211,9 +211,9 @@ def test_a_missing_shard_is_named(tmp_path):
         ("{", "cannot read"),
         ("[]", "is not a JSON object"),
         ("{}", "has no weight_map"),
-        ('{"weight_map": {"a": "../../etc/x.safetensors"}}', "no .safetensors files beside it"),
-        ('{"weight_map": {"a": "*.safetensors"}}', "no .safetensors files beside it"),
-        ('{"weight_map": {"a": 3}}', "no .safetensors files beside it"),
+        ('{"weight_map": {"a": "../../etc/x.safetensors"}}', "no .safetensors files next to it"),
+        ('{"weight_map": {"a": "*.safetensors"}}', "no .safetensors files next to it"),
+        ('{"weight_map": {"a": 3}}', "no .safetensors files next to it"),
     ],
 )
 def test_a_broken_index_is_refused(index, message, tmp_path):

@@ -50,7 +50,7 @@ class TextBackend(Protocol):
         cache: KVCache,
         adapters: RowAdapters | None = None,
     ) -> Tensor:
-        """Packed tokens [T, dim] → hidden states of `rows` [n] int64: [n, dim]."""
+        """Computes packed tokens [T, dim] → hidden states of `rows` [n] int64: [n, dim]."""
         ...
 
     def decode(
@@ -61,7 +61,9 @@ class TextBackend(Protocol):
         cache: KVCache,
         adapters: RowAdapters | None = None,
     ) -> Tensor:
-        """One token of each sequence [B, dim], at positions [B] int64, pages [B, most pages] int32 → [B, dim]."""
+        """Computes one token of each sequence [B, dim], at positions [B] int64, pages [B, most pages] int32 → [B,
+        dim].
+        """
         ...
 
 
@@ -93,7 +95,7 @@ class PlainText:
 
 
 def single_tokens(positions: Tensor, page_table: Tensor, page_size: int) -> PackedChunks:
-    """A decode step as prompts of one token each; a negative position is padding, which writes nothing."""
+    """Returns a decode step as prompts of one token each; a negative position is padding, which writes nothing."""
     known = positions.clamp(min=0)
     pages = page_table.gather(1, (known // page_size)[:, None].to(torch.int64))[:, 0].to(torch.int64)
     return PackedChunks(
@@ -119,8 +121,11 @@ class FusedText:
         max_batch_size: int,
         frees_originals: bool = False,
     ) -> None:
-        """With `frees_originals` the matrices of `text.blocks` are freed block by block, so that only one copy of
-        them is in memory. `text` keeps its embedding and its head."""
+        """Copies the weights of the blocks in the layout of the fused operations.
+
+        With `frees_originals` the matrices of `text.blocks` are freed block by block, so that only one copy of them
+        is in memory. `text` keeps its embedding and its head.
+        """
         blocks = fused_blocks(text, precision, frees_originals=frees_originals)
         matrices = [matrix for block in blocks for matrix in (block.up, block.down)]
         if precision == "float8" and (num_kept := sum(matrix.scale is None for matrix in matrices)):
@@ -152,7 +157,9 @@ class FusedText:
         cache: KVCache,
         adapters: RowAdapters | None = None,
     ) -> Tensor:
-        """A negative position is padding: nothing is written, and its hidden state is undefined."""
+        """Computes a decode step; a negative position is padding, which writes nothing and has an undefined hidden
+        state.
+        """
         return self._decoder.forward(embeddings, positions, page_table, cache, self._workspace, adapters)
 
 
@@ -164,7 +171,7 @@ class InvariantText:
     """
 
     def __init__(self, text: TextModel, kernels: Kernels, *, frees_originals: bool = False) -> None:
-        """`kernels` are `Kernels.invariant()`. With `frees_originals` the matrices of `text` are freed."""
+        """Takes the kernels of `Kernels.invariant()`. With `frees_originals` the matrices of `text` are freed."""
         blocks = fused_blocks(text, "model", frees_originals=frees_originals)
         blocks = prompt_blocks(text, blocks, frees_originals=frees_originals)
         self._prefill = FusedPrefill(text, blocks, kernels)
@@ -188,7 +195,9 @@ class InvariantText:
         cache: KVCache,
         adapters: RowAdapters | None = None,
     ) -> Tensor:
-        """A negative position is padding: nothing is written, and its hidden state is undefined."""
+        """Computes a decode step; a negative position is padding, which writes nothing and has an undefined hidden
+        state.
+        """
         rows = torch.arange(len(positions), device=positions.device)
         plan = single_tokens(positions, page_table, cache.page_size)
         return self.prefill(embeddings, plan, rows, cache, adapters)
@@ -201,14 +210,14 @@ class Backends:
     text: TextBackend
     vision: VisionBackend
     captures_prefill: bool
-    """Whether CUDA graphs can capture prefill steps."""
+    """True if CUDA graphs can capture prefill steps."""
     captures_encode: bool
     arithmetic: AbstractContextManager[Any]
     """Entered for every step of text: an `InvariantMode`, or nothing."""
 
     @property
     def is_invariant(self) -> bool:
-        """Whether a row has the same bits in any batch."""
+        """Returns True if a row has the same bits in any batch."""
         return isinstance(self.arithmetic, InvariantMode)
 
     @classmethod

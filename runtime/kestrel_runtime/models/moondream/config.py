@@ -1,4 +1,4 @@
-"""The dimensions and prompt templates of one Moondream model, as its `config.json` gives them.
+"""Parses the dimensions and prompt templates of one Moondream model from its `config.json`.
 
 Sources: the public reference's `config.py` (vikhyat/moondream) and the configuration dataclasses of the published
 checkpoints.
@@ -79,7 +79,7 @@ class TextConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of leading dimensions of a head that are rotated."""
+        """Returns the number of leading dimensions of a head that are rotated."""
         return self.head_dim // 2
 
     @property
@@ -149,7 +149,7 @@ class TokenizerConfig:
     templates: Mapping[str, Mapping[str, tuple[int, ...]]]
 
     def ids(self) -> tuple[int, ...]:
-        """All ids: special ones and those of templates."""
+        """Returns all ids: special ones and those of templates."""
         special = (getattr(self, field.name) for field in fields(self) if field.name.endswith("_id"))
         return (*special, *(id for parts in self.templates.values() for ids in parts.values() for id in ids))
 
@@ -165,7 +165,7 @@ class MoondreamConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read a parsed `config.json`. Raises `ConfigError` naming the missing or contradictory field."""
+        """Reads a parsed `config.json`. Raises `ConfigError` naming the missing or contradictory field."""
         text = dict(_mapping(data, "text"))
         if text.get("moe") is not None:
             text["moe"] = _section(MoeConfig, _mapping(text, "moe", "text."), "text.moe")
@@ -181,7 +181,7 @@ class MoondreamConfig:
         return config
 
     def check(self) -> None:
-        """Refuse dimensions that contradict each other."""
+        """Refuses dimensions that contradict each other."""
         text, vision, region, moe = self.text, self.vision, self.region, self.text.moe
         highest_id = max(self.tokenizer.ids())
         rules = {
@@ -223,12 +223,12 @@ class MoondreamConfig:
 
     @property
     def generation(self) -> int:
-        """2 or 3: the generation, which determines prompts and token rules."""
+        """Returns the generation, 2 or 3, which determines prompts and token rules."""
         return 3 if self.text.tau_attn or self.text.moe is not None else 2
 
     @property
     def architecture(self) -> str:
-        """The name of the generation."""
+        """Returns the name of the generation."""
         return f"moondream{self.generation}"
 
     @property
@@ -237,7 +237,7 @@ class MoondreamConfig:
 
     @property
     def max_context(self) -> int:
-        """The most positions of a sequence."""
+        """Returns the most positions of a sequence."""
         return self.text.max_context
 
     @property
@@ -246,7 +246,7 @@ class MoondreamConfig:
 
     @property
     def positions_per_image(self) -> int:
-        """The positions of an image, which follow the first token."""
+        """Returns the positions of an image, which follow the first token."""
         return self.vision.num_image_tokens
 
 

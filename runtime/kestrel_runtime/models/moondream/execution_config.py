@@ -30,12 +30,13 @@ class ExecutionConfig:
     vision: VisionBackendName
     with_graphs: bool
     resizes_images: bool
-    """Whether images are resized and divided into crops on the device instead of the host."""
+    """True if images are resized and divided into crops on the device instead of the host."""
     kernels: Kernels
 
     @classmethod
     def of(cls, config: EngineConfig, device_type: str, model: Moondream | None = None) -> ExecutionConfig:
-        """The execution of `config` on this kind of device, with kernels that can serve `model`, if one is given.
+        """Returns the execution of `config` on this kind of device, with kernels that can serve `model`, if one is
+        given.
 
         Where the model's dimensions do not allow a default, another backend is selected and logged. Raises
         `CheckpointError` if the model or the device does not allow a setting that `config` names.
@@ -66,7 +67,7 @@ class ExecutionConfig:
 
 
 def _require_float8(shape: ModelShape, config: EngineConfig, text: str, vision: str) -> None:
-    """Raise `CheckpointError` for backends and caches in float8 on a CUDA device that has no such products.
+    """Raises `CheckpointError` for backends and caches in float8 on a CUDA device that has no such products.
 
     Definitions in torch would serve them, several times as slowly as bfloat16.
     """
@@ -78,7 +79,7 @@ def _require_float8(shape: ModelShape, config: EngineConfig, text: str, vision: 
 
 
 def _vision_in_float8(config: VisionConfig) -> VisionBackendName:
-    """The float8 backend whose products support the sizes of the encoder."""
+    """Returns the float8 backend whose products support the sizes of the encoder."""
     if has_float8_product(config.enc_dim, config.enc_ff_dim):
         return "calibrated-float8"
     _log.warning(
@@ -91,7 +92,10 @@ def _vision_in_float8(config: VisionConfig) -> VisionBackendName:
 
 
 def _can_record(kernels: Kernels, config: EngineConfig, shape: ModelShape | None) -> bool:
-    """Whether CUDA graphs can capture these kernels. Raises `CheckpointError` if not and `config` has them on."""
+    """Returns True if CUDA graphs can capture these kernels.
+
+    Raises `CheckpointError` if not and `config` has them on.
+    """
     has_experts = shape is None or (shape.text is not None and shape.text.num_experts > 0)
     normal, invariant, experts = (
         {"prefill_attention", "rotary_decode_attention", "mixture_of_experts"},
@@ -110,7 +114,7 @@ def _can_record(kernels: Kernels, config: EngineConfig, shape: ModelShape | None
 
 
 def model_shape(model: Moondream, config: EngineConfig, text_backend: str, vision_backend: str) -> ModelShape:
-    """The sizes and types of `model` on its device, for these backends of text and images."""
+    """Returns the sizes and types of `model` on its device, for these backends of text and images."""
     device = model.device
     return ModelShape(
         device_type=_type(device),
@@ -122,7 +126,7 @@ def model_shape(model: Moondream, config: EngineConfig, text_backend: str, visio
 
 
 def _type(device: torch.device) -> str:
-    """What `meta` stands for is a CUDA device (`meta_stands_for`)."""
+    """Returns the type of a device; `meta` stands for a CUDA device (`meta_stands_for`)."""
     return "cuda" if device.type == "meta" else device.type
 
 

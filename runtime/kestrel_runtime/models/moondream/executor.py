@@ -63,7 +63,7 @@ _USUAL_NEEDS = tuple(
     for kinds, is_restricted in ((0, False), (0, True), (COORDINATES_BIT, False), (_ALL_KINDS, False))
     for is_random in (True, False)
 )
-"""Text, constrained text, points, and points and boxes in the batch."""
+"""The usual needs: text, constrained text, points, and points and boxes in the batch."""
 _COARSE_NEEDS = tuple(
     SampleNeeds(is_random, kinds, is_restricted=is_restricted)
     for is_random, kinds, is_restricted in (
@@ -73,7 +73,7 @@ _COARSE_NEEDS = tuple(
         (True, _ALL_KINDS, False),
     )
 )
-"""Lists those of `_USUAL_NEEDS` with which a server begins. What the others need, one of these computes, too."""
+"""The members of `_USUAL_NEEDS` with which a server begins. One of them also computes what the others need."""
 _DEFAULT_GRAPH_BYTES = 4096 * MIB
 _FASTEST_PRODUCTS = "fastest products"
 
@@ -115,7 +115,7 @@ class MoondreamExecutor:
         adapters: AdapterSlabs | None = None,
         facts: KeptFacts | None = None,
     ) -> None:
-        """With `facts`, which products are the fastest is only measured where no earlier start has kept it."""
+        """Builds the executor; `facts` spare it measurements of products that an earlier start has made."""
         self._adapters = adapters
         self._facts = facts
         self._add_low_rank = kernels.add_low_rank
@@ -161,7 +161,7 @@ class MoondreamExecutor:
                 )
 
     def encode(self, items: Sequence[EncodeItem]) -> None:
-        """Encode crops. An image whose last crop is among them is projected into its entry."""
+        """Encodes crops. An image whose last crop is among them is projected into its entry."""
         pixels = [
             self._crops.take(item.sequence.id, _image_of(item), item.first_crop, item.end_crop) for item in items
         ]
@@ -183,7 +183,7 @@ class MoondreamExecutor:
                 self._memory.embeddings[entry] = embeddings
 
     def padded_decode(self, size: DecodeSize, *, has_values: bool, uses_adapters: bool) -> DecodeSize:
-        """The size itself where it has a graph of layers, or where no captured one holds it."""
+        """Returns the size itself where it has a graph of layers, or where no captured one holds it."""
         graphs, key = self._decode_graphs, _LayersKey(size, has_values, uses_adapters)
         if graphs is None or key in graphs:
             return size
@@ -195,7 +195,7 @@ class MoondreamExecutor:
         return size
 
     def padded_prefill(self, size: PrefillSize, value_kinds: int, *, uses_adapters: bool) -> PrefillSize:
-        """The same for a prefill step."""
+        """Returns the same for a prefill step."""
         graphs, key = self._prefill_graphs, _PromptKey(size, value_kinds, uses_adapters)
         if graphs is None or key in graphs:
             return size
@@ -207,7 +207,7 @@ class MoondreamExecutor:
         return held_by
 
     def forward(self, inputs: PrefillInputs | DecodeInputs) -> Tensor:
-        """[N or B, dim], before the final LayerNorm.
+        """Returns hidden states [N or B, dim], before the final LayerNorm.
 
         The layers need a graph for each size, sampling one for each number of rows and kind of needs. One graph for
         both would need far more captures, one for each combination.
@@ -223,7 +223,7 @@ class MoondreamExecutor:
         return self._prefill_graphs.run(key, partial(self._prefill, inputs))
 
     def sample(self, hidden: Tensor, inputs: PrefillInputs | DecodeInputs) -> Tensor:
-        """Float32 [N or B, 4]: id, number of values and values of each sampled token."""
+        """Samples; returns float32 [N or B, 4]: id, number of values and values of each token."""
         if isinstance(inputs, DecodeInputs) and self._decode_graphs is not None:
             graphs, places, num_rows = self._decode_graphs, self._decoded, inputs.size.num_rows
         elif isinstance(inputs, PrefillInputs) and self._first_token_graphs is not None and inputs.is_in_place:
@@ -239,7 +239,7 @@ class MoondreamExecutor:
         return graphs.run(_SampleKey(num_rows, needs), work)
 
     def prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
-        """[N, dim], before the final LayerNorm."""
+        """Returns hidden states [N, dim], before the final LayerNorm."""
         with self._backends.arithmetic:
             return self._prefill_hidden(inputs)
 
@@ -257,17 +257,17 @@ class MoondreamExecutor:
         return self._backends.text.prefill(embeddings, chunks, fields.sample_tokens, self._memory.cache, adapters)
 
     def release(self, sequence: scheduling.Sequence) -> None:
-        """Free the crops and features of an incomplete image."""
+        """Frees the crops and features of an incomplete image."""
         self._features.pop(sequence.id, None)
         self._crops.release(sequence.id)
 
     def forget_images(self) -> None:
-        """Free them for all sequences."""
+        """Frees them for all sequences."""
         self._features.clear()
         self._crops.clear()
 
     def capture(self) -> None:
-        """Capture steps that hold those of usual traffic by padding, and leave these to `capture_wanted`.
+        """Captures steps that hold those of usual traffic by padding, and leave these to `capture_wanted`.
 
         Where a row has the same bits in any batch, all are captured now: products are chosen when they first run,
         which for those that are left may be later than a capture.
@@ -314,11 +314,11 @@ class MoondreamExecutor:
             self._facts.put(_FASTEST_PRODUCTS, choices)
 
     def capture_wanted(self) -> bool:
-        """Capture one step that has come more than once without a graph, or was left by `capture`."""
+        """Captures one step that has come more than once without a graph, or was left by `capture`."""
         return any(graphs.capture_wanted() for graphs in self._all_graphs())
 
     def reset(self) -> None:
-        """Free all graphs."""
+        """Frees all graphs."""
         for graphs in self._all_graphs():
             graphs.clear()
 
@@ -357,13 +357,13 @@ class MoondreamExecutor:
         return self._backends.text.decode(embeddings, positions, page_table, cache, adapters)
 
     def _new_decode(self, key: _LayersKey) -> Work:
-        """Layers of a decode step of padding."""
+        """Returns the layers of a decode step of padding."""
         needs = SampleNeeds(False, _ALL_KINDS if key.has_values else 0)
         fields = self._blank_decode(key.size)
         return partial(self._decode, DecodeInputs(fields, key.size, needs, key.size.num_rows, key.uses_adapters))
 
     def _new_prefill(self, key: _PromptKey) -> Work:
-        """A prefill step of padding."""
+        """Returns a prefill step of padding."""
         inputs = self._blank_prefill(key.size, value_kinds=key.value_kinds, uses_adapters=key.uses_adapters)
         return partial(self._prefill, inputs)
 
@@ -425,7 +425,7 @@ class MoondreamExecutor:
         )
 
     def _sample_counts(self) -> list[int]:
-        """The numbers of tokens that prefill graphs sample, in ascending order."""
+        """Returns the numbers of tokens that prefill graphs sample, in ascending order."""
         largest = self._largest_prefill
         return sorted(
             {
@@ -438,7 +438,7 @@ class MoondreamExecutor:
     def _blank_prefill(
         self, size: PrefillSize, *, value_kinds: int = 0, uses_adapters: bool = False
     ) -> PrefillInputs:
-        """Padding of a size, in the buffers that graphs read."""
+        """Returns padding of a size, in the buffers that graphs read."""
         fill = partial(fill_blank_prefill, size=size, padding_row=self._memory.state.padding_row)
         fields = self._memory.inputs.prefill(size, fill, in_place=True)
         needs = SampleNeeds(False, 0)
@@ -447,7 +447,7 @@ class MoondreamExecutor:
         )
 
     def _blank_decode(self, size: DecodeSize) -> DecodeFields[Tensor]:
-        """The same for a decode step."""
+        """Returns the same for a decode step."""
         fill = partial(fill_blank_decode, padding_row=self._memory.state.padding_row)
         return self._memory.inputs.decode(size, fill, in_place=True)
 
@@ -470,7 +470,7 @@ def new_step_runner(
     adapters: AdapterSlabs | None = None,
     facts: KeptFacts | None = None,
 ) -> StepRunner:
-    """`backends`: the backends of the model, if they are built already.
+    """Returns a step runner on `backends`, which are built if they are None.
 
     Captured graphs and their pools may take `graph_bytes` of device memory, cached image embeddings
     `image_cache_bytes`.

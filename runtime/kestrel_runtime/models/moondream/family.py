@@ -1,4 +1,7 @@
-"""The model family, which the registry imports. Prompts and crops need no torch; other parts are imported late."""
+"""Defines the model family, which the registry imports.
+
+Prompts and crops need no torch; other parts are imported late.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class MoondreamFamily:
     def load(
         self, checkpoint: Checkpoint, config: EngineConfig, device: torch.device, dtype: torch.dtype
     ) -> LoadedWeights:
-        """Load a checkpoint. Experts keep their type unless `config` names another. Scales are no parameters."""
+        """Loads a checkpoint. Experts keep their type unless `config` names another. Scales are no parameters."""
         from kestrel_runtime.models.moondream.model import Moondream
         from kestrel_runtime.models.moondream.weights.checkpoint import load_moondream_state
 
@@ -52,7 +55,7 @@ class MoondreamFamily:
         model = Moondream.from_state(model_config, state, device, dtype, experts=experts)
         if model.expert_errors:
             _log.info(
-                "rounded the experts to %s; relative error of their weights by layer: %s",
+                "quantised the experts to %s; relative error of their weights by layer: %s",
                 experts,
                 ", ".join(
                     f"{layer}: {100 * first:.2f}% and {100 * second:.2f}%"
@@ -62,12 +65,12 @@ class MoondreamFamily:
         return LoadedWeights(model, num_parameters)
 
     def skills(self, config: MoondreamConfig) -> Mapping[str, Skill]:
-        """The skills for which the model has prompt templates."""
+        """Returns the skills for which the model has prompt templates."""
         templates = config.tokenizer.templates
         return {name: skill for name, skill in SKILLS.items() if templates.get(skill.template or name)}
 
     def cropping(self, config: MoondreamConfig) -> MoondreamCropping:
-        """Overlapping square crops."""
+        """Returns the division into overlapping square crops."""
         return MoondreamCropping(config.vision)
 
     def prepare(
@@ -79,7 +82,7 @@ class MoondreamFamily:
         return PreparedMoondream(model, config, bounds, owns_model=owns_model)
 
     def verification(self, model: Moondream, config: EngineConfig) -> Verification:
-        """The comparison of crops, and of the tensors of one prompt about each image."""
+        """Returns the comparison of crops, and of the tensors of one prompt about each image."""
         # An engine that serves requests does not need this package.
         from kestrel_runtime.models.moondream.verify.verification import verification
 

@@ -46,13 +46,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KernelNeeds:
-    """What kernels depend on, beside the device."""
+    """The properties of a model and its configuration that its kernels depend on."""
 
     config: MoondreamConfig
     execution: ExecutionConfig
     bounds: StepBounds
     dtype: torch.dtype
-    """Of the model."""
+    """The dtype of the model."""
     cache_dtype: torch.dtype
     page_size: int
     expert_format: ExpertFormat
@@ -73,7 +73,7 @@ class KernelNeeds:
 def compile_kernels(
     needs: KernelNeeds, limits: DeviceLimits, *, kept_in: Path | None = None, facts: KeptFacts | None = None
 ) -> int:
-    """Compile what steps need on a CUDA device with these limits: load it, or only keep it in a folder.
+    """Compiles what steps need on a CUDA device with these limits, and loads it, or only keeps it in a folder.
 
     With `facts` the list of kernels is kept, by which the next start of the same configuration loads them without
     running the steps. Returns the number of kernels.
@@ -120,7 +120,7 @@ def _run(model: Moondream, execution: ExecutionConfig, needs: KernelNeeds) -> No
 def compile_ahead(
     name: str, settings: EngineConfig, capability: tuple[int, int], folder: Path | None
 ) -> tuple[int, Path]:
-    """Compile what a published model needs on a card that need not be here, and keep it in a folder.
+    """Compiles what a published model needs on a card that need not be here, and keeps it in a folder.
 
     By default that is where servers of this installation look for it. Returns the number of kernels and the folder.
     Raises `CheckpointError` if the card cannot serve the model with these settings.
@@ -150,7 +150,7 @@ def compile_ahead(
 def outline(
     config: MoondreamConfig, dtype: torch.dtype, device: torch.device, expert_format: ExpertFormat
 ) -> Moondream:
-    """A model with one block of each kind, whose weights have sizes and types, and no values."""
+    """Returns a model with one block of each kind, whose weights have sizes and types, and no values."""
     text, moe = config.text, config.text.moe
     layers = {0, min(NUM_WIDE_BLOCKS, text.n_layers - 1), text.n_layers - 1}
     if moe is not None:
@@ -192,7 +192,7 @@ def _run_text(
 
 
 def _run_heads(model: Moondream, bounds: StepBounds) -> None:
-    """The products of embedding and sampling, which are Triton's in an `InvariantMode`."""
+    """Runs the products of embedding and sampling, which are Triton's in an `InvariantMode`."""
     text, region = model.config.text, model.region
     for num_rows in (*batch_sizes(bounds.max_batch_size), bounds.max_prefill_tokens):
         ids = torch.zeros(num_rows, dtype=torch.int64, device=model.device)
@@ -206,7 +206,7 @@ def _run_heads(model: Moondream, bounds: StepBounds) -> None:
 
 
 def _prefill_sizes(bounds: StepBounds, max_pages: int) -> set[PrefillSize]:
-    """Some numbers of tokens, each of samples after short chunks, and each of samples after long ones.
+    """Yields some numbers of tokens, each of samples after short chunks, and each of samples after long ones.
 
     Kernels differ by ranges of these numbers. One that none of them needs is compiled when a graph is captured.
     """

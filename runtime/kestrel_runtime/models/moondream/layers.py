@@ -20,7 +20,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(inner_dim, out_dim)
 
     def forward(self, hidden: Tensor, adapters: BlockAdapters | None = None) -> Tensor:
-        """[T, in] → [T, out]."""
+        """Computes [T, in] → [T, out]."""
         inner = self.fc1(hidden)
         if adapters is not None:
             adapters.add_fc1(inner, hidden)

@@ -1,4 +1,4 @@
-"""Computes the memory that a Moondream needs besides its weights, and creates its key-value cache.
+"""Computes the memory that a Moondream needs in addition to its weights, and creates its key-value cache.
 
 The activations of the largest steps are measured on a CUDA device and estimated elsewhere. A measurement runs them
 without captured graphs, before the cache is sized. Their tokens write no keys and values, so a cache of one page is
@@ -56,7 +56,7 @@ def memory_needs(
     host_image_bytes: int,
     adapter_bytes: int = 0,
 ) -> MemoryNeeds:
-    """The needs of steps within `bounds` on a device with `available_bytes` left.
+    """Returns the needs of steps within `bounds` on a device with `available_bytes` left.
 
     `step_bytes`: activations of the largest step. `host_image_bytes` for decoded images count if the device is the
     host.
@@ -82,18 +82,19 @@ def memory_needs(
 
 
 def _sampling_bytes(max_batch_size: int, vocab_size: int) -> int:
-    """The tables of penalties, biases and allowed tokens: a row for each sequence, a spare one and padding."""
+    """Returns the tables of penalties, biases and allowed tokens: a row for each sequence, a spare one and padding."""
     num_rows = max_batch_size + 2
     return LogitAdjustments.num_bytes(num_rows, vocab_size) + AllowedTokens.num_bytes(num_rows, vocab_size)
 
 
 def weight_bytes(model: Moondream) -> int:
-    """Bytes of all weights that are in memory."""
+    """Returns the bytes of all weights that are in memory."""
     return sum(tensor.nbytes for tensor in model.parameters() if not tensor.is_meta)
 
 
 def smallest_num_pages(model: MoondreamConfig, page_size: int) -> int:
-    """The fewest pages with which every skill can run: for an image, a prompt with one word, and one sampled token.
+    """Returns the fewest pages with which every skill can run: for an image, a prompt with one word, and one
+    sampled token.
 
     With a smaller cache some skill could never run. The scheduler requires no more pages on an idle engine.
     """
@@ -107,12 +108,12 @@ def smallest_num_pages(model: MoondreamConfig, page_size: int) -> int:
 
 
 def cache_dtype(model: Moondream, config: EngineConfig) -> torch.dtype:
-    """The type of cached keys and values."""
+    """Returns the type of cached keys and values."""
     return torch.float8_e4m3fn if config.kv_dtype == "float8" else model.dtype
 
 
 def new_cache(model: Moondream, config: EngineConfig, num_pages: int) -> KVCache:
-    """A cache on the model's device. Raises `CheckpointError` if there is no memory for it."""
+    """Returns a cache on the model's device. Raises `CheckpointError` if there is no memory for it."""
     dtype = cache_dtype(model, config)
     try:
         return KVCache(model.config.text, num_pages, config.page_size, model.device, dtype)
@@ -124,8 +125,11 @@ def new_cache(model: Moondream, config: EngineConfig, num_pages: int) -> KVCache
 
 
 def _device_image_bytes(model: Moondream, bounds: StepBounds) -> int:
-    """Images on the device: the crops of a full batch and of the next one, which the device cropper prefetches;
-    embeddings and features of a full batch; the pixels of two images being divided, before and after resizes."""
+    """Returns the bytes of images on the device.
+
+    These are the crops of a full batch and of the next one, which the device cropper prefetches; embeddings and
+    features of a full batch; and the pixels of two images being divided, before and after resizes.
+    """
     vision, text = model.config.vision, model.config.text
     num_crops = 1 + vision.max_crops
     crop_bytes = num_crops * vision.crop_size**2 * vision.in_channels
@@ -146,8 +150,9 @@ def step_bytes(
     slabs: AdapterSlabs | None = None,
     facts: KeptFacts | None = None,
 ) -> int:
-    """Bytes of the largest step within `bounds`, with a cache of `dtype`; with `slabs`, of rows that use the first
-    of these slots.
+    """Returns the bytes of the largest step within `bounds`, with a cache of `dtype`.
+
+    With `slabs` its rows use the first of these slots.
 
     Measured on a CUDA device with a fused text backend, or taken from `facts`, as an earlier start has measured it.
     Estimated elsewhere, or if the measurement fails, for example for lack of memory.
@@ -179,7 +184,7 @@ def step_bytes(
 
 
 def _bytes_of_others(device: torch.device) -> int:
-    """Device memory in use that torch's allocator does not hold."""
+    """Returns the bytes of device memory in use that torch's allocator does not hold."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 
@@ -187,8 +192,8 @@ def _bytes_of_others(device: torch.device) -> int:
 def estimated_step_bytes(
     config: MoondreamConfig, bounds: StepBounds, itemsize: int, *, with_adapters: bool = False
 ) -> int:
-    """An upper estimate of the activations of the largest step. Crops and prompts use the same memory, one after
-    the other.
+    """Returns an upper estimate of the activations of the largest step. Crops and prompts use the same memory, one
+    after the other.
 
     A block holds the residual stream and its delta in float32, its products, and copies of them for the next
     product. Adapters take the rows that go into a layer once more, and what they add to it.
@@ -209,8 +214,9 @@ def estimated_step_bytes(
 def largest_prefill(
     model: Moondream, backends: Backends, cache: KVCache, bounds: StepBounds, slabs: AdapterSlabs | None = None
 ) -> Callable[[], Tensor]:
-    """A prefill of as many tokens as a step may have, in chunks of a part of the longest context. With `slabs` all
-    tokens use the first of these slots."""
+    """Returns a prefill of as many tokens as a step may have, in chunks of a part of the longest context. With
+    `slabs` all tokens use the first of these slots.
+    """
     text, tokens = model.config.text, bounds.max_prefill_tokens
     max_pages = -(-text.max_context // cache.page_size)
     num_chunks = -(-tokens // text.max_context) * _CHUNKS_PER_CONTEXT
@@ -223,7 +229,9 @@ def largest_prefill(
 
 
 def blank_prefill(model: Moondream, backends: Backends, cache: KVCache, size: PrefillSize) -> Callable[..., Tensor]:
-    """A prefill of padding, which writes no keys and values; it takes `adapters`, as `TextBackend.prefill` does."""
+    """Returns a prefill of padding, which writes no keys and values; it takes `adapters`, as `TextBackend.prefill`
+    does.
+    """
     device = model.device
     fields = InputBuffers(device, 2).prefill(
         size, partial(fill_blank_prefill, size=size, padding_row=0), in_place=False
@@ -242,7 +250,7 @@ def blank_prefill(model: Moondream, backends: Backends, cache: KVCache, size: Pr
 
 
 def largest_encode(model: Moondream, backends: Backends, bounds: StepBounds) -> Callable[[], Tensor]:
-    """The encoding of as many crops as a step may have, of images with two crops, and their projection."""
+    """Returns the encoding of as many crops as a step may have, of images with two crops, and their projection."""
     vision = model.config.vision
     num_images = -(-max(bounds.max_crops, 1 + vision.max_crops) // 2)
     crops = torch.zeros(
@@ -263,7 +271,8 @@ def largest_encode(model: Moondream, backends: Backends, bounds: StepBounds) -> 
 
 @torch.inference_mode()
 def peak_bytes(work: Callable[[], Tensor]) -> int:
-    """Peak device memory of `work`, beyond the memory in use before. Runs it twice and synchronises.
+    """Returns the peak device memory of `work` in bytes, beyond the memory in use before. Runs it twice and
+    synchronises.
 
     It is the larger one of two increases: of the memory that the allocator reserves, and of the memory of tensors.
     """

@@ -1,4 +1,4 @@
-"""The whole model: text, vision and region parts, and tokens with values."""
+"""Defines the whole model: text, vision and region parts, and tokens with values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kestrel_runtime.execution.transfer import to_device, uploaded
-from kestrel_runtime.loading.progress import told
+from kestrel_runtime.loading.progress import logged
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.quantisation import QuantisedFormat, quantised_stack
 from kestrel_runtime.models.moondream.region import RegionModel
@@ -31,7 +31,7 @@ class Moondream(nn.Module):
         self.vision = VisionModel(config.vision)
         self.region = RegionModel(config.region)
         self.expert_errors: dict[int, list[float]] = {}
-        """By layer: the relative errors of both weights of its experts, where loading has rounded them."""
+        """The relative errors of both weights of the experts by layer, where loading has quantised them."""
 
     @classmethod
     def from_state(
@@ -43,7 +43,8 @@ class Moondream(nn.Module):
         *,
         experts: QuantisedFormat | None = None,
     ) -> Moondream:
-        """Load a checked state. Float8 experts and their scales keep their types, all other weights become `dtype`.
+        """Loads a checked state. Float8 experts and their scales keep their types, all other weights become
+        `dtype`.
 
         With `experts` the weights of experts become that; those in float8 stay as they are rather than become
         float8 again. Entries of `state` are removed one by one, so that source and copy are never in memory
@@ -51,9 +52,9 @@ class Moondream(nn.Module):
         """
         has_float8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in state.values())
         stored: ExpertFormat = "float8" if has_float8 else "model"
-        rounds_to = None if config.text.moe is None or experts == stored else experts
+        target_format = None if config.text.moe is None or experts == stored else experts
         with torch.device("meta"):
-            model = cls(config, expert_format=rounds_to or stored)
+            model = cls(config, expert_format=target_format or stored)
         placed: dict[str, Tensor] = {}
 
         def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
@@ -61,20 +62,20 @@ class Moondream(nn.Module):
             return tensor.dtype if keeps_type else dtype
 
         num_bytes = sum(tensor.nbytes for tensor in state.values())
-        if device.type == "cuda" and rounds_to is None:
+        if device.type == "cuda" and target_format is None:
             tensors = uploaded(state, device, dtype_of)
             num_bytes = sum(tensor.numel() * dtype_of(name, tensor).itemsize for name, tensor in state.items())
         else:
-            # Scales of experts that are rounded are taken with them.
+            # Scales of experts that are quantised are taken with them.
             names = sorted(state, key=lambda name: name.endswith(".scale"))
             tensors = ((name, state.pop(name)) for name in names if name in state)
-        for name, tensor in told(tensors, num_bytes):
+        for name, tensor in logged(tensors, num_bytes):
             found = _EXPERT_WEIGHTS.fullmatch(name) if tensor.ndim == _EXPERT_AXES else None
-            if rounds_to is not None and found is not None:
+            if target_format is not None and found is not None:
                 scale_name = name.removesuffix("weight") + "scale"
-                rounded = quantised_stack(tensor, state.pop(scale_name, None), rounds_to, device)
-                placed[name], placed[scale_name] = rounded.weight, rounded.scale
-                model.expert_errors.setdefault(int(found[1]), []).append(rounded.error)
+                quantised = quantised_stack(tensor, state.pop(scale_name, None), target_format, device)
+                placed[name], placed[scale_name] = quantised.weight, quantised.scale
+                model.expert_errors.setdefault(int(found[1]), []).append(quantised.error)
                 continue
             placed[name] = tensor.to(device=device, dtype=dtype_of(name, tensor))
         model.load_state_dict(placed, assign=True)
@@ -86,7 +87,7 @@ class Moondream(nn.Module):
 
     @property
     def expert_format(self) -> ExpertFormat:
-        """How the experts are stored; "model" where there are none."""
+        """Returns how the experts are stored; "model" if there are none."""
         types = {tensor.dtype for tensor in self.text.parameters()}
         return "int4" if torch.uint8 in types else "float8" if torch.float8_e4m3fn in types else "model"
 
@@ -95,7 +96,7 @@ class Moondream(nn.Module):
         return self.text.wte.device
 
     def embed(self, tokens: Sequence[Token]) -> Tensor:
-        """Tokens → embeddings [tokens, dim]. A token with a value is embedded by its value."""
+        """Computes tokens → embeddings [tokens, dim]. A token with a value is embedded by its value."""
         counts = [len(token.value) for token in tokens]
         device = self.device
         return self.embed_sampled(
@@ -106,7 +107,7 @@ class Moondream(nn.Module):
         )
 
     def embed_sampled(self, ids: Tensor, num_values: Tensor, values: Tensor, value_kinds: int) -> Tensor:
-        """Embeddings [B, dim] of tokens on the device: ids and num_values int64 [B], values float32 [B, 2].
+        """Returns embeddings [B, dim] of tokens on the device: ids and num_values int64 [B], values float32 [B, 2].
 
         Tokens with n values are supported if bit n - 1 of `value_kinds` is set.
         """

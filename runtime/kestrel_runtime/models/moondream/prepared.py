@@ -1,4 +1,4 @@
-"""A Moondream prepared to run with one configuration."""
+"""Prepares a Moondream to run with one configuration."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class PreparedMoondream:
         )
 
     def crop_on_device(self) -> Callable[[DecodedImage], Tensor] | None:
-        """A new function for one thread."""
+        """Returns a new function for one thread."""
         if not self._execution.resizes_images:
             return None
         cropping = MoondreamCropping(self._model.config.vision)
         return Cropper(cropping, self._model.device, self._execution.kernels.resample).make_crops
 
     def plan_cache(self, host_image_bytes: int) -> tuple[int, MemoryPlan]:
-        """Pages of the cache, and the plan of all memory."""
+        """Returns the number of pages of the cache, and the plan of all memory."""
         model, config, bounds = self._model, self._config, self._bounds
         # All slots are only allocated once the cache is sized.
         slabs = None if self._adapters is None else self._adapters.one_slot()
@@ -91,11 +91,11 @@ class PreparedMoondream:
         return plan_memory(reading, needs, config.memory_utilization, config.num_kv_pages)
 
     def adapter_target(self) -> MoondreamAdapters | None:
-        """The slots, as many as are configured."""
+        """Returns the slots, as many as are configured."""
         return self._adapters
 
     def new_step_runner(self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0) -> StepRunner:
-        """A step runner with a cache of `num_pages`."""
+        """Returns a step runner with a cache of `num_pages`."""
         return new_step_runner(
             self._model,
             new_cache(self._model, self._config, num_pages),

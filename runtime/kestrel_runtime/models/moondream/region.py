@@ -31,29 +31,29 @@ class RegionModel(nn.Module):
         self.ln = nn.LayerNorm(config.dim) if config.use_ln else None
 
     def encode_coordinates(self, values: Tensor) -> Tensor:
-        """[N] in [0, 1] → embeddings [N, dim]."""
+        """Encodes coordinates [N] in [0, 1] → embeddings [N, dim]."""
         return self.coord_encoder(_fourier(values[:, None], self.coord_features))
 
     def encode_sizes(self, values: Tensor) -> Tensor:
-        """[N, 2] width and height in [0, 1] → embeddings [N, dim]."""
+        """Encodes widths and heights [N, 2] in [0, 1] → embeddings [N, dim]."""
         return self.size_encoder(_fourier(values, self.size_features))
 
     def coordinate_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states before the final LayerNorm [N, dim] → [N, bins]."""
+        """Computes hidden states before the final LayerNorm [N, dim] → logits [N, bins]."""
         return self.coord_decoder(self._normed(hidden))
 
     def size_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states before the final LayerNorm [N, dim] → [N, 2, bins]: width, then height."""
+        """Computes hidden states before the final LayerNorm [N, dim] → logits [N, 2, bins]: width, then height."""
         return self.size_decoder(self._normed(hidden)).unflatten(-1, (2, -1))
 
     @staticmethod
     def coordinates(bins: Tensor, num_bins: int) -> Tensor:
-        """Bins int64 → float32 in [0, 1)."""
+        """Converts bins int64 to float32 coordinates in [0, 1)."""
         return bins.float() / num_bins
 
     @staticmethod
     def sizes(bins: Tensor, num_bins: int) -> Tensor:
-        """Bins int64 → float32 from 2^-10 to 1."""
+        """Converts bins int64 to float32 sizes from 2^-10 to 1."""
         # In float64, since vectorised float32 powers differ between elements in their last bit.
         return torch.exp2(bins.double() / (num_bins - 1) * SIZE_OCTAVES - SIZE_OCTAVES).float()
 

@@ -21,7 +21,7 @@ COORDINATES_BIT, SIZES_BIT = 1 << (COORDINATE - 1), 1 << (SIZE - 1)
 
 
 def value_kinds(grammar: Grammar, ids: TokenizerConfig) -> int:
-    """The kinds of tokens with values that a grammar allows, as bits for `SampleNeeds`."""
+    """Returns the kinds of tokens with values that a grammar allows, as bits for `SampleNeeds`."""
     kinds = 0
     for bit, token_id in ((COORDINATES_BIT, ids.coord_id), (SIZES_BIT, ids.size_id)):
         if any(rule.is_spatial and rule.lets_pass(token_id) for rule in grammar.rules):
@@ -39,7 +39,7 @@ class MoondreamSampler:
         rules: TokenRules,
         uniform: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        """`uniform` is the operation `philox_uniform`."""
+        """Takes the operation `philox_uniform`."""
         self._text = model.text
         self._region = model.region
         self._ids = model.config.tokenizer
@@ -48,7 +48,7 @@ class MoondreamSampler:
         self._uniform = uniform
 
     def sample(self, hidden: Tensor, rows: Tensor, needs: SampleNeeds) -> Tensor:
-        """Sample a token for each row and write it to the row's request state.
+        """Samples a token for each row and writes it to the row's request state.
 
         hidden: [B, dim] after each row's last token, before the final LayerNorm; rows: [B] int64. Returns float32
         [B, 4]: id, number of values and the values; the id `OVERFLOWED` where numbers of `hidden` are not finite.

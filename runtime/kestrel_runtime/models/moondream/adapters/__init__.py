@@ -1,1 +1,1 @@
-"""LoRA adapters of Moondream: file formats, checks, and weights in slots."""
+"""Reads and checks LoRA adapters of Moondream, and keeps their weights in slots."""

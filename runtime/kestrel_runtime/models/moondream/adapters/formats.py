@@ -39,7 +39,7 @@ PEFT_TARGETS = r".*text.*\.(attn\.(qkv|proj)|mlp\.(fc1|fc2))"
 _CONFIGURED = "r or rank_pattern of adapter_config.json"
 _MATRIX_OF = {"up": "mlp.fc1", "down": "mlp.fc2"}
 _EXPERTS_LAYOUT_OF_PEFT = (0, 19)
-"""From this version on PEFT takes 3-D weights as [experts, out, in]; before as [experts, in, out]."""
+"""The version from which PEFT reads 3-D weights as [experts, out, in]; earlier ones read [experts, in, out]."""
 
 
 class _Side(NamedTuple):
@@ -53,7 +53,7 @@ class _Side(NamedTuple):
 
 
 def read_adapter(files: AdapterFiles, config: TextConfig, max_rank: int, dtype: torch.dtype) -> AdapterWeights:
-    """The checked weights of an adapter, as `dtype`. Raises `AdapterInvalid` with every problem."""
+    """Returns the checked weights of an adapter, as `dtype`. Raises `AdapterInvalid` with every problem."""
     problems: list[str] = []
     expected = target_shapes(config, max_rank)
     peft = None if files.config is None else PeftConfig.read(files.config, problems)
@@ -110,7 +110,7 @@ def _place_of_variant(name: str) -> _Side | None:
 
 
 def _place_of_maker(tensors: Mapping[str, Tensor], config: TextConfig) -> Callable[[str], _Side | None]:
-    """The layout that most names belong to: the tensors without a place are then told as unexpected."""
+    """Returns the layout that most names belong to: the tensors without a place are then reported as unexpected."""
     num_variant = sum(_VARIANT.fullmatch(name) is not None for name in tensors)
     if num_variant > sum(_FINETUNE.fullmatch(name) is not None for name in tensors):
         return _place_of_variant
@@ -130,7 +130,7 @@ def _place_of_maker(tensors: Mapping[str, Tensor], config: TextConfig) -> Callab
 
 
 def _target(module: str) -> str:
-    """The target of a module in either layout of checkpoints; some other name for what is no target."""
+    """Returns the target of a module in either layout of checkpoints; some other name for what is no target."""
     weight = canonical_name(f"{module}.weight")
     return weight.removesuffix(".weight").removeprefix("text.") if weight.startswith("text.") else module
 
@@ -143,7 +143,7 @@ def _checked(
     module: str,
     problems: list[str],
 ) -> Factors | None:
-    """A and B in our layout, the scale included; None where they do not fit."""
+    """Returns A and B in our layout, the scale included; None where they do not fit."""
     missing = [side for side in "AB" if side not in own]
     if missing:
         problems.append(f"missing {missing[0]} of {target}")
@@ -159,7 +159,7 @@ def _checked(
         return None
     fits = list(_layouts(a, b, shape, peft))
     if len(fits) != 1:
-        kind = "fit in two ways; PEFT's version would tell which is meant" if fits else "do not fit"
+        kind = "fit in two ways; PEFT's version would decide which is meant" if fits else "do not fit"
         sizes = f"{shape.num_experts} experts of " if shape.num_experts else ""
         problems.append(
             f"{a_name} {list(a.shape)} and {b_name} {list(b.shape)} {kind} {target}: "
@@ -181,7 +181,7 @@ def _checked(
 
 
 def _layouts(a: Tensor, b: Tensor, shape: TargetShape, peft: PeftConfig | None) -> Iterator[Factors]:
-    """The ways in which two tensors fit a target."""
+    """Yields the ways in which two tensors fit a target."""
     experts, ins, outs = shape.num_experts, shape.in_dim, shape.out_dim
     if experts is None:
         if a.ndim == b.ndim == 2 and (a.shape[1], b.shape[0]) == (ins, outs) and a.shape[0] == b.shape[1]:

@@ -59,11 +59,11 @@ class NamePatterns(Generic[Value]):
                 problems.append(f"{field}: {key[:MAX_KEY_CHARS]!r} {error}")
 
     def first(self, name: str) -> Value | None:
-        """The value of the first key that matches a name; None if none does."""
+        """Returns the value of the first key that matches a name; None if none does."""
         return next((value for _, matches, value in self._entries if matches(name)), None)
 
     def check_use(self, names: Iterable[str], problems: list[str]) -> None:
-        """Add each key that matches none of the names to `problems`."""
+        """Adds each key that matches none of the names to `problems`."""
         names = tuple(names)
         for key, matches, _ in self._entries:
             if not any(map(matches, names)):

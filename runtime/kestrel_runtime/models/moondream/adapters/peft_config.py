@@ -14,7 +14,7 @@ from kestrel_runtime.models.moondream.adapters.name_patterns import NamePatterns
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})\..*", re.ASCII)
 _MAX_ECHO_CHARS = 64
 _MAX_ALPHA, _MAX_RANK = 1e9, 2**20
-# Fields that say how an adapter was made, or that the shapes of its tensors tell.
+# Fields that say how an adapter was made, or that follow from the shapes of its tensors.
 _WITHOUT_EFFECT = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode"),
@@ -38,16 +38,16 @@ class PeftConfig:
 
     alpha: float
     alphas: NamePatterns[float]
-    """By the names of modules."""
+    """Values of alpha by the names of modules."""
     rank: int | None
     """None where the file does not say it."""
     ranks: NamePatterns[int]
     takes_root: bool
-    """Whether the scale is alpha / sqrt(rank) and not alpha / rank."""
+    """True if the scale is alpha / sqrt(rank) and not alpha / rank."""
     parameters: tuple[str, ...]
     """The names of parameters, or their ends, that PEFT changed as parameters and not as modules."""
     version: tuple[int, int] | None
-    """Of PEFT; None where it is not told."""
+    """The version of PEFT; None if the file does not say it."""
 
     @classmethod
     def read(cls, data: Mapping[str, Any], problems: list[str]) -> PeftConfig:
@@ -86,12 +86,16 @@ class PeftConfig:
         )
 
     def scale_of(self, module: str, rank: int) -> float:
-        """The factor of a pair of this rank. `module` is its name in the file, without `base_model.model.`."""
+        """Returns the factor of a pair of this rank.
+
+        `module` is its name in the file, without `base_model.model.`.
+        """
         alpha = self.alphas.first(self._name_of(module))
         return (self.alpha if alpha is None else alpha) / (math.sqrt(rank) if self.takes_root else rank)
 
     def rank_of(self, module: str, *, is_stack: bool) -> int | None:
-        """The rank that the file says for a module, or for each expert of a stack of them; None if it says none.
+        """Returns the rank that the file says for a module, or for each expert of a stack of them; None if it says
+        none.
 
         `r` means an expert's rank only where `target_parameters` names the stack.
         """
@@ -100,13 +104,13 @@ class PeftConfig:
         return self.rank if rank is None and not (is_stack and name == module) else rank
 
     def check_patterns(self, modules: Iterable[str], problems: list[str]) -> None:
-        """Add to `problems` which keys of the patterns match none of the modules."""
+        """Adds to `problems` which keys of the patterns match none of the modules."""
         names = [self._name_of(module) for module in modules]
         self.alphas.check_use(names, problems)
         self.ranks.check_use(names, problems)
 
     def _name_of(self, module: str) -> str:
-        """The name that PEFT compares with patterns: for `target_parameters`, the parameter's."""
+        """Returns the name that PEFT compares with patterns: for `target_parameters`, the parameter's."""
         parameter = f"{module}.weight"
         is_parameter = any(parameter == name or parameter.endswith(f".{name}") for name in self.parameters)
         return parameter if is_parameter else module

@@ -1,4 +1,4 @@
-"""The weights of adapters on the device: stacked tensors with a fixed number of slots, for each target of a model.
+"""Holds the weights of adapters on the device, in stacked tensors with a fixed number of slots for each target.
 
 Targets of a decoder block are `attn.qkv`, `attn.proj`, `mlp.fc1` and `mlp.fc2`; the last two are stacks of experts
 where the block has them.
@@ -18,7 +18,7 @@ from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.models.moondream.config import TextConfig
 
 _KINDS = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
-"""Of the targets of a block, in the order of `LowRank.kind`."""
+"""The targets of a block, in the order of `LowRank.kind`."""
 
 
 class TargetShape(NamedTuple):
@@ -33,7 +33,7 @@ class TargetShape(NamedTuple):
 
     @property
     def num_weights(self) -> int:
-        """Elements of A and B of one adapter."""
+        """Returns the number of elements of A and B of one adapter."""
         return (self.num_experts or 1) * self.max_rank * (self.in_dim + self.out_dim)
 
 
@@ -51,13 +51,16 @@ class AdapterWeights:
     """A checked adapter, on the host."""
 
     factors: Mapping[str, Factors]
-    """By target, such as "blocks.3.attn.qkv"."""
+    """Factors by target, such as "blocks.3.attn.qkv"."""
     reads_block_input: bool = False
-    """Whether `attn.proj` takes the block's normalised input and not the attention's result, as variants do."""
+    """True if `attn.proj` takes the block's normalised input and not the attention's result, as variants do."""
 
 
 def target_shapes(config: TextConfig, max_rank: int) -> dict[str, TargetShape]:
-    """The targets of a decoder by name. Adapters of experts have `max_rank` for all experts of a token together."""
+    """Returns the targets of a decoder by name.
+
+    Adapters of experts have `max_rank` for all experts of a token together.
+    """
     shapes: dict[str, TargetShape] = {}
     for layer in range(config.n_layers):
         block = f"blocks.{layer}"
@@ -76,7 +79,7 @@ def target_shapes(config: TextConfig, max_rank: int) -> dict[str, TargetShape]:
 
 
 def slot_bytes(config: TextConfig, max_rank: int, itemsize: int) -> int:
-    """The memory of one slot."""
+    """Returns the memory of one slot."""
     return itemsize * sum(shape.num_weights for shape in target_shapes(config, max_rank).values())
 
 
@@ -108,7 +111,7 @@ class AdapterSlabs:
 
     @torch.inference_mode()
     def write(self, slot: int, weights: AdapterWeights) -> None:
-        """Put an adapter into a slot. Returns when it is there; for one thread at a time."""
+        """Puts an adapter into a slot. Returns when it is there; for one thread at a time."""
         if self._stream is None:
             self._stream = CudaStream(self._device)
         with self._stream.entered():
@@ -127,7 +130,7 @@ class AdapterSlabs:
         self._stream.synchronize()
 
     def for_rows(self, slots: Tensor, operation: Callable[..., None] = add_low_rank) -> RowAdapters:
-        """The adapters of a step's rows; slots: int64 [T]; operation: an implementation of `add_low_rank`."""
+        """Returns the adapters of a step's rows; slots: int64 [T]; operation: an implementation of `add_low_rank`."""
         return RowAdapters(self, slots, operation)
 
     def _layer(self, layer: int) -> LayerAdapters:
@@ -157,21 +160,23 @@ class RowAdapters:
     operation: Callable[..., None]
 
     def of_tokens(self, chosen: Tensor) -> RowAdapters:
-        """Those of some rows; chosen: int64 [n]."""
+        """Returns the adapters of the rows `chosen`, int64 [n]."""
         return replace(self, slots=self.slots[chosen])
 
     def grouped(self, kernels: Kernels, dim: int, *, is_decode: bool) -> GroupedAdapters:
-        """For the fused operations of a decode step, or of prompts, on rows of `dim` values."""
+        """Returns the adapters as the fused operations of a decode step, or of prompts, take them for rows [T,
+        dim].
+        """
         slabs = self.slabs
         rows = kernels.rows_by_slot(self.slots, slabs.ranks, slabs.max_rank, is_decode=is_decode, dtype=slabs.dtype)
         return GroupedAdapters(self, rows, self.slots.new_empty((len(self.slots), dim), dtype=slabs.dtype))
 
     def of_block(self, layer: int) -> BlockAdapters:
-        """Those of one block."""
+        """Returns the adapters of the rows in one block."""
         return BlockAdapters(self.slabs.layers[layer], self)
 
     def of_layers(self) -> Iterator[BlockAdapters]:
-        """Those of each block."""
+        """Yields the adapters of the rows in each block."""
         return (BlockAdapters(layer, self) for layer in self.slabs.layers)
 
 
@@ -183,26 +188,26 @@ class BlockAdapters:
     rows: RowAdapters
 
     def add_qkv(self, out: Tensor, normed: Tensor) -> None:
-        """out: [T, qkv_dim]; normed: [T, dim]."""
+        """Adds the term of `attn.qkv` for normed [T, dim] to out [T, qkv_dim]."""
         self.rows.operation(out, normed, self.layer.qkv, self.rows.slots)
 
     def add_proj(self, out: Tensor, attended: Tensor, normed: Tensor) -> None:
-        """out, normed: [T, dim]; attended: [T, H * D]."""
+        """Adds the term of `attn.proj` for attended [T, H * D], or for normed [T, dim], to out [T, dim]."""
         if attended.shape == normed.shape:
             reads_block_input = self.rows.slabs.reads_block_input[self.rows.slots]
             attended = torch.where(reads_block_input[:, None], normed, attended)
         self.rows.operation(out, attended, self.layer.proj, self.rows.slots)
 
     def add_fc1(self, out: Tensor, normed: Tensor) -> None:
-        """out: [T, ff_dim]; normed: [T, dim]."""
+        """Adds the term of `mlp.fc1` for normed [T, dim] to out [T, ff_dim]."""
         self.rows.operation(out, normed, self.layer.fc1, self.rows.slots)
 
     def add_fc2(self, out: Tensor, inner: Tensor) -> None:
-        """out: [T, dim]; inner: [T, ff_dim]."""
+        """Adds the term of `mlp.fc2` for inner [T, ff_dim] to out [T, dim]."""
         self.rows.operation(out, inner, self.layer.fc2, self.rows.slots)
 
     def of_experts(self) -> ExpertAdapters:
-        """For a block with a mixture of experts."""
+        """Returns the adapters of the experts, for a block with a mixture of experts."""
         return ExpertAdapters(self.layer.fc1, self.layer.fc2, self.rows.slots)
 
 
@@ -216,7 +221,7 @@ class GroupedAdapters:
     """[T, dim]: see `BlockLowRank`."""
 
     def of_block(self, layer: int, norm: nn.LayerNorm) -> BlockLowRank:
-        """The terms of one block with this norm. A mixture of experts is no part of them."""
+        """Returns the terms of one block with this norm. A mixture of experts is no part of them."""
         slabs = self.adapters.slabs
         qkv, proj, fc1, fc2 = slabs.layers[layer]
         is_dense = fc1.a.dim() == 3
@@ -231,5 +236,5 @@ class GroupedAdapters:
         )
 
     def of_experts(self, layer: int) -> BlockAdapters:
-        """Those of the experts of one block."""
+        """Returns the adapters of the experts of one block."""
         return self.adapters.of_block(layer)

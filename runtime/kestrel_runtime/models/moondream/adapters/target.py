@@ -1,4 +1,4 @@
-"""The slots of one Moondream, and the checks of adapters that are loaded to them."""
+"""Checks adapters of one Moondream and writes them to its slots."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ class MoondreamAdapters:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all slots."""
+        """Returns the memory of all slots."""
         return self._num_slots * slot_bytes(self._config, self._max_rank, self._dtype.itemsize)
 
     @property
     def max_file_bytes(self) -> int:
-        """Of an adapter of the largest rank in float32."""
+        """Returns the bytes of an adapter of the largest rank in float32."""
         return slot_bytes(self._config, self._max_rank, torch.float32.itemsize) + _MAX_HEADER_BYTES
 
     def allocate(self) -> AdapterSlabs:
-        """Take the memory, the first time."""
+        """Takes the memory, the first time."""
         if self._slabs is None:
             self._slabs = AdapterSlabs(self._config, self._num_slots, self._max_rank, self._device, self._dtype)
         return self._slabs
 
     def one_slot(self) -> AdapterSlabs:
-        """Slots of the same size, but only one, for a measurement before the others are allocated."""
+        """Returns slabs with a single slot of the same size, for a measurement before all slots are allocated."""
         return AdapterSlabs(self._config, 1, self._max_rank, self._device, self._dtype)
 
     def check(self, files: AdapterFiles) -> AdapterWeights:
-        """The weights, on the host. Raises `AdapterInvalid` with every problem."""
+        """Returns the weights, on the host. Raises `AdapterInvalid` with every problem."""
         return read_adapter(files, self._config, self._max_rank, self._dtype)
 
     def write(self, slot: int, weights: AdapterWeights) -> None:
-        """Put them into a slot. Returns when they are there."""
+        """Puts them into a slot. Returns when they are there."""
         self.allocate().write(slot, weights)

@@ -1,4 +1,4 @@
-"""The vision encoder in float8 with scales measured at the start, so that products round their own results.
+"""Runs the vision encoder in float8 with scales measured at the start, so that products round their own results.
 
 With a scale that is known beforehand a product can apply the activation, the addition and the rounding itself.
 Scales that are measured on every row require the rows to be written and read once more.
@@ -82,8 +82,9 @@ class CalibratedVision(FusedVision):
         del self._pictures
 
     def _fold_blocks(self, vision: VisionModel, *, frees_originals: bool) -> None:
-        """Run each block in float8 with a scale for every row on the pictures, measure the largest values, and keep
-        the block with fixed scales for them. Only one block at a time is in memory twice."""
+        """Runs each block in float8 with a scale for every row on the pictures, measure the largest values, and
+        keep the block with fixed scales for them. Only one block at a time is in memory twice.
+        """
         hidden = self._embed_patches(self._pictures)
         delta: Tensor | None = None
         for block in vision.blocks:
@@ -119,7 +120,7 @@ class CalibratedVision(FusedVision):
         self._kernels.scaled_linear_add(rows, scale.tensor, linear.weight, linear.scale, linear.bias, hidden)
 
     def _measure(self, block: Any, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, float, float]:
-        """Add `delta` to `hidden` and run a block of `FusedVision` with a scale for every row.
+        """Adds `delta` to `hidden` and runs a block of `FusedVision` with a scale for every row.
 
         Returns the next `delta`, and the largest magnitudes of the inputs of its second and its last product."""
         packed = self._product(*self._normed(hidden, delta, block.qkv), block.qkv)
@@ -137,15 +138,15 @@ class CalibratedVision(FusedVision):
     def _calibrate(self, block: Any, attended: float, activated: float) -> _CalibratedBlock:
         device = block.ln1.weight.device
         return _CalibratedBlock(
-            qkv=self._rounded(block.attn.qkv, block.ln1),
-            proj=self._rounded(block.attn.proj, None),
-            fc1=self._rounded(block.mlp.fc1, block.ln2),
-            fc2=self._rounded(block.mlp.fc2, None),
+            qkv=self._quantised_layer(block.attn.qkv, block.ln1),
+            proj=self._quantised_layer(block.attn.proj, None),
+            fc1=self._quantised_layer(block.mlp.fc1, block.ln2),
+            fc2=self._quantised_layer(block.mlp.fc2, None),
             attended=_Scale.of(attended * _MARGIN, device),
             activated=_Scale.of(activated * _MARGIN, device),
         )
 
-    def _rounded(self, layer: nn.Linear, norm: nn.LayerNorm | None) -> _Linear:
+    def _quantised_layer(self, layer: nn.Linear, norm: nn.LayerNorm | None) -> _Linear:
         weight, bias = folded(layer, norm)
         scale = (weight.abs().amax() / _LARGEST_FLOAT8).clamp_min(torch.finfo(torch.float32).tiny)
         stored = (weight / scale).clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(torch.float8_e4m3fn)
@@ -153,9 +154,9 @@ class CalibratedVision(FusedVision):
 
 
 def calibration_crops(config: VisionConfig, device: torch.device) -> Tensor:
-    """Synthetic pictures that measure the range of values inside the encoder.
+    """Returns synthetic pictures that measure the range of values inside the encoder.
 
-    uint8 crops [6, side, side, channels]: fine and coarse noise, a gradient, stripes, white and black.
+    They are uint8 crops [6, side, side, channels]: fine and coarse noise, a gradient, stripes, white and black.
 
     Photographs and screenshots consist of uniform areas, edges and noise, which these crops cover.
     """

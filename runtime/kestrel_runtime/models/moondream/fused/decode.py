@@ -1,4 +1,4 @@
-"""The decoder for one new token of each sequence: three operations per block, on buffers at fixed addresses.
+"""Runs the decoder for one new token of each sequence: three operations per block, on buffers at fixed addresses.
 
 Every shape depends on the batch size only, so a step can be captured, except with the reference mixture of experts,
 which synchronises with the device.
@@ -70,7 +70,7 @@ class FusedDecoder:
         )
 
     def workspace(self, max_batch: int) -> DecodeWorkspace:
-        """Allocate the workspace of steps of up to `max_batch` sequences."""
+        """Allocates the workspace of steps of up to `max_batch` sequences."""
         config = self._config
         widths = [block.down.weight.shape[1] for block in self._blocks]
         rows = max(batch * self.num_parts_of(batch) for batch in range(1, max_batch + 1))
@@ -95,7 +95,7 @@ class FusedDecoder:
         workspace: DecodeWorkspace,
         adapters: RowAdapters | None = None,  # of the B tokens
     ) -> Tensor:  # [B, dim] float32, in the workspace: before the final LayerNorm
-        """Run the blocks and write the tokens' keys and values. Rows without a token have undefined results."""
+        """Runs the blocks and writes the tokens' keys and values. Rows without a token have undefined results."""
         config = self._config
         batch = len(embeddings)
         num_parts = self.num_parts_of(batch)
@@ -162,7 +162,7 @@ class FusedDecoder:
         delta: Tensor | None = None,
         total: Tensor | None = None,
     ) -> Tensor | None:
-        """Add attention, and the MLP where there is one, to the stream; returns what is deferred.
+        """Adds attention, and the MLP where there is one, to the stream; returns what is deferred.
 
         With a `total`, the sum of the stream, a delta and these is written there instead.
         """
@@ -176,7 +176,7 @@ class FusedDecoder:
     def _attend_beside_mlp(
         self, block: FusedBlock, hidden: Tensor, tokens: _Tokens, pages: LayerPages, activations: Tensor
     ) -> None:
-        """`_attend` of a block with an MLP, whose first layer is computed beside attention.
+        """Computes `_attend` of a block with an MLP, whose first layer runs concurrently with attention.
 
         Attention to one context leaves most of the device's bandwidth unused.
         """
@@ -190,7 +190,7 @@ class FusedDecoder:
         self._kernels.decode_contract(activations, down.weight, down.scale, down.bias, hidden)
 
     def _parts_of(self, activations: Tensor) -> tuple[Tensor, Tensor]:
-        """The attention result and the inner part of the MLP."""
+        """Returns the attention result and the inner part of the MLP."""
         attended, inner = activations.tensor_split((self._config.n_heads * self._config.head_dim,), dim=1)
         return attended, inner
 
@@ -221,7 +221,7 @@ class FusedDecoder:
         )
 
     def _attend_to_pages(self, block: FusedBlock, tokens: _Tokens, pages: LayerPages, attended: Tensor) -> None:
-        """Write the new keys and values, and attend to all of the contexts."""
+        """Writes the new keys and values, and attend to all of the contexts."""
         kernels, qkv = self._kernels, tokens.qkv
         query_scale, value_factor = None, None
         if block.tau is not None:
@@ -249,7 +249,7 @@ class FusedDecoder:
         head: Matrix,  # from `fused_head`
         out: Tensor,  # [B, vocabulary] of any floating type, written
     ) -> None:
-        """The result of `TextModel.logits`, computed by the product for small batches."""
+        """Returns the result of `TextModel.logits`, computed by the product for small batches."""
         nothing = out[:, out.shape[1] :]
         self._kernels.decode_expand(
             hidden,
@@ -264,6 +264,6 @@ class FusedDecoder:
         )
 
     def num_parts_of(self, batch: int) -> int:
-        """The number of parts into which a step of so many sequences may split a context."""
+        """Returns the number of parts into which a step of so many sequences may split a context."""
         wanted = _PROGRAMS_OF_ATTENTION // (batch * self._config.n_heads)
         return min(max(wanted, 1), _MOST_PARTS)

@@ -1,4 +1,4 @@
-"""The decoder over packed prompts: few large products per block, with fused operations between them.
+"""Runs the decoder over packed prompts: few large products per block, with fused operations between them.
 
 The residual stream is float32. Does not synchronise with the device.
 """
@@ -50,8 +50,9 @@ class FusedPrefill:
         last_rows: Tensor | None = None,  # [n] int64: rows that end their chunks
         adapters: RowAdapters | None = None,  # of the T tokens
     ) -> Tensor:  # [T, dim] float32, or [n, dim] of the last rows: before the final LayerNorm
-        """Run the blocks and write the tokens' keys and values. With `last_rows` the last block writes the keys and
-        values of all tokens and computes only these rows."""
+        """Runs the blocks and writes the tokens' keys and values. With `last_rows` the last block writes the keys
+        and values of all tokens and computes only these rows.
+        """
         hidden = embeddings.to(torch.float32, copy=True)
         delta: Tensor | None = None
         num_whole = len(self._blocks) - (last_rows is not None)
@@ -71,7 +72,7 @@ class FusedPrefill:
         cache: KVCache,
         adapters: GroupedAdapters | None,
     ) -> Tensor:
-        """Add `delta` to the stream and return the next `delta`."""
+        """Adds `delta` to the stream and returns the next `delta`."""
         block, pages = self._blocks[layer], cache.layer(layer)
         low_rank = None if adapters is None else adapters.of_block(layer, block.ln)
         if block.experts is None:
@@ -97,7 +98,7 @@ class FusedPrefill:
         pages: LayerPages,
         low_rank: BlockLowRank | None,
     ) -> Tensor:
-        """What attention, and the MLP where there is one, add to the stream."""
+        """Returns what attention, and the MLP where there is one, add to the stream."""
         product = self._product(block.up, normed, scale)
         qkv, inner = product.tensor_split((self._config.qkv_dim,), dim=1)
         if low_rank is not None:
@@ -115,7 +116,7 @@ class FusedPrefill:
         rows: Tensor,
         adapters: GroupedAdapters | None,
     ) -> Tensor:
-        """Write all keys and values of the last block, and return the final hidden states of `rows` only."""
+        """Writes all keys and values of the last block, and returns the final hidden states of `rows` only."""
         layer, qkv_dim = len(self._blocks) - 1, self._config.qkv_dim
         block, pages = self._blocks[layer], cache.layer(layer)
         low_rank = None if adapters is None else adapters.of_block(layer, block.ln)
@@ -169,7 +170,7 @@ class FusedPrefill:
     def _turned(
         self, block: FusedBlock, qkv: Tensor, plan: PackedChunks, pages: LayerPages
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value. Key and value are also written to the cache."""
+        """Returns query, key and value; writes key and value to the cache."""
         factors = (None, None) if block.tau is None else block.tau(qkv, plan.positions, self._kernels.tau_scales)
         return self._kernels.rotary_write_kv(
             qkv,
@@ -203,11 +204,11 @@ class FusedPrefill:
 
     @staticmethod
     def _unfolded(block: FusedBlock, hidden: Tensor) -> Tensor:
-        """The normalised stream with the norm's weight and bias, which `up` has folded in."""
+        """Returns the normalised stream with the norm's weight and bias, which `up` has folded in."""
         return block.ln(hidden.to(block.ln.weight.dtype))
 
     def _down(self, block: FusedBlock, attended: Tensor, inner: Tensor, low_rank: BlockLowRank | None) -> Tensor:
-        """What attention, and the MLP where there is one, add to the stream."""
+        """Returns what attention, and the MLP where there is one, add to the stream."""
         operand = block.down.weight.dtype
         if block.experts is None:
             activations = self._kernels.concat_gelu(attended, inner, operand)
@@ -220,7 +221,7 @@ class FusedPrefill:
 
 
 def _single_rows(plan: PackedChunks, rows: Tensor) -> PackedChunks:
-    """The last rows of chunks as chunks of one row each, whose context is in the pages."""
+    """Returns the last rows of chunks as chunks of one row each, whose context is in the pages."""
     chunks = torch.searchsorted(plan.query_starts[1:], rows.to(torch.int32), right=True)
     return PackedChunks(
         positions=plan.positions[rows],
@@ -234,7 +235,7 @@ def _single_rows(plan: PackedChunks, rows: Tensor) -> PackedChunks:
 
 
 def _rows(matrix: Tensor, rows: Tensor) -> Tensor:
-    """Rows of a matrix that may be float8, which torch cannot index everywhere."""
+    """Returns rows of a matrix that may be float8, which torch cannot index everywhere."""
     if matrix.dtype.itemsize == 1:
         return matrix.view(torch.uint8)[rows].view(matrix.dtype)
     return matrix[rows]

@@ -1,4 +1,4 @@
-"""The vision encoder on fused operations, optionally with products in float8; equal to the plain `VisionModel`."""
+"""Runs the vision encoder on fused operations, optionally with float8 products; equals the plain `VisionModel`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Block:
 
 
 def folded(layer: nn.Linear, norm: nn.LayerNorm | None) -> tuple[Tensor, Tensor]:
-    """Float32 weight [N, K] and bias [N] of a layer, with a gain and a shift of its input folded in."""
+    """Returns the float32 weight [N, K] and bias [N] of a layer, with a gain and a shift of its input folded in."""
     weight, bias = layer.weight.float(), layer.bias.float()
     if norm is None:
         return weight, bias
@@ -94,7 +94,7 @@ class FusedVision:
         self._plan_of_images = lru_cache(_MAX_KEPT_PLANS)(self._new_plan_of_images)
 
     def encode(self, crops: Tensor) -> Tensor:
-        """uint8 crops [N, side, side, channels] → features [N, patches, enc_dim], those of `VisionModel.encode`."""
+        """Computes uint8 crops [N, side, side, channels] → features [N, patches, enc_dim] of `VisionModel.encode`."""
         hidden = self._embed_patches(crops)
         delta: Tensor | None = None
         for layer in range(self.config.enc_n_layers):
@@ -105,7 +105,7 @@ class FusedVision:
         return features.view(len(crops), self.config.num_image_tokens, -1)
 
     def states(self, crops: Tensor) -> Iterator[Tensor]:
-        """The stream [N * patches, enc_dim] after each block, for inspection."""
+        """Yields the stream [N * patches, enc_dim] after each block, for inspection."""
         hidden = self._embed_patches(crops)
         delta: Tensor | None = None
         for layer in range(self.config.enc_n_layers):
@@ -113,7 +113,7 @@ class FusedVision:
             yield hidden.clone() if delta is None else hidden + delta
 
     def project_all(self, features: Sequence[Tensor], grids: Sequence[tuple[int, int]]) -> Tensor:
-        """Features of several images → their embeddings [images, patches, text dim].
+        """Computes features of several images → their embeddings [images, patches, text dim].
 
         Each image's are [1 + rows * columns, patches, enc_dim], the global crop first; a grid is (rows, columns).
         """
@@ -244,7 +244,10 @@ class PoolingPlan:
 
     @classmethod
     def of(cls, config: VisionConfig, rows: int, columns: int, device: torch.device) -> PoolingPlan:
-        """The plan of a grid. It equals stitching followed by an adaptive average pool to the size of a crop."""
+        """Returns the plan of a grid.
+
+        It equals stitching followed by an adaptive average pool to the size of a crop.
+        """
         side = config.grid_size
         stitched_rows, stitched_columns = _stitched(config, rows), _stitched(config, columns)
         averages: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""The decoder's weights rearranged: two matrices per block, with the LayerNorm folded into the first.
+"""Rearranges the decoder's weights: two matrices per block, with the LayerNorm folded into the first.
 
 Attention and MLP of a block read the same normalised tokens and add to the same stream. So their first matrices are
 stacked by rows and their second ones by columns.
@@ -40,7 +40,7 @@ class Matrix:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Matrix:
-        """Store a float32 weight and bias as `dtype`. A row of zeros is stored as zeros in float8, too."""
+        """Stores a float32 weight and bias as `dtype`. A row of zeros is stored as zeros in float8, too."""
         if dtype != torch.float8_e4m3fn:
             stored = weight.to(dtype)
             return cls(stored, None, bias, stored.float().sum(dim=1))
@@ -48,7 +48,7 @@ class Matrix:
         return cls(stored, scale, bias, stored.float().sum(dim=1) * scale)
 
     def part(self, rows: slice) -> Matrix:
-        """Some of the outputs. Shares memory."""
+        """Returns some of the outputs. Shares memory."""
         return Matrix(
             weight=self.weight[rows],
             scale=None if self.scale is None else self.scale[rows],
@@ -79,7 +79,8 @@ class FusedBlock:
 def fused_blocks(
     text: TextModel, precision: Literal["model", "float8"], *, frees_originals: bool = False
 ) -> tuple[FusedBlock, ...]:
-    """The blocks of a loaded model with their weights in its own type, or in float8. Experts stay as they are.
+    """Returns the blocks of a loaded model with their weights in its own type, or in float8. Experts stay as they
+    are.
 
     A matrix whose sizes no float8 product supports stays in the model's type. With `frees_originals` the model's
     matrices are freed block by block, except those that `prompt_blocks` still needs.
@@ -96,7 +97,7 @@ def fused_blocks(
 def prompt_blocks(
     text: TextModel, blocks: tuple[FusedBlock, ...], *, frees_originals: bool = False
 ) -> tuple[FusedBlock, ...]:
-    """`fused_blocks` for packed prompts, with the first `NUM_WIDE_BLOCKS` in the model's type.
+    """Returns `fused_blocks` for packed prompts, with the first `NUM_WIDE_BLOCKS` in the model's type.
 
     Decode steps use `blocks` unchanged, since their time is that of reading weights. With `frees_originals` the
     matrices of the model that `fused_blocks` has kept are freed.
@@ -111,7 +112,10 @@ def prompt_blocks(
 
 @torch.no_grad()
 def fused_head(text: TextModel, precision: Literal["model", "float8"]) -> Matrix:
-    """The head [vocabulary, dim] with the final LayerNorm folded in. Its input is (x - mean) / deviation."""
+    """Returns the head [vocabulary, dim] with the final LayerNorm folded in.
+
+    Its input is (x - mean) / deviation.
+    """
     dtype = text.wte.dtype if precision == "model" else torch.float8_e4m3fn
     weight, bias = text.lm_head.weight.float(), text.lm_head.bias.float()
     norm = text.post_ln
@@ -119,13 +123,13 @@ def fused_head(text: TextModel, precision: Literal["model", "float8"]) -> Matrix
 
 
 def free_weights(*layers: nn.Linear) -> None:
-    """Free the weights and biases of layers. A freed layer keeps its sizes and raises `RuntimeError` when run."""
+    """Frees the weights and biases of layers. A freed layer keeps its sizes and raises `RuntimeError` when run."""
     for layer in layers:
         layer.to("meta")
 
 
 def _free_matrices(block: Any) -> None:  # a block of `TextModel`
-    """Free the weights that `FusedBlock` has copied. It uses norm, tau and experts of the block itself."""
+    """Frees the weights that `FusedBlock` has copied. It uses norm, tau and experts of the block itself."""
     free_weights(block.attn.qkv, block.attn.proj)
     if isinstance(block.mlp, Mlp):
         free_weights(block.mlp.fc1, block.mlp.fc2)

@@ -1,4 +1,4 @@
-"""The skills of Moondream: one module for the prompt and the output parser of each."""
+"""Contains the skills of Moondream: one module for the prompt and the output parser of each."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""Shared by the skills: prompt tokens and parsers of text. No tensors."""
+"""Provides what the skills share: prompt tokens and parsers of text. No tensors."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Skill(ABC):
 
     @abstractmethod
     def prompt(self, request: Any, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
-        """The prompt's tokens after BOS and image."""
+        """Returns the prompt's tokens after BOS and image."""
 
     @abstractmethod
     def new_parser(self, request: Any, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
-        """The output parser of one sequence."""
+        """Returns the output parser of one sequence."""
 
 
 class TextEmitter:
@@ -50,7 +50,8 @@ class TextEmitter:
         stop: StopMatcher | None = None,
         num_logprobs: int | None = None,
     ) -> None:
-        """`stop` ends the text; text that may begin a stop string is held back until more tokens decide it.
+        """Takes `stop`, which ends the text: text that may begin a stop string is held back until more tokens
+        decide it.
 
         With `num_logprobs` each delta has the logprobs of its tokens, and of this many of the most likely tokens.
         """
@@ -75,16 +76,16 @@ class TextEmitter:
 
     @property
     def stop_sequence(self) -> str | None:
-        """The stop string that has ended the text, if one has."""
+        """Returns the stop string that has ended the text, if one has."""
         return None if self._stop is None else self._stop.matched
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """The logprobs of all deltas; None if the request asks for none."""
+        """Returns the logprobs of all deltas; None if the request asks for none."""
         return None if self._num_logprobs is None else tuple(self._logprobs)
 
     def push(self, token: Token) -> list[TextDelta]:
-        """Add a token; returns a delta if it completes characters."""
+        """Adds a token; returns a delta if it completes characters."""
         self.num_tokens += 1
         text = self._decoder.push(token.id)
         if self._is_counting:
@@ -93,7 +94,7 @@ class TextEmitter:
         return self._emit(text if self._stop is None else self._stop.push(text))
 
     def flush(self) -> list[TextDelta]:
-        """End a run of text: the bytes of an incomplete character become U+FFFD."""
+        """Ends a run of text: the bytes of an incomplete character become U+FFFD."""
         text = self._decoder.flush()
         self._num_decoded += len(text)
         return self._emit(text if self._stop is None else self._stop.push(text) + self._stop.flush())
@@ -145,7 +146,7 @@ class AnswerParser(OutputParser):
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """The logprobs of the tokens of the text."""
+        """Returns the logprobs of the tokens of the text."""
         return self._emitter.logprobs
 
     def parse(self, token: Token) -> list[TextDelta]:
@@ -168,12 +169,12 @@ class AnswerParser(OutputParser):
 
 
 def answer_states(config: MoondreamConfig, start: int = 0) -> tuple[GrammarState, ...]:
-    """The grammar states of text until the end token; `start` is the index of the first one."""
+    """Returns the grammar states of text until the end token; `start` is the index of the first one."""
     return _text_states(_suppressed_later(config), start)
 
 
 def _suppressed_later(config: MoondreamConfig) -> tuple[int, ...]:
-    """What text must not have behind its first token: Moondream 2 must not begin a second answer."""
+    """Returns the tokens that text must not have after its first one: Moondream 2 must not begin a second answer."""
     return (config.tokenizer.answer_id,) if config.generation == 2 else ()
 
 
@@ -184,20 +185,20 @@ def _text_states(suppressed: tuple[int, ...], start: int) -> tuple[GrammarState,
 
 @cache
 def _answer_grammar(suppressed: tuple[int, ...]) -> Grammar:
-    """The grammar of an answer without reasoning, the same for all requests of a model."""
+    """Returns the grammar of an answer without reasoning, the same for all requests of a model."""
     return Grammar(_text_states(suppressed, 0))
 
 
 def framed_prompt(
     template: Mapping[str, tuple[int, ...]], refs: tuple[SpatialRef, ...], text: list[int], config: MoondreamConfig
 ) -> list[Token]:
-    """The template's prefix, references, the ids of a text, and the template's suffix."""
+    """Returns the template's prefix, references, the ids of a text, and the template's suffix."""
     prefix, suffix = text_tokens(template["prefix"]), text_tokens(template["suffix"])
     return prefix + spatial_tokens(refs, config) + text_tokens(text) + suffix
 
 
 def spatial_tokens(refs: tuple[SpatialRef, ...], config: MoondreamConfig) -> list[Token]:
-    """References as prompt tokens: two coordinates of a point, or of a box's centre with a size after them."""
+    """Returns references as prompt tokens: two coordinates of a point, or of a box's centre with a size after them."""
     coord_id, size_id = config.tokenizer.coord_id, config.tokenizer.size_id
     tokens: list[Token] = []
     for ref in refs:
@@ -213,5 +214,5 @@ def spatial_tokens(refs: tuple[SpatialRef, ...], config: MoondreamConfig) -> lis
 
 
 def text_tokens(ids: list[int] | tuple[int, ...]) -> list[Token]:
-    """Plain ids as prompt tokens."""
+    """Returns plain ids as prompt tokens."""
     return [Token(token_id) for token_id in ids]

@@ -1,4 +1,4 @@
-"""Caption: a description of an image."""
+"""Implements Caption: a description of an image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detect: a box around each object of a kind."""
+"""Implements Detect: a box around each object of a kind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _DetectParser(ObjectParser):
 
 
 def box_around(x: float, y: float, width: float, height: float) -> Box:
-    """The box of a centre and a size, clipped to the image."""
+    """Returns the box of a centre and a size, clipped to the image."""
 
     def clip(value: float) -> float:
         return min(max(value, 0.0), 1.0)

@@ -1,4 +1,4 @@
-"""Gaze: the place that somebody in the image looks at.
+"""Implements Gaze: the place that somebody in the image looks at.
 
 The prompt asks for the point of an object "gaze", with the eye as spatial reference. Source: the baseline engine's
 README. The public reference uses another prompt, in an older format.

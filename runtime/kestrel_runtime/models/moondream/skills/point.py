@@ -1,4 +1,4 @@
-"""Point: the centre of each object of a kind. Detect uses the same prompt and the same parser of lists.
+"""Implements Point: the centre of each object of a kind. Detect uses the same prompt and the same parser of lists.
 
 Before each object the model chooses between another object and the end; the tokens within an object are forced.
 Source: the public reference's `_generate_points`.
@@ -34,7 +34,7 @@ class PointSkill(Skill):
 def object_prompt(
     skill: str, request: Point | Detect, tokenizer: Tokenizer, config: MoondreamConfig
 ) -> list[Token]:
-    """The prompt for an object's name, which follows one space."""
+    """Returns the prompt for an object's name, which follows one space."""
     text = tokenizer.encode(" " + request.object.strip())
     return framed_prompt(config.tokenizer.templates[skill], request.spatial_refs, text, config)
 
@@ -64,7 +64,7 @@ class ObjectParser(OutputParser):
 
     @abstractmethod
     def add(self, values: list[tuple[float, ...]]) -> None:
-        """Add one complete object to the answer."""
+        """Adds one complete object to the answer."""
 
     def parse(self, token: Token) -> list[TextDelta]:
         if token.id == self._eos_id:

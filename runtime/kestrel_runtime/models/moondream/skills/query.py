@@ -1,4 +1,4 @@
-"""Query: a question and its answer, with reasoning before the answer if the request asks for it.
+"""Implements Query: a question and its answer, with reasoning before the answer if the request asks for it.
 
 Reasoning is text that the tokens `start_ground_points_id` and `end_ground_id` divide into passages. Coordinate
 pairs in a passage are the points in the image that the passage refers to. `answer_id` ends the reasoning.
@@ -78,7 +78,9 @@ class _QueryParser(AnswerParser):
 
 
 def _reasoning_states(config: MoondreamConfig) -> tuple[GrammarState, ...]:
-    """Reasoning until `answer_id`, which is forced when the budget is used up, then the answer."""
+    """Returns states of reasoning until `answer_id`, which is forced when the budget is used up, then of the
+    answer.
+    """
     ids = config.tokenizer
     later, last, answer = 1, 2, 3
     opens_answer = (ids.answer_id, answer)
@@ -113,7 +115,7 @@ class _ReasoningParser:
         return deltas + self._text.push(token)
 
     def end(self) -> list[TextDelta]:
-        """Close the last passage; the answer comes next."""
+        """Closes the last passage; the answer comes next."""
         self.is_over = True
         return self._end_passage()
 

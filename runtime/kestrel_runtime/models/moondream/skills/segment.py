@@ -1,4 +1,4 @@
-"""Segment: the outline of one object, as a box and an SVG path over it.
+"""Implements Segment: the outline of one object, as a box and an SVG path over it.
 
 The model generates two coordinates and a size, then text tokens that spell path commands and integers. The integers
 range from 0 to 960 over the box. Source: the baseline engine's description of the format (`skills/segment.py`,
@@ -64,8 +64,8 @@ class _SegmentParser(OutputParser):
         self._path = PathWriter()
         self._num_path_tokens = 0
         # How much of the path's text and tokens has been emitted.
-        self._num_chars_told = 0
-        self._num_tokens_told = 0
+        self._num_emitted_chars = 0
+        self._num_emitted_tokens = 0
 
     def parse(self, token: Token) -> list[TextDelta | OutlineBox]:
         if token.id == self._eos_id:
@@ -96,8 +96,8 @@ class _SegmentParser(OutputParser):
         return [OutlineBox(self._box)]
 
     def _new_text(self) -> list[TextDelta]:
-        if self._box is None or len(self._path.path) == self._num_chars_told:
+        if self._box is None or len(self._path.path) == self._num_emitted_chars:
             return []
-        text, start = self._path.path[self._num_chars_told :], self._num_tokens_told
-        self._num_chars_told, self._num_tokens_told = len(self._path.path), self._num_path_tokens
+        text, start = self._path.path[self._num_emitted_chars :], self._num_emitted_tokens
+        self._num_emitted_chars, self._num_emitted_tokens = len(self._path.path), self._num_path_tokens
         return [TextDelta(text, TextChannel.PATH, start, self._num_path_tokens - start)]

@@ -33,11 +33,11 @@ class PathWriter:
 
     @property
     def is_partial(self) -> bool:
-        """True if some words are not part of the path, or if the path is empty."""
+        """Returns True if some words are not part of the path, or if the path is empty."""
         return not self.path or self._is_at_end or self._has_dropped or self._is_within_command
 
     def push(self, word: str) -> str:
-        """Add a word; returns what it adds to the path."""
+        """Adds a word; returns what it adds to the path."""
         if self._is_at_end:
             return ""
         parts = self._read(word)
@@ -84,7 +84,7 @@ class PathWriter:
 
     @property
     def _is_within_command(self) -> bool:
-        """True if an argument is missing: in an incomplete group, after a minus or after a letter."""
+        """Returns True if an argument is missing: in an incomplete group, after a minus or after a letter."""
         lacks_first = self._command not in ("", "Z", "z") and self._is_first_group
         return lacks_first or bool(self._arguments) or self._sign == -1
 

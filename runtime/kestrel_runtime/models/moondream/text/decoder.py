@@ -1,4 +1,4 @@
-"""The decoder: parallel attention and MLP blocks over packed tokens.
+"""Defines the decoder: parallel attention and MLP blocks over packed tokens.
 
 The caller passes the attention. Sources: the public reference's `text.py`
 for Moondream 2 and the published Moondream 3 `text.py` for tau attention.
@@ -19,7 +19,7 @@ from kestrel_runtime.models.moondream.config import MoeConfig, TextConfig
 from kestrel_runtime.models.moondream.layers import Mlp
 
 ExpertFormat = Literal["model", "float8", "int4"]
-"""How experts are stored: in the model's type, or in 8 or 4 bits with scales."""
+"""The format of stored experts: the model's type, or 8 or 4 bits with scales."""
 
 
 class Attend(Protocol):
@@ -47,7 +47,7 @@ class TextModel(nn.Module):
         attend: Attend,
         adapters: RowAdapters | None = None,
     ) -> Tensor:  # [T, dim]: the last block's output, before the final LayerNorm
-        """Run the blocks over packed tokens, with the adapter of each token's slot where there are any."""
+        """Runs the blocks over packed tokens, with the adapter of each token's slot where there are any."""
         if self._tables is None or self._tables[0].device != embeddings.device:
             config = self.config
             self._tables = rotary_tables(
@@ -61,7 +61,7 @@ class TextModel(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[B, dim] from `forward` → [B, vocabulary]."""
+        """Computes hidden states [B, dim] from `forward` → logits [B, vocabulary]."""
         return self.lm_head(self.post_ln(hidden))
 
 
@@ -142,7 +142,7 @@ class Tau(nn.Module):
 
     @torch.no_grad()
     def stack(self) -> None:
-        """Have both weights lie one behind the other in memory, where operations can load them as one."""
+        """Moves both weights to lie one behind the other in memory, where operations can load them as one."""
         self.wq.data, self.wv.data = torch.cat([self.wq, self.wv]).split(len(self.wq))
 
     def forward(
@@ -151,7 +151,9 @@ class Tau(nn.Module):
         positions: Tensor,
         operation: Callable[..., tuple[Tensor, Tensor]] = tau_scales,
     ) -> tuple[Tensor, Tensor]:
-        """Packed query, key and value [T, qkv_dim], positions [T] → [T, H] for queries and for values."""
+        """Computes packed query, key and value [T, qkv_dim], positions [T] → scales [T, H] of queries and of
+        values.
+        """
         return operation(packed, positions, self.wq, self.wv, self.alpha)
 
 
@@ -173,7 +175,7 @@ class MixtureOfExperts(nn.Module):
         operation: Callable[..., Tensor] = mixture_of_experts,
         adapters: BlockAdapters | None = None,
     ) -> Tensor:
-        """[T, dim] → [T, dim], by the reference or another implementation."""
+        """Computes [T, dim] → [T, dim], by the reference or another implementation."""
         return self.mixed(hidden, self.router(hidden), operation, adapters)
 
     def mixed(
@@ -184,7 +186,7 @@ class MixtureOfExperts(nn.Module):
         adapters: BlockAdapters | None = None,
         positions: Tensor | None = None,  # [T]: of padding, which chooses no expert, they are negative
     ) -> Tensor:
-        """[T, dim] → [T, dim], with tokens that are already routed."""
+        """Computes [T, dim] → [T, dim], with tokens that are already routed."""
         return operation(
             hidden,
             self.logits(logits),
@@ -222,7 +224,7 @@ def _stored(dtype: torch.dtype, *shape: int) -> nn.Parameter:
 def rotary_tables(
     rotary_dim: int, max_context: int, theta: float, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of position * theta^(-2i / rotary_dim), each [max_context, rotary_dim / 2], float32."""
+    """Returns cosines and sines of position * theta^(-2i / rotary_dim), float32 [max_context, rotary_dim / 2] each."""
     dims = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / (theta ** (dims / rotary_dim))
     angles = torch.arange(max_context, dtype=torch.float32, device=device)[:, None] * frequencies[None, :]

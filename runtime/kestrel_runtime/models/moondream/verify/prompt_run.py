@@ -33,11 +33,11 @@ DECODED_HIDDEN = "query_prompt_last_hidden by a decode step"
 _EVERY = 9
 _NUM_ENDS = 8
 _NUM_RUNS_WITH_GRAPHS = 3
-"""How often each step runs: twice directly, and then by its graph, whose result counts."""
+"""The number of runs of each step: two direct ones, and one by its graph, whose result counts."""
 
 
 def pages_of_context(model: Moondream, config: EngineConfig) -> int:
-    """The number of pages of the longest sequence."""
+    """Returns the number of pages of the longest sequence."""
     return -(-model.config.text.max_context // config.page_size)
 
 
@@ -52,8 +52,10 @@ class PromptRun:
         cache: KVCache | None = None,
         adapters: AdapterSlabs | None = None,
     ) -> None:
-        """`cache` has `pages_of_context` pages and replaces the cache that `config` describes. A sequence uses
-        `adapters` if it gets a lease of one."""
+        """Takes a `cache` of `pages_of_context` pages, which replaces the cache that `config` describes.
+
+        A sequence uses `adapters` if it gets a lease of one.
+        """
         self.model = model
         self._prepare = prepare
         self.cache = new_cache(model, config, pages_of_context(model, config)) if cache is None else cache
@@ -66,12 +68,12 @@ class PromptRun:
 
     @property
     def sequence(self) -> Sequence:
-        """The request of the last `begin`."""
+        """Returns the request of the last `begin`."""
         assert self._sequence is not None, "begin a request first"
         return self._sequence
 
     def begin(self, request: Request) -> None:
-        """Forget the last request and prepare another."""
+        """Forgets the last request and prepares another."""
         if self._sequence is not None:
             self._runner.release(self._sequence)
         self._sequence = self._prepare(request)
@@ -80,17 +82,17 @@ class PromptRun:
 
     @property
     def image_embeddings(self) -> Tensor:
-        """[image tokens, dim], once the prompt is in the cache."""
+        """Returns image embeddings [image tokens, dim], once the prompt is in the cache."""
         return self._runner.image_embeddings(self.sequence)
 
     def prefill(self) -> Token:
-        """Prefill the whole prompt in one chunk; returns the token sampled after it."""
+        """Prefills the whole prompt in one chunk; returns the token sampled after it."""
         token = self._sampled_by(self._whole())
         self.sequence.num_cached = self.sequence.length
         return token
 
     def decode(self, token: Token) -> Token:
-        """Replace the last sampled token by `token` and decode it; returns the next token."""
+        """Replaces the last sampled token by `token` and decodes it; returns the next token."""
         sequence = self.sequence
         self._append(token)
         # A sequence that starts its prompt writes its last token where the next step reads it. This writes the same
@@ -101,7 +103,7 @@ class PromptRun:
         return sampled
 
     def hidden_after(self, tokens: Iterable[Token]) -> Tensor:
-        """Prefill the prompt and `tokens` after it in one chunk: the hidden state for the next token, [1, dim]."""
+        """Prefills the prompt and `tokens` in one chunk; returns the hidden state for the next token, [1, dim]."""
         for token in tokens:
             self._append(token)
         hidden = [self._runner.last_hidden(self._whole()) for _ in range(self._num_runs)][-1]
@@ -110,7 +112,7 @@ class PromptRun:
 
     @torch.inference_mode()
     def decoded_hidden(self) -> Tensor:
-        """Decode the last token once more with the cached positions before it: its hidden state, [1, dim].
+        """Decodes the last token once more with the cached positions before it: its hidden state, [1, dim].
 
         Without a captured graph, and before the final LayerNorm.
         """
@@ -123,14 +125,14 @@ class PromptRun:
         )
 
     def cached(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, float32 [heads, positions, head dimension] on the host."""
+        """Returns keys and values of a layer, float32 [heads, positions, head dimension] on the host."""
         pages = self.cache.layer(layer)
         both = ((pages.key_pages, pages.key_scale), (pages.value_pages, pages.value_scale))
         keys, values = (self._rows(stored, scale) for stored, scale in both)
         return keys, values
 
     def _sampled_by(self, *steps: Batch) -> Token:
-        """Run the step as often as configured; returns the token that the last run samples."""
+        """Runs the step as often as configured; returns the token that the last run samples."""
         sampled: list[Token] = []
         for _ in range(self._num_runs):
             for step in steps:
@@ -165,7 +167,7 @@ class PromptRun:
 
 @torch.inference_mode()
 def prompt_tensors(run: PromptRun, request: Request) -> dict[str, Tensor]:
-    """Run a prompt with an image through `run`; its tensors by name, in float32 on the CPU.
+    """Runs a prompt with an image through `run`; its tensors by name, in float32 on the CPU.
 
     The prompt is prefilled in one chunk, then its last token is decoded with the cached positions before it.
     """

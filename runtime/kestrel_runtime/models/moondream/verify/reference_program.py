@@ -1,4 +1,4 @@
-"""A program of its own that has the public reference implementation answer the questions of a fixture.
+"""Runs the public reference implementation on the questions of a fixture, as a program of its own.
 
 Runs in the environment of the reference: it needs torch, transformers and safetensors, and imports nothing of this
 project. It reads `questions.json` and writes `expected.json`, `expected.safetensors` and `reference.json`.
@@ -46,7 +46,7 @@ class Reference:
         self._model = model
         self._inner = getattr(model, "model", None)
         self.notes: list[str] = []
-        """What was changed in the reference, and what it did not offer."""
+        """Notes of what was changed in the reference, and of what it did not offer."""
         self._pixels: Tensor | None = None
         self._grid: tuple[int, int] | None = None
         self._embeddings: Tensor | None = None
@@ -108,7 +108,7 @@ class Reference:
 
     @torch.inference_mode()
     def read_prompt(self, image: Any, question: str) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
-        """Encode an image and ask a question about it.
+        """Encodes an image and asks a question about it.
 
         Returns the encoded image, facts for `expected.json`, and tensors by name.
         """
@@ -130,7 +130,7 @@ class Reference:
         return encoded, facts, {name: _on_host(tensor) for name, tensor in tensors.items()}
 
     def _last_cache(self, encoded: Any) -> dict[str, Tensor]:
-        """Keys and values of the last layer; those of Moondream 3 are in no fixture of the reference."""
+        """Returns keys and values of the last layer; those of Moondream 3 are in no fixture of the reference."""
         caches = getattr(encoded, "caches", None)
         names = (name for name, _ in self._inner.named_modules()) if caches and self._inner is not None else ()
         if not caches or any(name.endswith(".tau") for name in names):
@@ -140,7 +140,7 @@ class Reference:
 
     @torch.inference_mode()
     def answer(self, image: Any, call: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-        """The greedy answer to a call, as `expected.json` holds it. Raises `Unsupported`."""
+        """Returns the greedy answer to a call, as `expected.json` holds it. Raises `Unsupported`."""
         skill, args = call["skill"], call["args"]
         method = getattr(self._model, skill, None)
         if skill not in _READERS or method is None:
@@ -163,7 +163,7 @@ class Reference:
 
 
 def _has_rotary_frequencies(inner: Any) -> bool:
-    """Whether the buffer of rotary frequencies holds cosine 1 and sine 0 for position 0, where there is one."""
+    """Returns True if the buffer of rotary frequencies, if any, holds cosine 1 and sine 0 for position 0."""
     frequencies = getattr(getattr(inner, "text", None), "freqs_cis", None)
     if frequencies is None:
         return True
@@ -197,7 +197,7 @@ _READERS: dict[str, Callable[[dict[str, Any], bool], dict[str, Any]]] = {
 
 
 def exact_pixels(crops: Tensor) -> tuple[Tensor | None, Tensor]:
-    """The bytes of crops [crops, 3, side, side] as [crops, side, side, 3], and the crops in exact float32.
+    """Returns the bytes of crops [crops, 3, side, side] as [crops, side, side, 3], and the crops in exact float32.
 
     The reference maps each byte to (byte / 255 - 0.5) / 0.5 in the type of `crops`. The 256 results differ, also
     where they are rounded, so that the bytes can be found again. Returns None and the crops as they are where they
@@ -216,8 +216,8 @@ def _on_host(tensor: Tensor) -> Tensor:
     return (tensor if tensor.dtype == torch.uint8 else tensor.float()).cpu().clone().contiguous()
 
 
-def record(model: Any, folder: Path, tell: Callable[[str], None]) -> list[str]:
-    """Answer `questions.json` of a folder, and write `expected.json` and `expected.safetensors`; returns notes.
+def record(model: Any, folder: Path, log: Callable[[str], None]) -> list[str]:
+    """Answers `questions.json` of a folder, and writes `expected.json` and `expected.safetensors`; returns notes.
 
     A call that the reference cannot answer stays without `expect`.
     """
@@ -229,7 +229,7 @@ def record(model: Any, folder: Path, tell: Callable[[str], None]) -> list[str]:
     ]
     for index, (name, calls) in enumerate([*groups, (None, expected["text_only"])]):
         image = None
-        tell(f"reference: {name or 'without an image'}")
+        log(f"reference: {name or 'without an image'}")
         if name is not None:
             entry = expected["images"][index]
             picture = Image.open(folder / name).convert("RGB")
@@ -250,7 +250,7 @@ def record(model: Any, folder: Path, tell: Callable[[str], None]) -> list[str]:
 
 @torch.inference_mode()
 def restore_weights(model: Any, files: Sequence[str]) -> list[str]:
-    """Copy the weights from their files to a float32 model, which has rounded them to bfloat16; returns notes.
+    """Copies the weights from their files to a float32 model, which has rounded them to bfloat16; returns notes.
 
     A file in another layout than the model's is left out.
     """
@@ -267,7 +267,7 @@ def restore_weights(model: Any, files: Sequence[str]) -> list[str]:
 
 
 def main(folder: Path, name: str, revision: str, device: str, *weights: str) -> int:
-    """Load the reference and have it answer; returns the exit status."""
+    """Loads the reference and has it answer; returns the exit status."""
     if importlib.util.find_spec("transformers") is None:
         return NOT_INSTALLED
     # Installed for the reference, where it is; this project does not depend on it.

@@ -35,7 +35,7 @@ class Routing:
 
     @contextmanager
     def recorded(self, model: Moondream) -> Iterator[None]:
-        """Record the logits of this model for a prompt of one chunk as those of the reference."""
+        """Records the logits of this model for a prompt of one chunk as those of the reference."""
 
         def keep(layer: int, run: int, _: int, logits: Tensor) -> None:
             if run == 0:
@@ -46,7 +46,7 @@ class Routing:
 
     @contextmanager
     def simulated(self, model: Moondream) -> Iterator[None]:
-        """Use the experts of the reference in a model with random rounding, and record the errors of its logits."""
+        """Uses the experts of the reference in a model with random rounding, and records the errors of its logits."""
         self._num_simulations += 1
 
         def note(layer: int, run: int, num_chosen: int, logits: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Routing:
 
     @contextmanager
     def decided(self, model: Moondream, factor: float) -> Iterator[None]:
-        """Use the choice of the reference between logits that differ by at most `factor` standard deviations."""
+        """Uses the choice of the reference between logits that differ by at most `factor` standard deviations."""
 
         def decide(layer: int, run: int, num_chosen: int, logits: Tensor) -> Tensor:
             variance = _last_rows(self._squares[layer, run], logits) / self._num_simulations
@@ -82,7 +82,7 @@ def decided_as(
     num_chosen: int,
     widest_tie: float | Tensor,  # [tokens, 1]
 ) -> Tensor:  # [tokens, experts]
-    """`logits` with the choice of the reference, if it differs and the logits of the reference nearly tie.
+    """Returns `logits` with the choice of the reference, if it differs and the logits of the reference nearly tie.
 
     An added expert gets the smallest logit of the chosen ones. Does not synchronise with the device.
     """
@@ -99,7 +99,7 @@ def decided_as(
 
 @contextmanager
 def _hooked(model: Moondream, hook: Any) -> Iterator[None]:
-    """Call hook(layer, run, experts per token, logits) for each result of a router, and use its return value.
+    """Calls hook(layer, run, experts per token, logits) for each result of a router, and uses its return value.
 
     Runs of each router are counted from 0.
     """

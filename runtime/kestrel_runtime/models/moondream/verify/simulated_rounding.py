@@ -53,21 +53,21 @@ class Formats:
     """The types in which a backend stores its numbers."""
 
     model: torch.dtype
-    """Of results, activations between products, the residual stream, and all weights not listed below."""
+    """The type of results, activations between products, the residual stream, and all weights not listed below."""
     text: torch.dtype
-    """Of the operands of the decoder blocks' products, if their sizes allow it, except experts."""
+    """The type of the operands of the decoder blocks' products, if their sizes allow it, except experts."""
     experts: torch.dtype
-    """Of the input activations of experts' products."""
+    """The type of the input activations of experts' products."""
     expert_weights: ExpertWeights
-    """To which loading has rounded the experts' weights; what it has not changed, as in float8, is exact."""
+    """The type to which loading has quantised the experts' weights; unchanged weights, as in float8, are exact."""
     vision: torch.dtype
-    """Of the operands of the encoder's and the projector's products, if their sizes allow it."""
+    """The type of the operands of the encoder's and the projector's products, if their sizes allow it."""
     cache: torch.dtype
-    """Of cached keys and values."""
+    """The type of cached keys and values."""
 
     @classmethod
     def of(cls, config: EngineConfig, model: Moondream) -> Formats:
-        """The types of `config` for a loaded model."""
+        """Returns the types of `config` for a loaded model."""
 
         def operands(setting: str) -> torch.dtype:
             return FLOAT8 if setting.endswith("float8") else model.dtype
@@ -88,7 +88,7 @@ class Formats:
 
     @property
     def shortest(self) -> ExpertWeights:
-        """The format with the largest rounding errors."""
+        """Returns the format with the largest rounding errors."""
         formats: tuple[ExpertWeights, ...] = (
             self.model,
             self.text,
@@ -101,12 +101,14 @@ class Formats:
 
     @property
     def name(self) -> str:
-        """The name of the shortest type, as in flags."""
+        """Returns the name of the shortest type, as in flags."""
         return _NAMES.get(self.shortest, str(self.shortest).removeprefix("torch."))
 
     @property
     def experts_deviation(self) -> float:
-        """The deviation of what an expert gives because of formats shorter than the model's, of both products."""
+        """Returns the deviation of what an expert gives because of formats shorter than the model's, of both
+        products.
+        """
         formats: tuple[ExpertWeights, ...] = (self.experts, self.expert_weights)
         squares = (rounding_deviation(each) ** 2 for each in formats if each != self.model)
         return math.sqrt(_PRODUCTS_OF_EXPERT * sum(squares))
@@ -139,7 +141,7 @@ class RoundingNoise:
 
     @torch.inference_mode()
     def begin(self, seed: int, num_pages: int, page_size: int) -> RoundedCache:
-        """Round the weights of `model` anew; returns a float32 cache for it that rounds to the cache's type.
+        """Rounds the weights of `model` anew; returns a float32 cache for it that rounds to the cache's type.
 
         Equal seeds give equal simulations.
         """
@@ -150,7 +152,7 @@ class RoundingNoise:
         return cache
 
     def _float8_layers(self, model: Moondream) -> set[str]:
-        """The linear layers whose products are in float8 in backends that use float8."""
+        """Returns the linear layers whose products are in float8 in backends that use float8."""
         names: set[str] = set()
         if self._formats.text == FLOAT8:
             for layer, block in enumerate(fused_blocks(model.text, "float8")):
@@ -188,7 +190,7 @@ class RoundingNoise:
         return math.sqrt(own + _ROUNDINGS_BETWEEN_PRODUCTS * rounding_deviation(self._formats.model) ** 2)
 
     def _disturb_output(self, module: nn.Module, num_roundings: int, more: float = 0.0) -> None:
-        """Noise for the sum of roundings to the model's type and of further ones with this deviation."""
+        """Returns noise for the sum of roundings to the model's type and of further ones with this deviation."""
         deviation = math.sqrt(num_roundings * rounding_deviation(self._formats.model) ** 2 + more**2)
 
         def disturb(_: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -225,7 +227,7 @@ class RoundedCache(KVCache):
         self._grids = torch.exp2(torch.rand(shape, device=chance.device, generator=chance) - 0.5)
 
     def rounded(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values as the cache stores them, [T, key/value heads, head dimension] float32."""
+        """Returns keys and values as the cache stores them, [T, key/value heads, head dimension] float32."""
         keys, values = self._grids[:, layer]
         return (
             rounded_to_grid(key / keys, self._rounded_to) * keys,
@@ -233,11 +235,11 @@ class RoundedCache(KVCache):
         )
 
     def prefill(self, plan: PackedChunks) -> PrefillAttention:
-        """As in the base class; stored keys and values are rounded."""
+        """Returns the attention of the base class, with stored keys and values rounded."""
         return _RoundedPrefill(self, plan)
 
     def decode(self, positions: Tensor, page_table: Tensor) -> DecodeAttention:
-        """As in the base class; stored keys and values are rounded before they are read."""
+        """Returns the attention of the base class; stored keys and values are rounded before they are read."""
         return _RoundedDecode(self, positions, page_table)
 
 
@@ -264,7 +266,7 @@ class _RoundedDecode(DecodeAttention):
 
 
 def rounded_to_grid(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 values rounded to the nearest values of `dtype`, as if its exponents had no upper limit.
+    """Rounds float32 values to the nearest values of `dtype`, as if its exponents had no upper limit.
 
     Numbers beyond the largest of `dtype` are not clipped: clipping is a fault, which tolerances must not cover.
     """

@@ -1,4 +1,4 @@
-"""Bounds of errors: fixed ones for float32, and for shorter formats bounds from simulated rounding.
+"""Bounds errors: by fixed bounds for float32, and by simulated rounding for shorter formats.
 
 docs/numerics.md has the derivation.
 """
@@ -32,7 +32,7 @@ DEVIATIONS = 4.0
 
 
 def rounding_deviation(number_format: torch.dtype | Literal["int4"]) -> float:
-    """The standard deviation of the relative error of one rounding to nearest, over a random significand.
+    """Returns the standard deviation of the relative error of one rounding to nearest, over a random significand.
 
     The error is uniform within the unit roundoff u times the power of two below the value, and the square of a
     significand that is uniform in its logarithm is 1.5 / ln 2 on average: u * sqrt(ln 2 / 4.5) = 0.39 u. That of
@@ -44,7 +44,8 @@ def rounding_deviation(number_format: torch.dtype | Literal["int4"]) -> float:
 
 
 def f_quantile(exceeded_by: float, dof: float, reference_dof: float) -> float:
-    """The value that an F distribution exceeds with this probability, by Wilson and Hilferty's approximation.
+    """Returns the value that an F distribution exceeds with this probability, by Wilson and Hilferty's
+    approximation.
 
     Up to 12% above the exact value for probabilities of 1e-4, at least one degree and eight of reference.
     """
@@ -62,7 +63,7 @@ class LargestError:
     tolerance: float
 
     def compare(self, actual: Tensor, expected: Tensor) -> Comparison:
-        """The largest absolute error of tensors of one shape."""
+        """Returns the largest absolute error of tensors of one shape."""
         return Comparison("largest error", (actual - expected).abs().max().item(), self.tolerance)
 
 
@@ -78,7 +79,7 @@ class ExpectedError:
 
     @classmethod
     def of(cls, exact: Tensor, simulated: Sequence[Tensor]) -> ExpectedError:
-        """From a tensor [..., width] without rounding and several simulations with rounding.
+        """Computes the errors from a tensor [..., width] without rounding and several simulations with rounding.
 
         The deviation of an element over few simulations may be small by chance, so it counts as at least that of
         its row.
@@ -94,12 +95,12 @@ class ExpectedError:
 
     @property
     def tolerance(self) -> float:
-        """The bound on an error's root mean square."""
+        """Returns the bound on an error's root mean square."""
         dof = self.degrees_of_freedom
         return SLACK * math.sqrt(f_quantile(FALSE_ALARM, dof, dof * NUM_SIMULATIONS)) * self.rms
 
     def compare(self, actual: Tensor, expected: Tensor) -> Comparison:
-        """The root mean square of the error or its largest element, whichever is nearer to its bound.
+        """Returns the root mean square of the error or its largest element, whichever is nearer to its bound.
 
         Elements are bounded so that a single wrong one is found in a large tensor. The largest of n independent
         normal errors is about sqrt(2 ln n) deviations.
@@ -115,7 +116,7 @@ class ExpectedError:
 
 
 def degrees_of_freedom(errors: Tensor) -> float:
-    """The effective number of independent directions of random vectors [samples, elements], at least 1.
+    """Returns the effective number of independent directions of random vectors [samples, elements], at least 1.
 
     That is tr(C)² / tr(C²) of their covariance C, which a sum of squares of normal numbers has as its degrees of
     freedom by Satterthwaite's approximation. tr(C²) is estimated by products of different samples alone.

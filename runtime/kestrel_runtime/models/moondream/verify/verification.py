@@ -39,7 +39,7 @@ from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 
 
 def verification(model: Moondream, config: EngineConfig) -> Verification:
-    """The family's part of `kestrel-grpc verify`."""
+    """Returns the family's part of `kestrel-grpc verify`."""
     formats = Formats.of(config, model)
     simulated: dict[tuple[Query, ...], list[PromptErrors]] = {}
 
@@ -94,7 +94,7 @@ class _TensorCases:
         name = expected["image"]
         image = decode_image(self._fixture.data(name), max_image_pixels=self._config.max_image_pixels)
         crops = MoondreamCropping(self._model.config.vision).make_crops(image)
-        if "tiling" in expected:  # a reference may not tell it
+        if "tiling" in expected:  # a reference may not report it
             shape = [[crops.rows, crops.columns], crops.num_crops]
             yield Case(f"{name} crop grid", _differs(shape, [expected["tiling"], expected["n_crops"]]))
         for key, place in (("global_crop_u8", 0), ("last_crop_u8", -1)):
@@ -131,7 +131,7 @@ class _TensorCases:
         return self._errors_of(requests, self._prepare)[index]
 
     def _request(self, expected: dict[str, Any]) -> Query:
-        """The prompt whose tensors are compared: the first question, unless the fixture names one."""
+        """Returns the prompt whose tensors are compared: the first question, unless the fixture names one."""
         questions = (call["args"]["question"] for call in expected["calls"] if call["skill"] == "query")
         return Query(expected.get("query_prompt") or next(questions), self._fixture.data(expected["image"]))
 
@@ -145,7 +145,7 @@ def _float32_bound(key: str, expected: Tensor) -> LargestError:
 
 
 def _compared(name: str, actual: Tensor, expected: Tensor, bounds: Sequence[LargestError | ExpectedError]) -> Case:
-    """The case of a tensor. One bound is enough, since parts of a model may not be rounded at all."""
+    """Returns the case of a tensor. One bound is enough, since parts of a model may not be rounded at all."""
     if actual.shape != expected.shape:
         return Case(name, f"expected shape {list(expected.shape)}, got {list(actual.shape)}")
     comparisons = [bound.compare(actual, expected) for bound in bounds]

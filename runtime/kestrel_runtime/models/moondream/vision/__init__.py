@@ -1,1 +1,1 @@
-"""From images to embeddings: crops, the encoder, and graphs of encodings."""
+"""Turns images into embeddings: crops, the encoder, and graphs of encodings."""

@@ -23,16 +23,16 @@ class MoondreamCropping:
 
     @property
     def crop_bytes(self) -> int:
-        """Memory of the pixels of one crop."""
+        """Returns the bytes of the pixels of one crop."""
         return 3 * self.crop_px**2
 
     @property
     def max_crops(self) -> int:
-        """The most crops of one image, the whole image included."""
+        """Returns the most crops of one image, the whole image included."""
         return 1 + self._max_grid_crops
 
     def select(self, height_px: int, width_px: int) -> tuple[int, int]:
-        """Rows and columns of the crops that cover an image of this size: at most `max_crops` crops."""
+        """Returns the rows and columns of the crops that cover an image of this size: at most `max_crops` crops."""
         window, max_crops = self.stride_px, self._max_grid_crops
         height, width = max(1, height_px - self.margins_px), max(1, width_px - self.margins_px)
         if height <= window or width <= window:
@@ -52,11 +52,11 @@ class MoondreamCropping:
         return min(rows, max_crops // columns), columns
 
     def canvas_px(self, num_crops: int) -> int:
-        """The length in pixels of `num_crops` overlapping crops in a row."""
+        """Returns the length in pixels of `num_crops` overlapping crops in a row."""
         return num_crops * self.stride_px + self.margins_px
 
     def make_crops(self, image: Image.Image) -> Crops:
-        """The crops of an RGB image, made on the host."""
+        """Returns the crops of an RGB image, made on the host."""
         rows, columns = self.select(image.height, image.width)
         size = self.crop_px
         pixels = np.empty((1 + rows * columns, size, size, 3), dtype=np.uint8)

@@ -23,22 +23,27 @@ class Cropper:
     def __init__(
         self, cropping: MoondreamCropping, device: torch.device, resample: Callable[[Tensor, Tensor, int], Tensor]
     ) -> None:
-        """resample: an implementation of the operation `resample`."""
+        """Takes an implementation of the operation `resample`."""
         self._cropping = cropping
         self._device = device
         self._resample = resample
         self._taps = lru_cache(_MAX_KEPT_AXES)(lambda axis: self._upload(axis.taps().numpy(), torch.int32))
 
     def make_crops(self, image: DecodedImage) -> Tensor:
-        """The crops of `MoondreamCropping.make_crops`: uint8 [crops, side, side, 3]. Does not synchronise."""
+        """Returns the crops of `MoondreamCropping.make_crops`: uint8 [crops, side, side, 3].
+
+        Does not synchronise.
+        """
         return self.crop(self.upload(image.pixels), image.rows, image.columns)
 
     def upload(self, pixels: np.ndarray) -> Tensor:
-        """The first three channels of uint8 [..., 3 or 4] on the device. Does not synchronise."""
+        """Returns the first three channels of uint8 [..., 3 or 4] on the device. Does not synchronise."""
         return self._upload(pixels, torch.uint8)[..., :3].contiguous()
 
     def crop(self, pixels: Tensor, rows: int, columns: int) -> Tensor:
-        """The crops [1 + rows * columns, side, side, 3] of pixels [height, width, 3] that are on the device."""
+        """Returns the crops [1 + rows * columns, side, side, 3] of pixels [height, width, 3] that are on the
+        device.
+        """
         size, stride = self._cropping.crop_px, self._cropping.stride_px
         canvas = self._resize(pixels, self._cropping.canvas_px(rows), self._cropping.canvas_px(columns))
         grid = canvas.unfold(0, size, stride).unfold(1, size, stride)  # [rows, columns, 3, side, side]

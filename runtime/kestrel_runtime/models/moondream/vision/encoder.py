@@ -1,4 +1,4 @@
-"""The vision encoder: crops to features, features of all crops to one grid, grid to decoder embeddings.
+"""Defines the vision encoder: crops to features, features of all crops to one grid, grid to decoder embeddings.
 
 Source: the public reference's `vision.py` and `image_crops.py`.
 """
@@ -29,19 +29,19 @@ class VisionModel(nn.Module):
         self.proj_mlp = Mlp(2 * config.enc_dim, config.proj_inner_dim, config.proj_out_dim)
 
     def encode(self, crops: Tensor) -> Tensor:
-        """uint8 crops [N, side, side, channels] → features [N, patches, enc_dim]."""
+        """Computes uint8 crops [N, side, side, channels] → features [N, patches, enc_dim]."""
         features = self.patch_emb(self._patches(crops)) + self.pos_emb
         for block in self.blocks:
             features = block(features)
         return self.post_ln(features)
 
     def project_all(self, features: Iterable[Tensor], grids: Iterable[tuple[int, int]]) -> Tensor:
-        """Features of several images and their (rows, columns) → embeddings [images, patches, text dim]."""
+        """Computes features of several images and their (rows, columns) → embeddings [images, patches, text dim]."""
         pairs = zip(features, grids, strict=True)
         return torch.stack([self.project(image, rows, columns) for image, (rows, columns) in pairs])
 
     def project(self, features: Tensor, rows: int, columns: int) -> Tensor:
-        """Features of the global crop and then rows * columns local ones → embeddings [patches, text dim]."""
+        """Computes features of the global crop and then rows * columns local ones → embeddings [patches, text dim]."""
         side = self.config.grid_size
         local = self._stitch(features[1:].unflatten(1, (side, side)), rows, columns)  # [height, width, enc_dim]
         pooled = adaptive_avg_pool2d(local.permute(2, 0, 1).float(), (side, side)).to(features.dtype)
@@ -87,11 +87,11 @@ class InvariantVision:
         self._vision = vision
 
     def encode(self, crops: Tensor) -> Tensor:
-        """uint8 crops [N, side, side, channels] → features [N, patches, enc_dim]."""
+        """Computes uint8 crops [N, side, side, channels] → features [N, patches, enc_dim]."""
         return torch.cat([self._vision.encode(crop) for crop in crops.split(1)])
 
     def project_all(self, features: Iterable[Tensor], grids: Iterable[tuple[int, int]]) -> Tensor:
-        """Features of several images and their (rows, columns) → embeddings [images, patches, text dim]."""
+        """Computes features of several images and their (rows, columns) → embeddings [images, patches, text dim]."""
         return self._vision.project_all(features, grids)
 
 

@@ -12,7 +12,7 @@ from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.execution.graph_policy import CapturedGraphs, GraphBudget, Works
 
 _USUAL_CROPS = 9
-"""Of an image of 800 by 557 pixels: 2 by 4 crops and the global one."""
+"""Crops of an image of 800 by 557 pixels: 2 by 4 and the global one."""
 
 
 class EncodeGraphs:
@@ -29,7 +29,7 @@ class EncodeGraphs:
         max_crops: int,
         max_crops_of_image: int,
     ) -> None:
-        """`encode` takes uint8 crops [N, side, side, channels]; more than `max_crops` have no graph."""
+        """Takes `encode` for uint8 crops [N, side, side, channels]; more than `max_crops` have no graph."""
         self._encode = encode
         self._max_crops = max(max_crops, max_crops_of_image)
         self._max_crops_of_image = max_crops_of_image
@@ -39,7 +39,7 @@ class EncodeGraphs:
         self._features: Tensor | None = None
 
     def __call__(self, crops: Tensor) -> Tensor:
-        """The result of `encode` for `crops`; without a graph for their number, by the next larger one."""
+        """Returns the result of `encode` for `crops`; without a graph for their number, by the next larger one."""
         count = len(crops)
         if count > self._max_crops:
             return self._encode(crops)
@@ -53,7 +53,8 @@ class EncodeGraphs:
         return self.captured.run(own, partial(self._stored, own))[:count].clone()
 
     def usual(self, *, is_measured: bool) -> Works:
-        """The numbers of crops that are worth a measurement of their products, or the others; the largest first.
+        """Returns the numbers of crops that are worth a measurement of their products, or the others; the largest
+        first.
 
         The first are those of usual images, of the largest image and of the largest step, and hold the others,
         which are those of one image.

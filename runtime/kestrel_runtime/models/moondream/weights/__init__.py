@@ -1,1 +1,1 @@
-"""From the tensors of a checkpoint to a checked state and its dimensions."""
+"""Turns the tensors of a checkpoint into a checked state and its dimensions."""

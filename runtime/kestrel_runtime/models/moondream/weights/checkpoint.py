@@ -94,7 +94,7 @@ _SAVE = "save the weights alone, as torch.save(model.state_dict(), ...) does"
 
 
 def load_moondream_state(checkpoint: Checkpoint) -> tuple[MoondreamConfig, dict[str, Tensor]]:
-    """The configuration and all tensors of `checkpoint` by canonical name, checked against each other.
+    """Returns the configuration and all tensors of `checkpoint` by canonical name, checked against each other.
 
     Dimensions that `config.json` omits are inferred from the tensors. Raises `CheckpointError`.
     """
@@ -110,7 +110,7 @@ def load_moondream_state(checkpoint: Checkpoint) -> tuple[MoondreamConfig, dict[
 
 
 def read_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
-    """All tensors of `files` by canonical name, not yet read from disk. Raises `CheckpointError`."""
+    """Returns all tensors of `files` by canonical name, not yet read from disk. Raises `CheckpointError`."""
     stored: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in _open(file).items():
@@ -147,7 +147,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _refuse_other_kinds(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse what is no whole model of a type that is read, each kind with what to do."""
+    """Refuses what is no whole model of a type that is read, each kind with what to do."""
     for name, tensor in tensors:
         shown = name[:_MAX_ECHO_CHARS]
         if _QUANTISED.fullmatch(name) or tensor.dtype in (torch.int8, torch.uint8):
@@ -163,7 +163,7 @@ def _refuse_other_kinds(tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def expected_tensors(config: MoondreamConfig, *, fp8_experts: bool) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors of a model of these dimensions, by name."""
+    """Returns the shapes of all tensors of a model of these dimensions, by name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for section in (_text_tensors(config, fp8_experts), _vision_tensors(config), _region_tensors(config)):
         shapes.update(section)
@@ -171,7 +171,7 @@ def expected_tensors(config: MoondreamConfig, *, fp8_experts: bool) -> dict[str,
 
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise one `CheckpointError` that names all missing and extra tensors, wrong shapes and unsupported types."""
+    """Raises one `CheckpointError` that names all missing and extra tensors, wrong shapes and unsupported types."""
     problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in tensors]
     problems += [f"unexpected {name}" for name in tensors if name not in expected]
     fp8_names = {name.removesuffix("scale") + "weight" for name in expected if name.endswith(".scale")}
@@ -216,7 +216,7 @@ def _open(file: Path) -> dict[str, Tensor]:
 
 
 def _state_in(loaded: object) -> Mapping[str, Tensor] | None:
-    """The names and tensors of what a `.pt` file holds; None if it holds none."""
+    """Returns the names and tensors of what a `.pt` file holds; None if it holds none."""
     candidates = [loaded]
     if isinstance(loaded, Mapping):
         candidates += [loaded[key] for key in _STATE_KEYS if key in loaded]
@@ -248,7 +248,7 @@ def _from_training_layout(stored: Iterable[tuple[str, Tensor]]) -> Iterator[tupl
 
 
 def canonical_name(name: str) -> str:
-    """The canonical name of a tensor of either layout; a name of none is returned as it is."""
+    """Returns the canonical name of a tensor of either layout; a name of none is returned as it is."""
     for pattern, replacement in _TRAINING_NAMES:
         match = pattern.fullmatch(name)
         if match:
@@ -283,7 +283,7 @@ def _config_data(config: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]
 
 
 def _with_unit_axes(tensor: Tensor, shape: Sequence[int] | None) -> Tensor:
-    """`tensor` in `shape` if they differ only in axes of length 1, as the layouts do; else unchanged."""
+    """Returns `tensor` in `shape` if they differ only in axes of length 1, as the layouts do; else unchanged."""
     if shape is None or [n for n in tensor.shape if n != 1] != [n for n in shape if n != 1]:
         return tensor
     return tensor.reshape(tuple(shape))

@@ -1,4 +1,4 @@
-"""The dimensions of published Moondreams, and what their configurations omit, inferred from tensors and defaults.
+"""Lists the dimensions of published Moondreams, and infers what configurations omit from tensors and defaults.
 
 Sources of the constants: the public reference (vikhyat/moondream) and the
 configuration of the published checkpoints.
@@ -87,11 +87,11 @@ PUBLISHED: Mapping[str, tuple[MoondreamConfig, bool]] = MappingProxyType(
         "moondream3-fp8": (MOONDREAM_3, True),
     }
 )
-"""By name: the dimensions, without prompt templates, and whether the experts are float8."""
+"""The dimensions by name, without prompt templates, and whether the experts are float8."""
 
 
 def infer_config(shapes: Shapes) -> dict[str, Any]:
-    """A `config.json` that fits canonical names and shapes. Raises `CheckpointError` if none does."""
+    """Returns a `config.json` that fits canonical names and shapes. Raises `CheckpointError` if none does."""
     try:
         return {
             "text": _text(shapes),
@@ -100,9 +100,9 @@ def infer_config(shapes: Shapes) -> dict[str, Any]:
             "tokenizer": _tokenizer(_generation(shapes)),
         }
     except KeyError as error:
-        raise CheckpointError(f"cannot tell the model's dimensions: there is no tensor {error}") from error
+        raise CheckpointError(f"cannot infer the model's dimensions: there is no tensor {error}") from error
     except (ValueError, ZeroDivisionError, IndexError) as error:
-        raise CheckpointError(f"cannot tell the model's dimensions from its tensors' shapes: {error}") from error
+        raise CheckpointError(f"cannot infer the model's dimensions from its tensors' shapes: {error}") from error
 
 
 def _generation(shapes: Shapes) -> int:
@@ -194,7 +194,7 @@ def _num_blocks(shapes: Shapes, part: str) -> int:
 
 
 def _tokenizer(generation: int) -> dict[str, Any]:
-    """Ids and templates of the starmie tokenizer, which every published Moondream since June 2025 uses."""
+    """Returns ids and templates of the starmie tokenizer, which every published Moondream since June 2025 uses."""
     templates: dict[str, Any] = {
         "caption": {
             "short": [1, 32708, 2, 12492, 3],

@@ -466,7 +466,7 @@ def test_ids_of_the_former_tokenizer_are_refused_and_not_mixed_with_current_prom
 )
 def test_tensors_that_no_model_has_are_refused_where_dimensions_follow_from_them(odd, tmp_path):
     checkpoint = checkpoint_of(MD2_SMALL, {**canonical(MD2_SMALL), **odd}, tmp_path)
-    with pytest.raises(CheckpointError, match="cannot tell the model's dimensions"):
+    with pytest.raises(CheckpointError, match="cannot infer the model's dimensions"):
         load_moondream_state(replace(checkpoint, config={}))
 
 

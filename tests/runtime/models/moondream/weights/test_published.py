@@ -83,5 +83,5 @@ def test_a_tensor_that_dimensions_hang_on_is_named_when_it_is_missing(name):
 @pytest.mark.parametrize("shape", [(51200,), (51200, 16), (2, 2, 2), ()])
 def test_a_shape_that_tells_nothing_is_one_clear_error(shape):
     shapes = expected_tensors(published_config("moondream2"), fp8_experts=False)
-    with pytest.raises(CheckpointError, match="cannot tell the model's dimensions from its tensors' shapes"):
+    with pytest.raises(CheckpointError, match="cannot infer the model's dimensions from its tensors' shapes"):
         infer_config({**shapes, "text.wte": shape})
