@@ -82,7 +82,7 @@ class AdapterSource:
             raise AdapterInvalid(text, (f"cannot be read: {error.strerror}",)) from None
 
     def _find(self, name: AdapterName) -> tuple[Path, Path]:
-        """Returns the folder of a name, and the folder that its files must lie in when symbolic links are followed."""
+        """Returns the folder of a name, and the folder in which its files must lie after symbolic links."""
         if self._root is not None:
             for relative in _folders(name):
                 folder = Path(os.path.realpath(self._root / relative))

@@ -112,9 +112,7 @@ class AdapterSlots:
         self._free.append(slot)
 
     def place(self, slot: int, name: str, digest: bytes, tenant: str = "") -> Residence:
-        """Returns the residence in a reserved slot that was written for a tenant, and retires the version before
-        it.
-        """
+        """Records the residence in a reserved slot that was written for a tenant; retires the version before it."""
         self.retire(name)
         residence = Residence(name, digest, slot, next(self._numbers), next(self._uses), tenant)
         self._residences.append(residence)

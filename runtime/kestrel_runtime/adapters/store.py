@@ -113,9 +113,7 @@ class AdapterStore:
         num_slots: int,
         list_names: Callable[[], list[str]] = list,
     ) -> None:
-        """Takes `read`, which finds and reads the files of a name, and `list_names`, which lists the names it can
-        find.
-        """
+        """Takes `read`, which finds and reads the files of a name, and `list_names`, which lists all names."""
         self._read = read
         self._list_names = list_names
         self._listing: Future[list[str]] | None = None
@@ -262,9 +260,7 @@ class AdapterStore:
         return min(self._pending.values(), key=lambda pending: self._standing_of(pending)[0])
 
     def _standing_of(self, pending: _Pending) -> tuple[int, str]:
-        """Returns the number of slots that the waiting tenant holds, and its name: the least of all waiting
-        tenants.
-        """
+        """Returns the number of slots of the waiting tenant that holds the fewest, and its name."""
         found = [(self._slots.num_held_by(tenant), tenant) for tenant in pending.tenants()]
         return min(found, default=(-1, ""))
 
@@ -307,9 +303,7 @@ class AdapterStore:
         listing.set_result(names)
 
     def _wait_for_slot(self, pending: _Pending) -> int | None:
-        """Returns a slot to write; None if no caller waits any more, or another adapter must be loaded first. Needs
-        the lock.
-        """
+        """Returns a slot to write; None if no caller waits, or another adapter must come first. Needs the lock."""
         while pending.is_wanted and not self._is_closing and self._next_pending() is pending:
             slot = self._slots.reserve(self._standing_of(pending)[1])
             if slot is not None:

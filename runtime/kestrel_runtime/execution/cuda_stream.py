@@ -19,9 +19,7 @@ class CudaStream:
     """
 
     def __init__(self, device: torch.device, *, is_urgent: bool = False) -> None:
-        """Creates a stream; with `is_urgent`, its kernels start before those of others when both wait for the
-        device.
-        """
+        """Creates a stream; with `is_urgent`, its kernels start before those of other streams."""
         self.device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -37,7 +35,7 @@ class CudaStream:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def record_event(self) -> torch.cuda.Event | None:
-        """Returns an event that is complete when all that was launched here until now is; None where it already is."""
+        """Returns an event after all that was launched here so far; None if that is complete already."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()

@@ -86,9 +86,7 @@ class Executor(Protocol):
         ...
 
     def prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
-        """Embeds the packed tokens, fills the cache, and returns hidden states [N, dim] before the final
-        normalisation.
-        """
+        """Embeds packed tokens, fills the cache, and returns hidden states [N, dim] before the final norm."""
         ...
 
     def release(self, sequence: ScheduledSequence) -> None:

@@ -129,9 +129,7 @@ class TokenSampler:
         return sample(logits, settings.temperature, settings.top_p, uniform[:, 0], settings.top_k, settings.min_p)
 
     def pick(self, logits: Tensor, number: int) -> Tensor:
-        """Samples indices int64 [B] of logits float32 [B, choices], by the token's uniform number of this index, 0
-        to 3.
-        """
+        """Samples indices int64 [B] of logits float32 [B, choices], by the uniform number 0 to 3 of the token."""
         if self._random is None:
             return logits.argmax(dim=-1)
         settings, uniform = self._random

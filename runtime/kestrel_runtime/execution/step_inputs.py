@@ -313,7 +313,7 @@ def _fill_slots(slots: NDArray[Any], pages: Sequence[int], start: int, end: int,
 
 
 def _text_of(sequence: scheduling.Sequence, start: int, end: int) -> Iterator[tuple[int, Sequence[Token]]]:
-    """Yields the tokens in [start, end) but for the image, which stands behind the first one, and where they begin."""
+    """Yields the tokens in [start, end) apart from the image, which follows the first one, and their places."""
     num_image, tokens = sequence.num_image_tokens, sequence.tokens
     if start == 0:
         yield 0, tokens[:1]

@@ -276,9 +276,7 @@ class StepRunner:
             torch.cuda.synchronize(device)  # all of this was launched on no stream in particular
 
     def _inputs_of(self, batch: Batch) -> PrefillInputs | DecodeInputs | None:
-        """Returns the inputs of a step, behind the copies and the images that come before it; None where that is
-        all.
-        """
+        """Returns the inputs of a step, once its copies and images are launched; None if there is no more."""
         if batch.kind == "decode":
             return self._decode_inputs(list(batch.decode))
         self._copy_and_encode(batch)

@@ -94,7 +94,7 @@ def crops_bytes(height_px: int, width_px: int, cropping: Cropping) -> int:
 
 
 def max_kept_bytes(cropping: Cropping, *, decoded: bool) -> int:
-    """Returns the bytes of the largest image that waits to be encoded: as crops, or with `decoded` also as pixels."""
+    """Returns the bytes of the largest image that waits to be encoded: as crops; with `decoded`, also as pixels."""
     all_crops_bytes = cropping.crop_bytes * cropping.max_crops
     return max(all_crops_bytes, 4 * _MAX_DECODED_PIXELS) if decoded else all_crops_bytes
 

@@ -181,7 +181,7 @@ def _turn(image: Image.Image) -> Image.Transpose | None:
 
 
 def _low_bytes(file: io.BytesIO) -> Image.Image:
-    """Returns the lower bytes of the samples of a PNG with 16 bits per channel, of which Pillow keeps the higher."""
+    """Returns the lower bytes of the samples of a PNG of 16 bits per channel: Pillow keeps the higher ones."""
     image = Image.open(file, formats=("PNG",))
     image.tile = [part._replace(args="RGB;16L") for part in image.tile]
     image.load()

@@ -89,7 +89,7 @@ def check_structure(data: bytes, header: ImageHeader) -> list[int]:
 
 
 def first_frame_box(data: bytes, header: ImageHeader) -> tuple[int, int, int, int] | None:
-    """Returns left, top, right and bottom of the first frame of a GIF or WebP; None if it covers its whole canvas."""
+    """Returns left, top, right, bottom of the first frame of a GIF or WebP; None if it covers its canvas."""
     find = _FORMATS[header.format].find_frame
     box = find(data) if find is not None else None
     return None if box == (0, 0, header.width, header.height) else box
@@ -128,9 +128,7 @@ def _png_structure(data: bytes) -> list[int]:
 
 
 def _is_compressed(data: bytes, start: int) -> bool:
-    """Returns True if an iTXt chunk is compressed: a flag after its keyword, which ends with a zero within 80
-    bytes.
-    """
+    """Returns True if an iTXt chunk is compressed: a flag after its keyword, of at most 79 bytes and a zero."""
     end_of_keyword = data.find(b"\0", start, start + 80)
     return end_of_keyword < 0 or data[end_of_keyword + 1 : end_of_keyword + 2] != b"\0"
 

@@ -119,9 +119,7 @@ def _header(data: bytes, frame: _Segment, num_components_in_scan: int) -> ImageH
 
 
 def _blocks(length_px: int, sampling: int, max_sampling: int) -> int:
-    """Returns the number of blocks of 8 samples of a component along one side, rounded up to whole units of the
-    image.
-    """
+    """Returns the number of blocks of 8 samples of a component along one side, in whole units of the image."""
     return -(-length_px // (8 * max_sampling)) * sampling
 
 

@@ -173,9 +173,7 @@ def is_wrapped(directory: Directory) -> bool:
 
 
 def palette_of_bytes(directory: Directory) -> bytes | None:
-    """Returns the colours of a palette, RGB, if the file states them with 8 bits each instead of 16, as some
-    writers do.
-    """
+    """Returns the colours of a palette, RGB, if the file has them in 8 bits instead of 16, as some writers do."""
     colours = directory.numbers(_COLOURS)
     if directory.first(PHOTOMETRIC, 0) != _PALETTE or not colours or max(colours) > 255:
         return None

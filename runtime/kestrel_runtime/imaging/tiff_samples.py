@@ -142,7 +142,7 @@ def _eight_bits(samples: np.ndarray, max_value: int) -> np.ndarray:
 
 
 def _rgb(samples: np.ndarray, layout: tiff.Samples) -> Image.Image:
-    """Returns an RGB image of uint8 [rows, width, samples]: the colours over white, by the alpha if there is one."""
+    """Returns an RGB image of uint8 [rows, width, samples]: colours over white, by the alpha if there is one."""
     colours = np.ascontiguousarray(samples[..., : layout.num_colours])
     alpha = None if layout.alpha_sample is None else samples[..., layout.alpha_sample, None].astype(np.uint16)
     if layout.num_colours == 4:

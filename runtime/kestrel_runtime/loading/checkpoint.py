@@ -113,7 +113,7 @@ def _existing(model: str) -> Path | None:
 
 
 def repository_of(model: str) -> tuple[str, str | None]:
-    """Returns the repository that a published name or org/repo stands for, and the revision that the name selects."""
+    """Returns the repository of a published name or org/repo, and the revision that the name selects."""
     return PUBLISHED_REPOSITORIES.get(model, (model, None))
 
 

@@ -107,9 +107,7 @@ def _bytes_of_token(library: tokenizers.Tokenizer) -> tuple[bytes, ...]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Returns the byte-level alphabet: visible Latin-1 characters for themselves, U+0100 and on for the other
-    bytes.
-    """
+    """Returns the byte-level alphabet: visible Latin-1 characters, and U+0100 and on for other bytes."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(0x100) if byte not in visible]
     alphabet = {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}

@@ -147,9 +147,7 @@ def _hierarchies(proc: Path, controller: str) -> Iterator[_Hierarchy]:
 
 
 def _own_folder(top: Path, root: str, path: str) -> Path:
-    """Returns the folder of the group at `path`, in a tree mounted at `top` whose uppermost visible group is
-    `root`.
-    """
+    """Returns the folder of the group at `path`, in a tree at `top` whose uppermost visible group is `root`."""
     try:
         below = Path(path).relative_to(root)
     except ValueError:  # the path is the host's, and the container sees its own group as the uppermost

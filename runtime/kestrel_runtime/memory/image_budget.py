@@ -19,9 +19,7 @@ progressive JPEG without subsampling of 53."""
 
 
 def least_budget_bytes(decoding_bytes: int) -> int:
-    """Returns the smallest budget that admits an image of `decoding_bytes`; a quarter stays free for smaller
-    images.
-    """
+    """Returns the smallest budget that admits an image of `decoding_bytes` and leaves a quarter free."""
     return -(-decoding_bytes * 4 // 3)
 
 

@@ -1,1 +1,1 @@
-"""Contains the model families that the engine can run, one package each, and the registry that finds them by name."""
+"""Contains the model families that the engine can run, one package each, and their registry."""

@@ -61,9 +61,7 @@ class TextBackend(Protocol):
         cache: KVCache,
         adapters: RowAdapters | None = None,
     ) -> Tensor:
-        """Computes one token of each sequence [B, dim], at positions [B] int64, pages [B, most pages] int32 → [B,
-        dim].
-        """
+        """Computes a token of each sequence [B, dim], at positions [B] int64, pages [B, most] int32 → [B, dim]."""
         ...
 
 
@@ -157,9 +155,7 @@ class FusedText:
         cache: KVCache,
         adapters: RowAdapters | None = None,
     ) -> Tensor:
-        """Computes a decode step; a negative position is padding, which writes nothing and has an undefined hidden
-        state.
-        """
+        """Computes a decode step; a negative position is padding: no write, an undefined hidden state."""
         return self._decoder.forward(embeddings, positions, page_table, cache, self._workspace, adapters)
 
 
@@ -195,9 +191,7 @@ class InvariantText:
         cache: KVCache,
         adapters: RowAdapters | None = None,
     ) -> Tensor:
-        """Computes a decode step; a negative position is padding, which writes nothing and has an undefined hidden
-        state.
-        """
+        """Computes a decode step; a negative position is padding: no write, an undefined hidden state."""
         rows = torch.arange(len(positions), device=positions.device)
         plan = single_tokens(positions, page_table, cache.page_size)
         return self.prefill(embeddings, plan, rows, cache, adapters)

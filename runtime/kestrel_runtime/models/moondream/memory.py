@@ -82,7 +82,7 @@ def memory_needs(
 
 
 def _sampling_bytes(max_batch_size: int, vocab_size: int) -> int:
-    """Returns the tables of penalties, biases and allowed tokens: a row for each sequence, a spare one and padding."""
+    """Returns the bytes of penalties, biases and masks: a row for each sequence, a spare one and padding."""
     num_rows = max_batch_size + 2
     return LogitAdjustments.num_bytes(num_rows, vocab_size) + AllowedTokens.num_bytes(num_rows, vocab_size)
 
@@ -229,9 +229,7 @@ def largest_prefill(
 
 
 def blank_prefill(model: Moondream, backends: Backends, cache: KVCache, size: PrefillSize) -> Callable[..., Tensor]:
-    """Returns a prefill of padding, which writes no keys and values; it takes `adapters`, as `TextBackend.prefill`
-    does.
-    """
+    """Returns a prefill of padding, which writes no keys and values; it takes `adapters`."""
     device = model.device
     fields = InputBuffers(device, 2).prefill(
         size, partial(fill_blank_prefill, size=size, padding_row=0), in_place=False

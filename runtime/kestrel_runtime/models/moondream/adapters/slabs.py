@@ -130,7 +130,7 @@ class AdapterSlabs:
         self._stream.synchronize()
 
     def for_rows(self, slots: Tensor, operation: Callable[..., None] = add_low_rank) -> RowAdapters:
-        """Returns the adapters of a step's rows; slots: int64 [T]; operation: an implementation of `add_low_rank`."""
+        """Returns the adapters of a step's rows, whose slots are int64 [T]; `operation`: see `add_low_rank`."""
         return RowAdapters(self, slots, operation)
 
     def _layer(self, layer: int) -> LayerAdapters:
@@ -164,9 +164,7 @@ class RowAdapters:
         return replace(self, slots=self.slots[chosen])
 
     def grouped(self, kernels: Kernels, dim: int, *, is_decode: bool) -> GroupedAdapters:
-        """Returns the adapters as the fused operations of a decode step, or of prompts, take them for rows [T,
-        dim].
-        """
+        """Returns the adapters for the fused operations of a decode step, or of prompts, on rows [T, dim]."""
         slabs = self.slabs
         rows = kernels.rows_by_slot(self.slots, slabs.ranks, slabs.max_rank, is_decode=is_decode, dtype=slabs.dtype)
         return GroupedAdapters(self, rows, self.slots.new_empty((len(self.slots), dim), dtype=slabs.dtype))

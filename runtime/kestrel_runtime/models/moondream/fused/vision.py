@@ -94,7 +94,7 @@ class FusedVision:
         self._plan_of_images = lru_cache(_MAX_KEPT_PLANS)(self._new_plan_of_images)
 
     def encode(self, crops: Tensor) -> Tensor:
-        """Computes uint8 crops [N, side, side, channels] → features [N, patches, enc_dim] of `VisionModel.encode`."""
+        """Computes uint8 crops [N, side, side, channels] → features [N, patches, enc_dim]."""
         hidden = self._embed_patches(crops)
         delta: Tensor | None = None
         for layer in range(self.config.enc_n_layers):

@@ -174,7 +174,7 @@ def answer_states(config: MoondreamConfig, start: int = 0) -> tuple[GrammarState
 
 
 def _suppressed_later(config: MoondreamConfig) -> tuple[int, ...]:
-    """Returns the tokens that text must not have after its first one: Moondream 2 must not begin a second answer."""
+    """Returns the tokens that may only begin a text: Moondream 2 must not begin a second answer."""
     return (config.tokenizer.answer_id,) if config.generation == 2 else ()
 
 
@@ -198,7 +198,7 @@ def framed_prompt(
 
 
 def spatial_tokens(refs: tuple[SpatialRef, ...], config: MoondreamConfig) -> list[Token]:
-    """Returns references as prompt tokens: two coordinates of a point, or of a box's centre with a size after them."""
+    """Returns references as prompt tokens: the two coordinates of a point, or of a box's centre before its size."""
     coord_id, size_id = config.tokenizer.coord_id, config.tokenizer.size_id
     tokens: list[Token] = []
     for ref in refs:

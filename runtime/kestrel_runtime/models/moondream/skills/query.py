@@ -78,9 +78,7 @@ class _QueryParser(AnswerParser):
 
 
 def _reasoning_states(config: MoondreamConfig) -> tuple[GrammarState, ...]:
-    """Returns states of reasoning until `answer_id`, which is forced when the budget is used up, then of the
-    answer.
-    """
+    """Returns the states of reasoning until `answer_id`, which the end of the budget forces, then of the answer."""
     ids = config.tokenizer
     later, last, answer = 1, 2, 3
     opens_answer = (ids.answer_id, answer)

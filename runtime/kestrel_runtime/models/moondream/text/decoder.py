@@ -151,9 +151,7 @@ class Tau(nn.Module):
         positions: Tensor,
         operation: Callable[..., tuple[Tensor, Tensor]] = tau_scales,
     ) -> tuple[Tensor, Tensor]:
-        """Computes packed query, key and value [T, qkv_dim], positions [T] → scales [T, H] of queries and of
-        values.
-        """
+        """Computes packed qkv [T, qkv_dim], positions [T] → scales [T, H] of queries, and of values."""
         return operation(packed, positions, self.wq, self.wv, self.alpha)
 
 
@@ -224,7 +222,7 @@ def _stored(dtype: torch.dtype, *shape: int) -> nn.Parameter:
 def rotary_tables(
     rotary_dim: int, max_context: int, theta: float, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Returns cosines and sines of position * theta^(-2i / rotary_dim), float32 [max_context, rotary_dim / 2] each."""
+    """Returns cosines and sines of position * theta^(-2i / rotary_dim), float32 [max_context, rotary_dim / 2]."""
     dims = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / (theta ** (dims / rotary_dim))
     angles = torch.arange(max_context, dtype=torch.float32, device=device)[:, None] * frequencies[None, :]

@@ -46,7 +46,7 @@ class Routing:
 
     @contextmanager
     def simulated(self, model: Moondream) -> Iterator[None]:
-        """Uses the experts of the reference in a model with random rounding, and records the errors of its logits."""
+        """Uses the experts of the reference in a model with random rounding; records the errors of its logits."""
         self._num_simulations += 1
 
         def note(layer: int, run: int, num_chosen: int, logits: Tensor) -> Tensor:

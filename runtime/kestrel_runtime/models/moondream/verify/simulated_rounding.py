@@ -106,9 +106,7 @@ class Formats:
 
     @property
     def experts_deviation(self) -> float:
-        """Returns the deviation of what an expert gives because of formats shorter than the model's, of both
-        products.
-        """
+        """Returns the deviation of an expert's result because of formats shorter than the model's."""
         formats: tuple[ExpertWeights, ...] = (self.experts, self.expert_weights)
         squares = (rounding_deviation(each) ** 2 for each in formats if each != self.model)
         return math.sqrt(_PRODUCTS_OF_EXPERT * sum(squares))

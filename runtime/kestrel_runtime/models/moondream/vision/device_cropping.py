@@ -41,9 +41,7 @@ class Cropper:
         return self._upload(pixels, torch.uint8)[..., :3].contiguous()
 
     def crop(self, pixels: Tensor, rows: int, columns: int) -> Tensor:
-        """Returns the crops [1 + rows * columns, side, side, 3] of pixels [height, width, 3] that are on the
-        device.
-        """
+        """Returns the crops [1 + rows * columns, side, side, 3] of pixels [height, width, 3] on the device."""
         size, stride = self._cropping.crop_px, self._cropping.stride_px
         canvas = self._resize(pixels, self._cropping.canvas_px(rows), self._cropping.canvas_px(columns))
         grid = canvas.unfold(0, size, stride).unfold(1, size, stride)  # [rows, columns, 3, side, side]

@@ -36,12 +36,12 @@ class VisionModel(nn.Module):
         return self.post_ln(features)
 
     def project_all(self, features: Iterable[Tensor], grids: Iterable[tuple[int, int]]) -> Tensor:
-        """Computes features of several images and their (rows, columns) → embeddings [images, patches, text dim]."""
+        """Computes features of images and their (rows, columns) → embeddings [images, patches, text dim]."""
         pairs = zip(features, grids, strict=True)
         return torch.stack([self.project(image, rows, columns) for image, (rows, columns) in pairs])
 
     def project(self, features: Tensor, rows: int, columns: int) -> Tensor:
-        """Computes features of the global crop and then rows * columns local ones → embeddings [patches, text dim]."""
+        """Computes features of the global crop, then rows * columns local ones → embeddings [patches, text dim]."""
         side = self.config.grid_size
         local = self._stitch(features[1:].unflatten(1, (side, side)), rows, columns)  # [height, width, enc_dim]
         pooled = adaptive_avg_pool2d(local.permute(2, 0, 1).float(), (side, side)).to(features.dtype)
@@ -91,7 +91,7 @@ class InvariantVision:
         return torch.cat([self._vision.encode(crop) for crop in crops.split(1)])
 
     def project_all(self, features: Iterable[Tensor], grids: Iterable[tuple[int, int]]) -> Tensor:
-        """Computes features of several images and their (rows, columns) → embeddings [images, patches, text dim]."""
+        """Computes features of images and their (rows, columns) → embeddings [images, patches, text dim]."""
         return self._vision.project_all(features, grids)
 
 
