@@ -32,9 +32,9 @@ class ServedModel:
     """Names of the served revision of the repository: what was asked for, and its commit."""
 
     def log_difference(self, adapter: str, config: Mapping[str, Any] | None) -> None:
-        """Logs a warning where `adapter_config.json` names another model or another revision than this one.
+        """Logs a warning if `adapter_config.json` names another model or another revision than the served one.
 
-        Where that cannot be known, because one of the two is a local path, the line is no warning.
+        If one of the two is a local path, they cannot be compared, and the line is informative.
         """
         base, revision = _named(config or {})
         if not base:

@@ -186,7 +186,7 @@ def _name_of_folder(relative: str) -> AdapterName | None:
 def _adapter_folders(root: Path) -> Iterator[str]:
     """Yields the folders under `root` that hold a safetensors file, relative to it.
 
-    What cannot be read is left out.
+    Unreadable folders are left out.
     """
     folders = deque([""])
     for _ in range(_MAX_FOLDERS):

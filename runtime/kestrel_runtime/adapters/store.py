@@ -350,8 +350,7 @@ class AdapterStore:
             _fail(waiting, error)
 
     def _refuse(self, waiting: list[Future[Any]], error: AdapterNotFound) -> None:
-        """Fails these futures with the name that may have been meant, in a thread of its own: others' adapters are
-        loaded meanwhile."""
+        """Fails these futures with a similar name, which a thread of its own looks for, so that loads continue."""
         names: list[str] = []
         with contextlib.suppress(TimeoutError):  # the folder may hang
             names = self.names().result(LISTING_S)
@@ -427,7 +426,7 @@ def _fail(waiting: list[Future[Any]], error: KestrelError) -> None:
 
 
 def _again(error: KestrelError) -> KestrelError:
-    """Returns an equal error: each is raised by itself, and one for all would collect their tracebacks."""
+    """Returns an equal error: a shared one would collect the tracebacks of all callers."""
     cause = error.__cause__
     return InternalError(cause) if isinstance(error, InternalError) and cause is not None else copy.copy(error)
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 _SINGLE_STEP_TOKENS, _LARGE_FROM_TOKENS = 64, 1024
 _TOKEN_STEPS = ((256, 64), (_LARGE_FROM_TOKENS, 128))
-"""Sizes of steps with several chunks: up to so many tokens, and the increment there; above, `_LARGE_STEP_TOKENS`.
+"""Pairs for steps with several chunks: sizes up to so many tokens grow by this increment; larger ones by
+`_LARGE_STEP_TOKENS`.
 """
 _LARGE_STEP_TOKENS, _MIXED_STEP_TOKENS = 256, 512
 """Increments of larger sizes; the second is for long steps with many chunks, which are mixtures of all kinds."""

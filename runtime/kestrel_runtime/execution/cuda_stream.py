@@ -12,7 +12,7 @@ _URGENT = -2
 
 
 class CudaStream:
-    """A stream on a CUDA device; elsewhere nothing, since there all work is complete when it returns.
+    """A stream on a CUDA device. On other devices it does nothing: work is complete when its call returns.
 
     A process uses few of them: torch has 32 streams of each priority and hands the first one out again after the
     last.

@@ -53,14 +53,14 @@ class Executor(Protocol):
     def encode(self, items: Sequence[EncodeItem]) -> None:
         """Encodes crops of images; an image whose last crop is among them is complete in its entry.
 
-        An image whose first crop is among them is begun anew, whatever has been encoded of it before.
+        An image whose first crop is among them starts again, whatever has been encoded of it before.
         """
         ...
 
     def padded_decode(self, size: DecodeSize, *, has_values: bool, uses_adapters: bool) -> DecodeSize:
         """Returns the size at which a decode step runs, whose captured graphs hold this one by padding.
 
-        Its own where no graph does. `has_values`: whether its tokens may have values.
+        If no graph does, it is the size itself. `has_values`: True if its tokens may have values.
         """
         ...
 
@@ -98,12 +98,15 @@ class Executor(Protocol):
         ...
 
     def capture(self) -> None:
-        """Captures graphs that hold all usual traffic, by padding. For the start alone: it waits for the device."""
+        """Captures graphs that hold all usual traffic, by padding.
+
+        Only for the start, since it waits for the device.
+        """
         ...
 
     def capture_wanted(self) -> bool:
-        """Captures one graph more, of a step that has come more than once, or of usual traffic; False where there
-        is none left. For times without traffic: a request that comes meanwhile waits for it.
+        """Captures one graph more, of a step that has run more than once or of usual traffic; returns False if
+        none is left. Call it while there is no traffic: a request that arrives meanwhile waits for it.
         """
         ...
 

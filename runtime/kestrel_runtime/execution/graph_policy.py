@@ -3,8 +3,8 @@
 Invariants
   G1  Work runs once and returns its result, whether or not a capture succeeds. A failed capture raises nothing.
   G2  No work in traffic waits for a capture, runs twice or waits for the device: it runs without a graph, or by one
-      of a larger size. What has come more than once, and what the start has left, is captured by `capture_wanted`,
-      while there is no traffic.
+      of a larger size. Work that ran more than once, and work that the start has left, is captured by
+      `capture_wanted`, while there is no traffic.
   G3  All graphs of a runner together stay within their budget. The least recently used ones are dropped, and
       destroyed when their last replay is complete.
   G4  A failure to capture is logged once for its key, and not tried again.
@@ -114,7 +114,7 @@ class CapturedGraphs:
         return work()
 
     def note_missing(self, key: Hashable, new_work: Callable[[], Work]) -> None:
-        """Notes that a work has come and has no graph. The second time its graph is wanted.
+        """Notes that a work without a graph was asked for. The second time its graph is wanted.
 
         `new_work` lays out inputs and returns the work; called before the capture, while there is no traffic.
         """
@@ -128,10 +128,11 @@ class CapturedGraphs:
         self._left = itertools.chain(self._left, works)
 
     def capture_wanted(self) -> bool:
-        """Captures one of the works that have come more than once without a graph, or else one that the start has
-        left; False where there is none.
+        """Captures a work that ran more than once without a graph, or else one that the start has left; returns
+        False if there is none.
 
-        Does not wait for the device. Runs only what was left and cannot be captured before it has run.
+        Does not wait for the device. Runs only works that the start has left and that cannot be captured before
+        they have run.
         """
         with self._stream_capture.entered():  # inputs are written
             while self._wanted:

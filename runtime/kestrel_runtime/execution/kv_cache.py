@@ -1,6 +1,6 @@
 """Holds keys and values in pages, and lets a batch of tokens write and read them.
 
-`PageManager` decides which page belongs to whom; here pages are only numbers.
+`PageManager` decides which page belongs to whom; in this module pages are only numbers.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class KVCache:
     def renew(self) -> None:
         """Frees the tensors and allocates new ones, zeroed."""
         shape, dtype = self.key_pages.shape, self.key_pages.dtype
-        self.key_pages = self.value_pages = torch.empty(0)  # gone before their successors need the memory
+        self.key_pages = self.value_pages = torch.empty(0)  # freed before the new tensors are allocated
         self.key_pages = torch.zeros(shape, device=self.device, dtype=dtype)
         self.value_pages = torch.zeros(shape, device=self.device, dtype=dtype)
 
@@ -132,8 +132,8 @@ class PrefillAttention:
 class DecodeAttention:
     """Attention of one new token per sequence.
 
-    positions: [B] int64, where the tokens stand: as far as the cache is filled; page_table: [B, most pages] int32,
-    any valid page past a sequence's end.
+    positions: [B] int64, the positions of the tokens, up to which the cache is filled; page_table: [B, most pages]
+    int32, with any valid page past a sequence's end.
     """
 
     def __init__(self, cache: KVCache, positions: Tensor, page_table: Tensor) -> None:

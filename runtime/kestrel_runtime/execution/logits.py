@@ -7,7 +7,7 @@ Definitions of penalties and biases, in the order in which they are applied to a
   presence_penalty    is subtracted once if the token has been generated.
   logit_bias          is added.
 
-A sequence that asks for none has settings that change nothing: whatever its row holds, its logits keep their bits.
+A sequence that asks for none has neutral settings, so its logits keep their bits.
 """
 
 from __future__ import annotations

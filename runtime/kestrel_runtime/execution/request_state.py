@@ -63,9 +63,10 @@ class SampleNeeds(NamedTuple):
     """True if a row has `Sequence.matcher`, so that the step samples under masks."""
 
     def include(self, other: SampleNeeds) -> bool:
-        """Returns whether a step with these needs gives a row of a batch with the other ones the same sample.
+        """Returns True if a step with these needs gives a row of a batch with the needs `other` the same sample.
 
-        The mask of a row is only valid in a step that is restricted. Controls and logprobs have forms of their own.
+        The mask of a row is only valid in a step that is restricted. Controls and logprobs have graphs of their
+        own.
         """
         return (
             self.is_random >= other.is_random

@@ -126,7 +126,7 @@ class StepRunner:
     ) -> None:
         """Reserves `image_cache_bytes` for image embeddings, in addition to the entries of sequences.
 
-        With `max_graph_bytes` of device memory for them, steps are captured as CUDA graphs.
+        If `max_graph_bytes` is not None, steps are captured as CUDA graphs within this device memory.
         """
         self._new_executor = new_executor
         self._cache = cache
@@ -175,9 +175,9 @@ class StepRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch, after: Iterable[StepHandle] = ()) -> StepHandle:
-        """Begins a step. It comes after all of its kind that were begun before, and after the steps `after`.
+        """Begins a step, which runs after all earlier steps of its kind, and after the steps `after`.
 
-        Of a batch that `is_restricted` it is an `UnsampledStep`, which `sample` must take next.
+        For a batch that `is_restricted` it returns an `UnsampledStep`, which `sample` must take next.
         """
         stream = self._decode_stream if batch.kind == "decode" else self._prefill_stream
         with stream.entered():

@@ -60,7 +60,7 @@ class PackedLayout:
 def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
     """Returns a uint8 buffer on the host for one copy to `device`.
 
-    Pinned for a GPU: only such copies leave the host free, and torch keeps the buffer until its copy is over.
+    Pinned for a GPU: only such copies leave the host free, and torch keeps the buffer until its copy is complete.
     """
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
@@ -68,7 +68,7 @@ def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
 def uploaded(
     tensors: Mapping[str, Tensor], device: torch.device, dtype_of: Callable[[str, Tensor], torch.dtype]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Copies of tensors on a CUDA device in these types, in their order.
+    """Yields copies of tensors on a CUDA device in these types, in their order.
 
     Several threads make them, since one alone reads mapped files more slowly than the device takes them.
     """
@@ -131,8 +131,10 @@ class StagedCopies:
         new_layout: Callable[[], PackedLayout],
         fill: Callable[[dict[str, NDArray[Any]]], None],
     ) -> dict[str, Tensor]:
-        """Has `fill` write the fields of a layout, and copies them in stream order. Returns them on the device,
-        where those of a key, which stands for its layout, are always in the same place."""
+        """Has `fill` write the fields of a layout, and copies them in stream order.
+
+        Returns them on the device. A key stands for a layout and has a fixed place there.
+        """
         views = self._views.get(key)
         if views is None:
             layout = new_layout()

@@ -122,11 +122,11 @@ def decode(data: bytes, fields: BitFields, header: ImageHeader) -> Image.Image:
 
 
 def as_pillow_reads(data: bytes) -> bytes:
-    """Returns a file with the same pixels that Pillow reads, and reads by its palette.
+    """Returns an equal file that Pillow decodes correctly.
 
-    Pillow knows no header of 16 bytes, which is the beginning of one of 40, and no pixels of 2 bits. It takes
-    pixels of 4 and 8 bits for pixels of one bit where the palette is black and white: with a third colour, which
-    no pixel has, it does not.
+    Pillow supports neither headers of 16 bytes, which become headers of 40, nor pixels of 2 bits, which become
+    pixels of 4 bits. It reads pixels of 4 and 8 bits as 1 bit if the palette is black and white, so a third colour
+    is added.
     """
     if _number(data, 14, 4) == _SHORT_HEADER_BYTES:
         missing = 40 - _SHORT_HEADER_BYTES

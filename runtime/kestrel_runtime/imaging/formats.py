@@ -80,7 +80,7 @@ def check_structure(data: bytes, header: ImageHeader) -> list[int]:
     Returns the positions in the file before which decoding should check whether its request was cancelled: after
     each of them a few bytes may cause much work.
     """
-    if header.tells_all:
+    if header.is_cost_known:
         return []
     try:
         return _FORMATS[header.format].check_structure(data)

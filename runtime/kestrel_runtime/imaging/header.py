@@ -32,7 +32,7 @@ class ImageHeader:
     height: int
     decoding_bytes: int
     """Peak memory of decoding: it includes the decoded image and not the encoded file."""
-    tells_all: bool = False
+    is_cost_known: bool = False
     """True if the header alone determines the cost of decoding, so that `check_structure` can be skipped."""
 
 

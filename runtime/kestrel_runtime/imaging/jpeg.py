@@ -105,7 +105,7 @@ def _header(data: bytes, frame: _Segment, num_components_in_scan: int) -> ImageH
         raise ImageError("is a JPEG of 2 components; must have 1, 3 or 4")
     header = simple_header("JPEG", width, height)
     if frame.marker not in _PROGRESSIVE and num_components_in_scan >= num_components:
-        return replace(header, tells_all=True)  # decoders refuse a second scan of such files
+        return replace(header, is_cost_known=True)  # decoders refuse a second scan of such files
     # With several scans the decoder keeps the coefficients of the whole image until the last scan.
     samplings = [data[frame.start + 7 + 3 * place] for place in range(num_components)]
     across, down = [value >> 4 for value in samplings], [value & 15 for value in samplings]

@@ -67,7 +67,7 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of a file that Pillow reads wrongly or not at all."""
+    """The samples of a file that Pillow decodes wrongly or not at all."""
 
     byte_order: str
     width: int
@@ -85,7 +85,7 @@ class Samples:
     max_value: int
     """2ⁿ - 1 for the n bits that are significant."""
     is_predicted: bool
-    """Returns whether each sample is stored as its difference from the left one."""
+    """True if each sample is stored as its difference from the left one."""
     tile_width: int
     """0 for strips."""
 
@@ -136,7 +136,7 @@ def read_header(data: bytes) -> ImageHeader:
 def samples_of(directory: Directory) -> Samples | None:
     """Returns how to decode the samples of a file; None if Pillow decodes them correctly."""
     photometric, num_samples = directory.first(PHOTOMETRIC, 0), directory.first(SAMPLES, 1)
-    if photometric not in (_WHITE_IS_ZERO, _BLACK_IS_ZERO, _RGB, _CMYK) or _is_read_rightly(directory):
+    if photometric not in (_WHITE_IS_ZERO, _BLACK_IS_ZERO, _RGB, _CMYK) or _pillow_reads_correctly(directory):
         return None
     num_colours, bits = _NUM_COLOURS[photometric], directory.first(BITS, 1)
     if num_samples < num_colours:
@@ -163,7 +163,7 @@ def samples_of(directory: Directory) -> Samples | None:
 
 
 def is_wrapped(directory: Directory) -> bool:
-    """Returns whether libtiff reads uncompressed samples rightly and Pillow does not.
+    """Returns True if libtiff reads uncompressed samples correctly and Pillow does not.
 
     These are luma and chroma, which may be subsampled and have ranges, and indices and CIELab in planes.
     """
@@ -215,8 +215,8 @@ def _check_samples(directory: Directory) -> None:
         raise ImageError(f"is a TIFF with a predictor of samples of {num_bits} bits; must have 8 or 16")
 
 
-def _is_read_rightly(directory: Directory) -> bool:
-    """Returns whether Pillow reads the grey, RGB or CMYK samples of a file with their meaning."""
+def _pillow_reads_correctly(directory: Directory) -> bool:
+    """Returns True if Pillow reads the grey, RGB or CMYK samples of a file with their meaning."""
     photometric, num_samples = directory.first(PHOTOMETRIC, 0), directory.first(SAMPLES, 1)
     bits, extras = directory.first(BITS, 1), directory.numbers(_EXTRAS)
     compression = directory.first(COMPRESSION, 1)

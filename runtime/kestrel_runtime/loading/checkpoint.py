@@ -56,7 +56,7 @@ _WEIGHT_PATTERNS = ("model.safetensors", "model*.safetensors", "model*.pt", "*.s
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _END_OF_TEXT = "<|endoftext|>"
 _PUBLISHED_ID = 0
-"""Is the id of `_END_OF_TEXT` in `TOKENIZER_REPOSITORY`."""
+"""The id of `_END_OF_TEXT` in `TOKENIZER_REPOSITORY`."""
 # Releases of Moondream 2 are named after their days. Those before this one use another tokenizer and other prompts.
 _FIRST_WITH_TOKENIZER = "2025-06-19"
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
@@ -231,7 +231,7 @@ def _find_tokenizer(folder: Path, config: Mapping[str, Any] | None, release: str
     if type(expected_id) is not int or not 0 <= expected_id <= MAX_TOKEN_ID:
         shown = reprlib.repr(expected_id)
         raise CheckpointError(f"{folder / _CONFIG}: tokenizer.eos_id is {shown}, and no id of a token")
-    # What config.json says counts. Where it says nothing, prompts would be those of the current tokenizer.
+    # config.json decides. If it says nothing, prompts would be those of the current tokenizer.
     is_current = "eos_id" in given or _uses_current_tokenizer(folder, release)
     if is_current is False:
         raise CheckpointError(f"{folder}: {_former_release(folder, release)}")
@@ -262,7 +262,7 @@ def _find_tokenizer(folder: Path, config: Mapping[str, Any] | None, release: str
 
 
 def _uses_current_tokenizer(folder: Path, release: str | None) -> bool | None:
-    """Returns whether a checkpoint uses the tokenizer of `TOKENIZER_REPOSITORY`; None if nothing says it."""
+    """Returns True if a checkpoint uses the tokenizer of `TOKENIZER_REPOSITORY`; None if its files do not say."""
     if os.path.lexists(folder / _CODE):
         found = _BEGIN_ID.search(_read(folder / _CODE, _MAX_JSON_BYTES).decode(errors="replace"))
         if found is not None:

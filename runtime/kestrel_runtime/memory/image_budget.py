@@ -1,4 +1,4 @@
-"""Counts bytes of decoded images against a limit: those set aside for decoding, and those of images that exist.
+"""Counts the bytes of decoded images against a limit: reserved for decoding, and held by decoded images.
 
 Safe in any thread.
 """
@@ -14,7 +14,7 @@ from kestrel_runtime.api.errors import ImageError
 from kestrel_runtime.api.fair_limit import FairLimit
 
 MAX_DECODING_BYTES = 512 * 2**20
-"""Memory that decoding one image may take. A PNG of 64 megapixels takes as much, a WebP of 32 megapixels, a
+"""Limit of the memory for decoding one image, in bytes. A PNG of 64 megapixels takes as much, or a WebP of 32, or a
 progressive JPEG without subsampling of 53."""
 
 
@@ -24,9 +24,9 @@ def least_budget_bytes(decoding_bytes: int) -> int:
 
 
 class MemoryBudget:
-    """Bytes in use within a `FairLimit`, by the tenant that they are used for.
+    """The bytes in use within a `FairLimit`, by tenant.
 
-    An object's bytes count until it is freed, wherever it goes.
+    An object's bytes count until the object is freed.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -72,7 +72,7 @@ class MemoryBudget:
             return self._limit.has_room(num_bytes)
 
     def take(self, tenant: str, num_bytes: int) -> None:
-        """Counts bytes until they are given back. The caller asks before whether they may be taken."""
+        """Counts bytes until `give_back`. The caller checks `has_share` and `has_room` first."""
         with self._lock:
             self._limit.count(tenant, num_bytes)
 

@@ -2,8 +2,8 @@
 
     pages = floor((usable - activations - graphs - images - image cache - adapters - margin) / bytes of a page)
 
-On a CUDA device `usable` is utilization × total - used now, by whomever. On the host it is utilization × available,
-since other programs need memory of the host too. Callers give the needs of a model as plain numbers.
+On a CUDA device `usable` is utilization × total - used now, by all processes. On the host it is utilization ×
+available, since other programs need memory of the host too. Callers give the needs of a model as plain numbers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MemoryNeeds:
     page_bytes: int
     """Bytes of one page of the cache over all layers, keys and values."""
     least_pages: int
-    """Pages without which a skill could never run."""
+    """The fewest pages with which every skill can run."""
     batch_pages: int
     """Pages that a full batch of typical requests uses."""
     activation_bytes: int
@@ -65,14 +65,14 @@ class MemoryReading:
 
     @classmethod
     def of(cls, device: torch.device, weight_bytes: int, limit: int | None = None) -> MemoryReading:
-        """Reads it. `weight_bytes` counts where the device does not report what this process holds, as the host. A
-        CUDA device has no more than `limit` bytes, of which what is used comes first.
+        """Reads the memory of a device. `weight_bytes` is used where the device does not report what this process
+        holds, as on the host. A CUDA device counts as having at most `limit` bytes, including those in use.
         """
         if device.type != "cuda":
             total, available = total_memory_bytes(), available_memory_bytes()
             # Weights that are mapped from a file may count as available.
             return cls(total, available, min(weight_bytes, total - available), is_host=True)
-        # What only waits for the garbage collector, or for reuse by torch, would count as taken.
+        # Free memory that only waits for the garbage collector, or for reuse by torch.
         gc.collect()
         torch.cuda.empty_cache()
         available, total = torch.cuda.mem_get_info(device)
@@ -93,8 +93,8 @@ class MemoryReading:
 def image_cache_bytes(configured: int | None, image_bytes: int, available_bytes: int, *, is_host: bool) -> int:
     """Returns the bytes for cached image embeddings: a whole number of images of `image_bytes` each.
 
-    Without a configured number of bytes: enough for 256 images on a CUDA device and 32 elsewhere, at most a
-    sixteenth of what is available after the weights.
+    If no number of bytes is configured: enough for 256 images on a CUDA device and 32 elsewhere, at most a
+    sixteenth of what the weights leave.
     """
     if not image_bytes:
         return 0
@@ -109,7 +109,7 @@ def plan_memory(
 ) -> tuple[int, MemoryPlan]:
     """Returns the number of pages of the cache, which is `num_pages` if given, and the plan of the memory.
 
-    Raises `CheckpointError` where the pages that are left, or given, cannot hold one request of every skill.
+    Raises `CheckpointError` if the pages cannot hold one request of every skill.
     """
     own_bytes = needs.activation_bytes + needs.graph_bytes + needs.image_bytes + MARGIN_BYTES
     own_bytes += needs.image_cache_bytes + needs.adapter_bytes

@@ -1,6 +1,6 @@
 """Loads a model in a thread while the process imports the engine's libraries, of which torch takes seconds.
 
-What it does meanwhile needs little of the interpreter: it asks the hub, has the system read the files of weights,
+The work needs little of the interpreter: it asks the hub, has the system read the files of weights,
 creates the context of the device, uses libraries there for the first time, and copies weights to it.
 """
 

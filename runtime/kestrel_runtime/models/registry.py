@@ -42,7 +42,7 @@ def family_of(checkpoint: Checkpoint) -> ModelFamily:
 def check_local_checkpoint(model: str, revision: str | None) -> None:
     """Raises `CheckpointError` if a local path is no checkpoint, or has a configuration that cannot be served.
 
-    Takes no time of note, since it imports no torch and reads no weights. Other names are not looked at.
+    It is fast, since it imports no torch and reads no weights. Other names are not checked.
     """
     if is_local(model):
         checkpoint = find_checkpoint(model, revision)

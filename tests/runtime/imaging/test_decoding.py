@@ -326,7 +326,7 @@ def test_raw_pixels_are_bound_by_the_same_limits() -> None:
         )
     assert caught.value.too_large
     header = inspect_image(RawImage.packed(bytes(6), 2, 3, PixelFormat.GRAY8), max_image_pixels=MAX_PIXELS)
-    assert (header.width, header.height, header.tells_all) == (2, 3, False)
+    assert (header.width, header.height, header.is_cost_known) == (2, 3, False)
 
 
 def test_the_padding_of_rows_takes_no_memory() -> None:

@@ -267,10 +267,10 @@ class MoondreamExecutor:
         self._crops.clear()
 
     def capture(self) -> None:
-        """Captures steps that hold those of usual traffic by padding, and leave these to `capture_wanted`.
+        """Captures steps that hold those of usual traffic by padding, and leaves the latter to `capture_wanted`.
 
-        Where a row has the same bits in any batch, all are captured now: products are chosen when they first run,
-        which for those that are left may be later than a capture.
+        With invariant backends all are captured now: products are chosen when they first run, and for steps left to
+        later that could be after a capture.
         """
         graphs = self._memory.graphs
         assert graphs is not None, "captured where steps run by graphs"

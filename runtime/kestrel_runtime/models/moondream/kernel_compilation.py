@@ -1,7 +1,7 @@
-"""Has the kernels that a model needs compiled, all of them at once, before its first step.
+"""Compiles all kernels that a model needs, before its first step.
 
 Steps of all sizes run through a few blocks without weights, one of each kind, while kernels are compiled instead of
-launched. So it is the code of the steps that says what is needed, and neither weights nor a device need be there.
+launched. So the code of the steps determines the kernels, and neither weights nor a device are required.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class KernelNeeds:
 def compile_kernels(
     needs: KernelNeeds, limits: DeviceLimits, *, kept_in: Path | None = None, facts: KeptFacts | None = None
 ) -> int:
-    """Compiles what steps need on a CUDA device with these limits, and loads it, or only keeps it in a folder.
+    """Compiles the kernels of steps for a CUDA device with these limits; loads them, or only keeps them in a
+    folder.
 
     With `facts` the list of kernels is kept, by which the next start of the same configuration loads them without
     running the steps. Returns the number of kernels.
@@ -120,10 +121,10 @@ def _run(model: Moondream, execution: ExecutionConfig, needs: KernelNeeds) -> No
 def compile_ahead(
     name: str, settings: EngineConfig, capability: tuple[int, int], folder: Path | None
 ) -> tuple[int, Path]:
-    """Compiles what a published model needs on a card that need not be here, and keeps it in a folder.
+    """Compiles the kernels of a published model for a card that may be absent, and keeps them in a folder.
 
-    By default that is where servers of this installation look for it. Returns the number of kernels and the folder.
-    Raises `CheckpointError` if the card cannot serve the model with these settings.
+    The default folder is where servers of this installation look for them. Returns the number of kernels and the
+    folder. Raises `CheckpointError` if the card cannot serve the model with these settings.
     """
     config, has_float8_experts = PUBLISHED[name]
     stored: ExpertFormat = "float8" if has_float8_experts else "model"

@@ -196,7 +196,7 @@ def estimated_step_bytes(
     after the other.
 
     A block holds the residual stream and its delta in float32, its products, and copies of them for the next
-    product. Adapters take the rows that go into a layer once more, and what they add to it.
+    product. Adapters take the inputs of a layer once more, and their own results.
     """
     text, vision = config.text, config.vision
     token_bytes = 4 * text.dim * 4 + (2 * (text.qkv_dim + text.ff_dim) + 4 * text.dim) * itemsize

@@ -46,9 +46,8 @@ class Moondream(nn.Module):
         """Loads a checked state. Float8 experts and their scales keep their types, all other weights become
         `dtype`.
 
-        With `experts` the weights of experts become that; those in float8 stay as they are rather than become
-        float8 again. Entries of `state` are removed one by one, so that source and copy are never in memory
-        completely.
+        With `experts` the weights of experts are quantised to that format; float8 weights are not quantised to
+        float8 again. Entries of `state` are removed one by one, so that source and copy are never both complete.
         """
         has_float8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in state.values())
         stored: ExpertFormat = "float8" if has_float8 else "model"
@@ -66,7 +65,7 @@ class Moondream(nn.Module):
             tensors = uploaded(state, device, dtype_of)
             num_bytes = sum(tensor.numel() * dtype_of(name, tensor).itemsize for name, tensor in state.items())
         else:
-            # Scales of experts that are quantised are taken with them.
+            # Experts that are quantised take their scales with them.
             names = sorted(state, key=lambda name: name.endswith(".scale"))
             tensors = ((name, state.pop(name)) for name in names if name in state)
         for name, tensor in logged(tensors, num_bytes):

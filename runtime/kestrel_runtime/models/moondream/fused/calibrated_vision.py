@@ -66,7 +66,7 @@ class CalibratedVision(FusedVision):
     ) -> None:
         """Measures scales by encoding uint8 crops [N, side, side, channels]; later values may be 8 times larger.
 
-        With `frees_originals` the model's own weights are freed block by block, but for its final norm.
+        With `frees_originals` the model's own weights are freed block by block, except its final norm.
         Raises ValueError where a dimension of the blocks is no multiple of 16, and RuntimeError where the device
         has no such products.
         """
@@ -82,8 +82,8 @@ class CalibratedVision(FusedVision):
         del self._pictures
 
     def _fold_blocks(self, vision: VisionModel, *, frees_originals: bool) -> None:
-        """Runs each block in float8 with a scale for every row on the pictures, measure the largest values, and
-        keep the block with fixed scales for them. Only one block at a time is in memory twice.
+        """Runs each block in float8 with a scale for every row on the pictures, measures the largest values, and
+        keeps the block with fixed scales for them. Only one block at a time is in memory twice.
         """
         hidden = self._embed_patches(self._pictures)
         delta: Tensor | None = None
@@ -131,7 +131,7 @@ class CalibratedVision(FusedVision):
         assert scale is not None, "float8 rows come with their scales"
         largest = (attended.abs().amax(), scale.amax() * _LARGEST_FLOAT8)
         out = self._product(activated, scale, block.fc2)
-        if out.is_meta:  # kernels are asked for, and nothing is computed
+        if out.is_meta:  # kernels are compiled, and nothing is computed
             return out, 1.0, 1.0
         return out, largest[0].item(), largest[1].item()
 

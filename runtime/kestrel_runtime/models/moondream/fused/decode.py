@@ -164,7 +164,7 @@ class FusedDecoder:
     ) -> Tensor | None:
         """Adds attention, and the MLP where there is one, to the stream; returns what is deferred.
 
-        With a `total`, the sum of the stream, a delta and these is written there instead.
+        With a `total`, the sum of the stream, a delta and the result is written to it instead.
         """
         (attended, inner), down = self._parts_of(activations), block.down
         self._expand(block, block.up, hidden, tokens.qkv, inner, pending, low_rank, delta)

@@ -112,9 +112,9 @@ class PromptRun:
 
     @torch.inference_mode()
     def decoded_hidden(self) -> Tensor:
-        """Decodes the last token once more with the cached positions before it: its hidden state, [1, dim].
+        """Decodes the last token once more, without a captured graph; returns its hidden state, [1, dim].
 
-        Without a captured graph, and before the final LayerNorm.
+        The state is that before the final LayerNorm.
         """
         device, sequence = self.model.device, self.sequence
         return self._backends.text.decode(
@@ -167,7 +167,7 @@ class PromptRun:
 
 @torch.inference_mode()
 def prompt_tensors(run: PromptRun, request: Request) -> dict[str, Tensor]:
-    """Runs a prompt with an image through `run`; its tensors by name, in float32 on the CPU.
+    """Runs a prompt with an image through `run`; returns its tensors by name, in float32 on the CPU.
 
     The prompt is prefilled in one chunk, then its last token is decoded with the cached positions before it.
     """

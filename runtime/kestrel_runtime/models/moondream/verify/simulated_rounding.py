@@ -3,7 +3,7 @@
 The plain model runs in float32 with random rounding. Noise of the relative size of a rounding replaces each
 rounding of weights and activations; cached keys and values are really rounded. The errors of such a run are those
 of a correct backend, because they have passed through the same layers. The backend under test takes no part, so a
-fault does not widen its own bound. docs/numerics.md has the derivation.
+fault does not loosen its own bound. docs/numerics.md has the derivation.
 
 A fixture does not hold these errors. It holds the answers of a reference; the errors differ by precision and
 backend.

@@ -74,7 +74,7 @@ _TRAINING_NAMES = [
 _TRANSPOSED = ("region.coord_features", "region.size_features")
 # Scales of a quantised key/value cache, which this engine keeps in the model's own type.
 _IGNORED = re.compile(r".*\.kv_quantizer\.[kv]_scale")
-# What the publisher's own model keeps between calls, or computes when it is made.
+# Buffers of the publisher's own model: kept between calls, or computed at construction.
 _BUFFERS = re.compile(r"(?:.*\.)?(?:kv_cache\.[kv]_cache|attn_mask|freqs_cis)")
 # The model within others: of the hub and of trainers, of `torch.compile`, and of training on several devices.
 _WRAPPER = r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)"
