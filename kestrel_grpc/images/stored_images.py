@@ -79,7 +79,7 @@ class StoredImage:
 
 
 class ImageNotFound(Exception):
-    """No image of this name is stored in the namespace of the caller."""
+    """The namespace of the caller holds no image of this name."""
 
     def __init__(self, handle: ImageHandle) -> None:
         super().__init__(str(handle))
