@@ -45,7 +45,7 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.loading.checkpoint import find_checkpoint
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.memory.host_limits import available_processors
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 
 PARTS = ("schemas", "hostile", "masks", "cost")
 LIMIT_S = 0.1

@@ -14,7 +14,7 @@ from kestrel_runtime.api.requests import Caption, Detect, Point, PointRef, Query
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills import SKILLS
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 from training.captions import long_caption, normal_caption, short_caption
 from training.exchange import Exchange
 from training.facts import ask_fact

@@ -33,7 +33,7 @@ from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Caption, Query, Request
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 
 NUM_LOGPROBS = 5
 FEW_TOKENS = 37

@@ -53,7 +53,7 @@ from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import CachePolicy, Request
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 
 LARGEST_SLOPE_MIB = 4.0
 """What memory may rise by per 1,000 requests."""

@@ -36,7 +36,7 @@ from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
 from kestrel_runtime.models.moondream.family import FAMILY
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.sequence import Sequence
 
 FORMATS = (

@@ -20,7 +20,7 @@ from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
 from kestrel_runtime.models.moondream.adapters.target import MoondreamAdapters
 from kestrel_runtime.models.moondream.verify.prompt_run import PromptRun
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.verify.preparing import preparing
 
 TOLERANCES: Mapping[str, float] = MappingProxyType(

@@ -15,8 +15,8 @@ import kestrel_grpc.__main__
 from kestrel_grpc.multiprocess.supervision import supervisor
 from kestrel_grpc.multiprocess.supervision.__main__ import run as run_child
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch
-from kestrel_runtime.scheduling.output_parser import Token
 
 _TOKEN = Token(100)
 

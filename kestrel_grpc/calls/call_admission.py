@@ -45,7 +45,7 @@ from kestrel_grpc.calls.message_gate import Gate, TooManyCalls
 from kestrel_grpc.calls.refusals import Refusals
 from kestrel_runtime.api.engine import Engine, EngineStatus
 from kestrel_runtime.api.errors import EngineUnavailable
-from kestrel_runtime.api.fair_limit import FairLimit
+from kestrel_runtime.fairness.fair_limit import FairLimit
 
 Observer = Callable[[CallContext, Outcome], None]
 """Called with each call when it has ended, on the event loop."""

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from kestrel_grpc.calls.call_context import Interruptible
 from kestrel_runtime.api.errors import EngineUnavailable
-from kestrel_runtime.api.fair_limit import FairLimit
+from kestrel_runtime.fairness.fair_limit import FairLimit
 
 _RETRY_S = 1.0
 _SLOW_SENDER_S = 60.0

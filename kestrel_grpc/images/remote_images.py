@@ -34,7 +34,7 @@ from kestrel_grpc.images.image_uris import (
     is_public,
 )
 from kestrel_runtime.api.errors import ImageError
-from kestrel_runtime.api.fair_limit import FairLimit
+from kestrel_runtime.fairness.fair_limit import FairLimit
 
 MAX_CONCURRENT_FETCHES = 32
 """The limit for all tenants together; one tenant alone may use half of it."""

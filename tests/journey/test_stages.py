@@ -11,8 +11,8 @@ import torch
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_runtime.engine import preprocessing
 from kestrel_runtime.engine.preprocessing import Preprocessor
+from kestrel_runtime.fairness.queue_admission import QueueAdmission
 from kestrel_runtime.models.moondream.skills.query import QuerySkill
-from kestrel_runtime.scheduling.admission import Admission
 from tests.journey.conftest import LiveServer
 from tests.journey.test_bad_input import error_of
 from tests.reference_fixtures import MD3_SMALL
@@ -62,7 +62,7 @@ def fails_to_parse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 INTERNAL, UNAVAILABLE = grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE
 STAGES: dict[str, tuple[Break, grpc.StatusCode]] = {
-    "queue": (fails_once(Admission, "enter", ValueError("secret")), INTERNAL),
+    "queue": (fails_once(QueueAdmission, "enter", ValueError("secret")), INTERNAL),
     "no thread": (fails_once(Preprocessor, "submit", RuntimeError("can't start new thread")), UNAVAILABLE),
     "preprocess": (fails_once(preprocessing, "decode_image", RuntimeError("secret")), INTERNAL),
     "preprocess, out of memory": (fails_once(preprocessing, "decode_image", MemoryError()), INTERNAL),

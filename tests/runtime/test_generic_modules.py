@@ -27,7 +27,7 @@ NEEDS_MOONDREAM = re.compile(
     r"\bmoondream[23]\b[:)]|runtime\.models\.moondream\b|LoadedModel\.load\(|LocalEngine\.start\(EngineConfig\(device"
 )
 SOME_GENERIC_TESTS = (
-    "tests/runtime/scheduling/test_output_parser.py",
+    "tests/runtime/output/test_output_parser.py",
     "tests/runtime/execution/test_step_runner.py",
     "tests/runtime/models/second_family",
 )

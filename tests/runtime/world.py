@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch, Plan
-from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.page_manager import PageManager, StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceState

@@ -4,7 +4,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 from training.batches import ROW_TOKENS, GroupMaker
 from training.examples import Teacher
 from training.export import stored_tensors, trainable_state

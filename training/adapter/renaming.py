@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kestrel_runtime.api.requests import Detect, Point, Query, Request, Segment
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 from training.examples import Example, Teacher
 from training.scenes import Scene
 

@@ -27,7 +27,7 @@ from kestrel_grpc.images.stored_images import (
 )
 from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
-from kestrel_runtime.api.fair_limit import FairLimit
+from kestrel_runtime.fairness.fair_limit import FairLimit
 
 _NOT_SHA256 = "must be 64 lower-case hexadecimal digits"
 _MAX_SENT_AT_ONCE = 8

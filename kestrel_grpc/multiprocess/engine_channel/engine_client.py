@@ -78,9 +78,9 @@ from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.flight_record import FlightRecord
 from kestrel_runtime.engine.offending_requests import fingerprint_of
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
+from kestrel_runtime.fairness.image_budget import MAX_DECODING_BYTES, MemoryBudget
 from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.header import ImageHeader
-from kestrel_runtime.memory.image_budget import MAX_DECODING_BYTES, MemoryBudget
 
 _CONNECT_INTERVAL_S = 0.05
 _LATE_S = 2.0

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from kestrel_runtime.api.errors import ConstraintFailed
 from kestrel_runtime.constraints.answer_check import AnswerCheck
 from kestrel_runtime.constraints.json_answer import JsonAnswer, JsonTokens, Mask
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch
-from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
 from kestrel_runtime.scheduling.sequence import SequenceState, TokenMatcher
 

@@ -37,15 +37,15 @@ from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.recent import Matchers
 from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.step_runner import StepRunner
+from kestrel_runtime.fairness.image_budget import MAX_DECODING_BYTES, least_budget_bytes
+from kestrel_runtime.fairness.queue_admission import QueueAdmission, QueueLimits
 from kestrel_runtime.imaging.crops import Cropping, DecodedImage, max_kept_bytes
 from kestrel_runtime.imaging.device_crops import DeviceCropper
 from kestrel_runtime.loading.checkpoint import Checkpoint, repository_of
 from kestrel_runtime.memory.host_limits import available_processors
-from kestrel_runtime.memory.image_budget import MAX_DECODING_BYTES, least_budget_bytes
 from kestrel_runtime.memory.plan import MemoryReading
 from kestrel_runtime.models.family import config_of
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.scheduling.admission import Admission, QueueLimits
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_manager import PageManager
@@ -71,7 +71,7 @@ class EngineParts:
     adapters: AdapterStore | None
     """None if the engine serves no adapters."""
     offending_requests: OffendingRequests
-    admission: Admission
+    admission: QueueAdmission
     preprocessor: Preprocessor
     loop: EngineLoop
 
@@ -118,7 +118,7 @@ def build(
         max_decoded_bytes=max_decoded_bytes,
     )
     runner.capture()
-    admission = Admission(
+    admission = QueueAdmission(
         QueueLimits(config.max_queued_requests, config.max_queued_image_bytes, config.max_queued_tokens)
     )
     record = None if flight_record is None else FlightRecord(flight_record).write
@@ -270,7 +270,7 @@ def _loop(
     scheduler: Scheduler,
     runner: StepRunner,
     preprocessor: Preprocessor,
-    admission: Admission,
+    admission: QueueAdmission,
     adapters: AdapterStore | None,
     offending_requests: OffendingRequests,
     become: Callable[[EngineStatus], None],

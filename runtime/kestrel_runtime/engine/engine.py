@@ -1,6 +1,6 @@
 """The engine: takes requests and returns streams of events. Other packages use this module only.
 
-`build` makes the parts; `LocalEngine` keeps the state; `Admission`, `Preprocessor` and `EngineLoop` do the work.
+`build` makes the parts, `LocalEngine` keeps the state, and `QueueAdmission`, `Preprocessor` and `EngineLoop` work.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from kestrel_runtime.engine.open_streams import OpenStreams
 from kestrel_runtime.engine.preprocessing import SharedImage
 from kestrel_runtime.engine.watchdog import Watchdog, all_stacks
 from kestrel_runtime.engine.workers import Interrupted
+from kestrel_runtime.fairness.queue_admission import Cost
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.scheduling.admission import Cost
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 
 _TRANSITIONS = {

@@ -65,9 +65,9 @@ from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.engine.open_streams import CacheClearings
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
-from kestrel_runtime.scheduling.admission import Admission
+from kestrel_runtime.fairness.queue_admission import QueueAdmission
+from kestrel_runtime.output.output_parser import OVERFLOWED
 from kestrel_runtime.scheduling.batch import Batch, Plan
-from kestrel_runtime.scheduling.output_parser import OVERFLOWED
 from kestrel_runtime.scheduling.page_manager import StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import AdapterLease, Deadlines, PreparedImage, Sequence
@@ -131,7 +131,7 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: StepRunner,
         isolation: Isolation,
-        admission: Admission,
+        admission: QueueAdmission,
         decode_again: Callable[[Sequence], Future[Any]] | None = None,
         make_masks: Callable[[list[MaskRequest]], list[Any]] | None = None,
         lease_adapter: Callable[[str, str], Future[AdapterLease]] | None = None,

@@ -33,11 +33,11 @@ from kestrel_runtime.engine.end_check import EndCheck
 from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
 from kestrel_runtime.engine.recent import LruCache, Matchers, Prompts
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
+from kestrel_runtime.fairness.image_budget import MAX_DECODING_BYTES, MemoryBudget
 from kestrel_runtime.imaging.crops import Cropping, Crops, DecodedImage, crops_bytes
 from kestrel_runtime.imaging.decoding import decode_image, inspect_image
 from kestrel_runtime.imaging.header import ImageHeader
 from kestrel_runtime.loading.tokenizer import Tokenizer
-from kestrel_runtime.memory.image_budget import MAX_DECODING_BYTES, MemoryBudget
 from kestrel_runtime.models.family import ModelConfig, Skill
 from kestrel_runtime.scheduling.prefix_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys
 from kestrel_runtime.scheduling.sequence import AdapterLease, Sequence, SequenceClock

@@ -20,7 +20,7 @@ from kestrel_runtime.constraints.compiler import ConstraintCompiler
 from kestrel_runtime.constraints.masks import AnswerMatcher
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.family import ModelConfig, Skill
-from kestrel_runtime.scheduling.output_parser import OutputParser, Token
+from kestrel_runtime.output.output_parser import OutputParser, Token
 
 _MAX_PROMPTS = 1024
 _MAX_PROMPT_TOKENS = 128

@@ -22,8 +22,8 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from kestrel_runtime.api.requests import Priority
-from kestrel_runtime.memory.image_budget import MemoryBudget
-from kestrel_runtime.scheduling.waiting_queue import WaitingQueue
+from kestrel_runtime.fairness.image_budget import MemoryBudget
+from kestrel_runtime.fairness.waiting_queue import WaitingQueue
 
 Result = TypeVar("Result")
 

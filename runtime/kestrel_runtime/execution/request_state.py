@@ -24,8 +24,8 @@ from kestrel_runtime.execution.logits import (
     settings_of,
 )
 from kestrel_runtime.execution.transfer import PackedLayout, StagedCopies
+from kestrel_runtime.output.output_parser import Grammar
 from kestrel_runtime.scheduling import sequence as scheduling
-from kestrel_runtime.scheduling.output_parser import Grammar
 
 _UNLIMITED = 2**62
 _IS_RANDOM, _IS_CONTROLLED, _WITH_LOGPROBS, _IS_RESTRICTED, _USES_ADAPTERS = 1, 2, 4, 8, 16

@@ -18,7 +18,7 @@ from torch import Tensor
 from kestrel_ops import sample
 from kestrel_runtime.api.sampling_params import MAX_LOGPROBS
 from kestrel_runtime.execution.request_state import DrawSettings, RequestState, RowState, SampleNeeds
-from kestrel_runtime.scheduling.output_parser import OVERFLOWED, Grammar, TokenRule
+from kestrel_runtime.output.output_parser import OVERFLOWED, Grammar, TokenRule
 
 _MAX_STATES = 64
 _NEVER = -1

@@ -15,9 +15,9 @@ from torch import Tensor
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize
 from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.transfer import PackedLayout, StagedCopies, host_buffer
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling import sequence as scheduling
 from kestrel_runtime.scheduling.batch import Chunk
-from kestrel_runtime.scheduling.output_parser import Token
 
 _A = TypeVar("_A")
 

@@ -34,9 +34,9 @@ from kestrel_runtime.execution.step_inputs import (
     value_counts,
 )
 from kestrel_runtime.execution.transfer import to_device
+from kestrel_runtime.output.output_parser import Grammar, Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.output_parser import Grammar, Token
 from kestrel_runtime.scheduling.sequence import Sequence
 
 _NUM_SPARE_ROWS = 1

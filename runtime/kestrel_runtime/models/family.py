@@ -18,8 +18,8 @@ from kestrel_runtime.api.engine import MemoryPlan, SkillDefaults
 from kestrel_runtime.api.requests import Query, Request
 from kestrel_runtime.imaging.crops import Cropping, DecodedImage
 from kestrel_runtime.loading.checkpoint import Checkpoint
+from kestrel_runtime.output.output_parser import OutputParser, Token
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.output_parser import OutputParser, Token
 from kestrel_runtime.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:

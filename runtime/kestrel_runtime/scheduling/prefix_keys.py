@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple, NewType
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 
 Digest = NewType("Digest", bytes)
 

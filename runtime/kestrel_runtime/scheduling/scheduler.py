@@ -42,14 +42,14 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from kestrel_runtime.fairness.tenant_shares import TenantShares
+from kestrel_runtime.fairness.waiting_queue import WaitingQueue
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
-from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.page_manager import PageId, PageManager, PrefixMatch, StepId
 from kestrel_runtime.scheduling.prefix_keys import Digest
 from kestrel_runtime.scheduling.sequence import PreparedImage, Sequence, SequenceState
-from kestrel_runtime.scheduling.tenant_shares import TenantShares
-from kestrel_runtime.scheduling.waiting_queue import WaitingQueue
 
 _NO_MATCH = PrefixMatch()
 _NEXT_REQUEST_S = 1.0

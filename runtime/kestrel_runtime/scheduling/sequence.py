@@ -12,8 +12,9 @@ from typing import Any, Protocol
 from kestrel_runtime.api.errors import DeadlineExceeded, KestrelError, QueueTimeout
 from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.api.sampling_params import SamplingParams
+from kestrel_runtime.fairness.tenant_shares import MIN_TOKENS
+from kestrel_runtime.output.output_parser import OutputParser, Token
 from kestrel_runtime.scheduling.embedding_cache import EntryId
-from kestrel_runtime.scheduling.output_parser import OutputParser, Token
 from kestrel_runtime.scheduling.page_manager import PageCopy, PageId, StepId
 from kestrel_runtime.scheduling.prefix_keys import Digest, EmbeddingKey, PrefixKeys
 
@@ -287,6 +288,15 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def may_yield(self) -> bool:
+        """True if it may be preempted for another tenant (Y2 in `fairness/tenant_shares.py`)."""
+        if self.state is SequenceState.PREFILLING:
+            return self.num_cached == self.num_matched
+        has_returned = self.num_tokens_at_start > self.num_prompt_tokens
+        num_tokens = len(self.tokens) + self.num_pending - self.num_tokens_at_start
+        return num_tokens >= (MIN_TOKENS if has_returned else 1)
 
     def move_to(self, state: SequenceState) -> None:
         """Enter another state; an illegal transition is our own bug."""

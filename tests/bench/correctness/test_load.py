@@ -42,7 +42,7 @@ from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.family import FAMILY
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 from tests.reference_fixtures import MD2_SMALL
 
 CONFIG = EngineConfig(model=str(MD2_SMALL), device="cpu", dtype="float32")

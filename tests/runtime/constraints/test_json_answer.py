@@ -16,7 +16,7 @@ from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.constraints.compiler import ConstraintCompiler
 from kestrel_runtime.constraints.json_answer import MAX_NESTING, TEXT_SHARE
 from kestrel_runtime.constraints.masks import AnswerMatcher, LibraryMasks, MaskRequest
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 from tests.runtime.constraints.vocabularies import END_ID, TOKENIZER, VOCAB_SIZE, new_compiler
 
 Choose = Callable[[list[int]], int]

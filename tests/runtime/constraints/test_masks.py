@@ -14,8 +14,8 @@ from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import ConstraintFailed
 from kestrel_runtime.constraints.compiler import ConstraintCompiler
 from kestrel_runtime.constraints.masks import AnswerMatcher, LibraryMasks, MaskRequest, step_masks
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch
-from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.constraints.vocabularies import END_ID, TOKENIZER, VOCAB_SIZE, new_compiler, tokens_of
 from tests.runtime.sequences import new_sequence

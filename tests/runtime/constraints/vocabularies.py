@@ -6,7 +6,7 @@ from functools import partial
 
 from kestrel_runtime.constraints.compiler import ConstraintCompiler, new_vocabulary
 from kestrel_runtime.loading.tokenizer import Tokenizer
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 from tests.runtime.models.second_family.checkpoint import NANO_TOKENIZER
 
 TOKENIZER = Tokenizer.from_file(NANO_TOKENIZER)

@@ -48,11 +48,12 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.preprocessing import Preprocessor
+from kestrel_runtime.fairness import waiting_queue
 from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.output.output_parser import OVERFLOWED, Token
 from kestrel_runtime.scheduling import batch as step_batch
-from kestrel_runtime.scheduling import page_manager, scheduler, sequence, waiting_queue
+from kestrel_runtime.scheduling import page_manager, scheduler, sequence
 from kestrel_runtime.scheduling.batch import Batch
-from kestrel_runtime.scheduling.output_parser import OVERFLOWED, Token
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.runtime.fake_runner import TOKEN, FakeHandle, FakeRunner
 from tests.runtime.sequences import ShortParser, blank_crops, new_sequence

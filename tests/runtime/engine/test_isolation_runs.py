@@ -20,7 +20,7 @@ from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.isolation import DeviceLost, Isolation
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import OffendingRequests
-from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
+from kestrel_runtime.fairness.queue_admission import Cost, QueueAdmission, QueueLimits
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
@@ -54,7 +54,7 @@ class Bench:
             on_restart=lambda: self.events.append("restart"),
             on_restarted=lambda: None,
         )
-        self._admission = Admission(QueueLimits(100, 10**9, 10**6))
+        self._admission = QueueAdmission(QueueLimits(100, 10**9, 10**6))
         self.loop = EngineLoop(scheduler, self.runner, isolation, self._admission)  # pyrefly: ignore[bad-argument-type]
         empty = self.runner.empty_device_cache
         self.runner.empty_device_cache = lambda: (empty(), self.events.append("cache emptied"))[0]

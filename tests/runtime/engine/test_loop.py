@@ -19,11 +19,11 @@ from kestrel_runtime.engine.isolation import Isolation, new_probes
 from kestrel_runtime.engine.loop import EngineLoop, InFlightStep, RecentRate, events_after
 from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
+from kestrel_runtime.fairness.queue_admission import Cost, QueueAdmission, QueueLimits
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
+from kestrel_runtime.output.output_parser import Token, TokenRule
 from kestrel_runtime.scheduling.batch import Batch, Chunk
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.output_parser import Token, TokenRule
 from kestrel_runtime.scheduling.page_manager import PageManager, StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock, SequenceState
@@ -53,7 +53,7 @@ class Bench:
             on_restart=lambda: self.statuses.append("recovering"),
             on_restarted=lambda: self.statuses.append("serving"),
         )
-        self.admission = Admission(QueueLimits(100, 10**9, 10**6))
+        self.admission = QueueAdmission(QueueLimits(100, 10**9, 10**6))
         self.loop = EngineLoop(scheduler, runner, isolation, self.admission)
         self._preprocessor = new_preprocessor(loaded, offending_requests, max_context=4096)
 
@@ -331,7 +331,7 @@ def new_loop(runner: Any) -> EngineLoop:
     isolation = Isolation(
         scheduler, runner, OffendingRequests(), new_probes=list, on_restart=lambda: None, on_restarted=lambda: None
     )
-    admission = Admission(QueueLimits(100, 10**9, 10**6))
+    admission = QueueAdmission(QueueLimits(100, 10**9, 10**6))
     return EngineLoop(scheduler, runner, isolation, admission, make_masks=lambda asked: [None] * len(asked))
 
 

@@ -9,7 +9,7 @@ from kestrel_runtime.api.requests import PointRef, Query, RequestOptions, Sampli
 from kestrel_runtime.engine.recent import LruCache, Prompts
 from kestrel_runtime.models.family import config_of
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 
 QUESTION = Query("Who?", b"an image")
 

@@ -16,9 +16,9 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.offending_requests import OffendingRequests
+from kestrel_runtime.fairness.queue_admission import QueueAdmission, QueueLimits
 from kestrel_runtime.imaging.crops import Crops
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.scheduling.admission import Admission, QueueLimits
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
@@ -40,7 +40,7 @@ def new_loop(runner: FakeRunner) -> EngineLoop:
     isolation = Isolation(
         scheduler, fake, OffendingRequests(), new_probes=list, on_restart=lambda: None, on_restarted=lambda: None
     )
-    admission = Admission(QueueLimits(100, 10**9, 10**6))
+    admission = QueueAdmission(QueueLimits(100, 10**9, 10**6))
     return EngineLoop(scheduler, fake, isolation, admission)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
-from kestrel_runtime.memory.image_budget import MemoryBudget
+from kestrel_runtime.fairness.image_budget import MemoryBudget
 
 MAX_WAIT_S = 30
 MIB = 2**20
@@ -304,7 +304,7 @@ def test_j4_a_job_that_does_not_end_fails_and_is_left_behind(pools: list[Pool]) 
 
 STUCK = """
 import threading
-from kestrel_runtime.memory.image_budget import MemoryBudget
+from kestrel_runtime.fairness.image_budget import MemoryBudget
 from kestrel_runtime.engine.workers import Job, Workers
 
 began = threading.Event()

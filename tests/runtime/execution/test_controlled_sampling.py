@@ -16,7 +16,7 @@ from kestrel_ops.reference.sampling import philox_uniform
 from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.sampling import TokenRules, TokenSampler
-from kestrel_runtime.scheduling.output_parser import Token, TokenRule
+from kestrel_runtime.output.output_parser import Token, TokenRule
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.runtime.sequences import new_sequence
 

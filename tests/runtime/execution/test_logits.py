@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.execution.logits import AllowedTokens, num_words
 from kestrel_runtime.execution.request_state import RequestState
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.runtime.sequences import new_sequence
 

@@ -5,7 +5,7 @@ import torch
 
 from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.execution.request_state import RequestState, RowState, SampleNeeds
-from kestrel_runtime.scheduling.output_parser import Token, TokenRule
+from kestrel_runtime.output.output_parser import Token, TokenRule
 from tests.runtime.sequences import new_sequence
 
 CPU = torch.device("cpu")

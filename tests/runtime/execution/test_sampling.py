@@ -4,7 +4,7 @@ import torch
 from kestrel_ops.reference.sampling import philox_uniform
 from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.sampling import TokenRules, TokenSampler
-from kestrel_runtime.scheduling.output_parser import Grammar, GrammarState, TokenRule
+from kestrel_runtime.output.output_parser import Grammar, GrammarState, TokenRule
 from tests.runtime.sequences import new_sequence
 
 VOCABULARY = 30

@@ -15,8 +15,8 @@ from kestrel_runtime.execution.step_inputs import (
     fill_prefill,
     value_counts,
 )
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Chunk
-from kestrel_runtime.scheduling.output_parser import Token
 from tests.runtime.sequences import new_sequence
 
 CPU = torch.device("cpu")

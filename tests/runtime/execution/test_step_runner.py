@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.output.output_parser import Token, TokenRule
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.output_parser import Token, TokenRule
 from kestrel_runtime.scheduling.page_manager import PageManager, StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from tests.runtime.dense_attend import DenseAttend

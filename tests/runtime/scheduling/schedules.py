@@ -17,9 +17,9 @@ from collections import Counter, deque
 from random import Random
 from typing import Any
 
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
-from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.page_manager import PageManager, StepId
 from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker
 from kestrel_runtime.scheduling.scheduler import Scheduler

@@ -1,7 +1,7 @@
 import pytest
 
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
-from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.page_manager import StepId
 from tests.runtime.sequences import blank_crops, new_sequence
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.prefix_keys import (
     FIELDS_WITHOUT_EFFECT,
     CacheScope,

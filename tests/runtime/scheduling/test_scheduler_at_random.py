@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.scheduling.schedules import check_books
 from tests.runtime.world import World

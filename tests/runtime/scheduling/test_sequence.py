@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.sequence import Deadlines, Sequence, SequenceState
 from tests.runtime.sequences import blank_crops, new_sequence
 

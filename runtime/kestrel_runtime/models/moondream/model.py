@@ -15,7 +15,7 @@ from kestrel_runtime.models.moondream.quantisation import QuantisedFormat, quant
 from kestrel_runtime.models.moondream.region import RegionModel
 from kestrel_runtime.models.moondream.text.decoder import ExpertFormat, TextModel
 from kestrel_runtime.models.moondream.vision.encoder import VisionModel
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 
 _EXPERT_WEIGHTS = re.compile(r"text\.blocks\.(\d+)\.mlp\.fc[12]\.weight")
 _EXPERT_AXES = 3  # a layer without experts has matrices of this name

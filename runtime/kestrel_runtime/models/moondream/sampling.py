@@ -11,7 +11,7 @@ from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.sampling import TokenRules, TokenSampler
 from kestrel_runtime.models.moondream.config import TokenizerConfig
 from kestrel_runtime.models.moondream.model import Moondream
-from kestrel_runtime.scheduling.output_parser import Grammar
+from kestrel_runtime.output.output_parser import Grammar
 
 VALUES_PER_TOKEN = 2
 """A coordinate has one value, a size has width and height."""

@@ -10,8 +10,8 @@ from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.executor import new_step_runner
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
+from kestrel_runtime.output.output_parser import Token, TokenRule
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.output_parser import Token, TokenRule
 from kestrel_runtime.scheduling.page_manager import PageManager, StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from tests.runtime.dense_attend import DenseAttend

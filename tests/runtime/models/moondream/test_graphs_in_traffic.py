@@ -32,7 +32,7 @@ from kestrel_runtime.models.moondream import executor as executor_module
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.sampling import value_kinds
 from kestrel_runtime.models.moondream.skills import SKILLS
-from kestrel_runtime.scheduling.output_parser import TokenRule
+from kestrel_runtime.output.output_parser import TokenRule
 from tests.reference_fixtures import MD2_SMALL
 from tests.runtime.fake_cuda import FakeStreamCapture
 from tests.runtime.models.moondream.test_executor import (

@@ -9,7 +9,7 @@ from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.quantisation import quantised_stack
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, expected, image_paths
 from tests.runtime.dense_attend import DenseAttend
 from tests.runtime.models.moondream.tiny import random_model, tiny_config

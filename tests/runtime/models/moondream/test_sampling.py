@@ -5,7 +5,7 @@ from kestrel_ops.reference.sampling import philox_uniform
 from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.sampling import TokenRules
 from kestrel_runtime.models.moondream.sampling import MoondreamSampler, value_kinds
-from kestrel_runtime.scheduling.output_parser import OVERFLOWED, Token, TokenRule
+from kestrel_runtime.output.output_parser import OVERFLOWED, Token, TokenRule
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 from tests.runtime.sequences import RuleParser, new_sequence
 

@@ -25,8 +25,8 @@ from kestrel_runtime.execution.sampling import TokenSampler
 from kestrel_runtime.execution.step_inputs import DecodeInputs, PackedChunks, PrefillInputs
 from kestrel_runtime.execution.step_runner import StateShape, StepRunner
 from kestrel_runtime.imaging.crops import Crops
+from kestrel_runtime.output.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 from kestrel_runtime.scheduling.batch import EncodeItem
-from kestrel_runtime.scheduling.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
 from tests.runtime.models.second_family.small_text import (
     PreparedSmallText,

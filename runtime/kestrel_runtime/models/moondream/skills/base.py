@@ -14,8 +14,8 @@ from kestrel_runtime.api.requests import BoxRef, SpatialRef
 from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.models.stop_strings import StopMatcher
-from kestrel_runtime.scheduling.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
+from kestrel_runtime.output.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
+from kestrel_runtime.output.stop_strings import StopMatcher
 
 DEFAULT_MAX_TOKENS = 768
 DEFAULT_MAX_OBJECTS = 150

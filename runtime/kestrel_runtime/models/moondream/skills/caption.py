@@ -9,7 +9,7 @@ from kestrel_runtime.api.requests import Caption
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS, AnswerParser, Skill, text_tokens
-from kestrel_runtime.scheduling.output_parser import OutputParser, Token
+from kestrel_runtime.output.output_parser import OutputParser, Token
 
 
 class CaptionSkill(Skill):

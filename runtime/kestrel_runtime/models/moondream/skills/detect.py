@@ -9,7 +9,7 @@ from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS, Skill
 from kestrel_runtime.models.moondream.skills.point import ObjectParser, object_prompt
-from kestrel_runtime.scheduling.output_parser import OutputParser, Token
+from kestrel_runtime.output.output_parser import OutputParser, Token
 
 
 class DetectSkill(Skill):

@@ -13,7 +13,7 @@ from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import Skill, framed_prompt
 from kestrel_runtime.models.moondream.skills.point import PointParser
-from kestrel_runtime.scheduling.output_parser import OutputParser, Token
+from kestrel_runtime.output.output_parser import OutputParser, Token
 
 
 class GazeSkill(Skill):

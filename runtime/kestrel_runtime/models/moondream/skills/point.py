@@ -14,7 +14,7 @@ from kestrel_runtime.api.requests import Detect, Point
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS, Skill, framed_prompt
-from kestrel_runtime.scheduling.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
+from kestrel_runtime.output.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 
 
 class PointSkill(Skill):

@@ -27,7 +27,7 @@ from kestrel_runtime.models.moondream.skills.base import (
     answer_states,
     framed_prompt,
 )
-from kestrel_runtime.scheduling.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
+from kestrel_runtime.output.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 
 
 class QuerySkill(Skill):

@@ -27,7 +27,7 @@ from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS, Skill, framed_prompt
 from kestrel_runtime.models.moondream.skills.detect import box_around
 from kestrel_runtime.models.moondream.skills.svg import PathWriter
-from kestrel_runtime.scheduling.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
+from kestrel_runtime.output.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 
 
 class SegmentSkill(Skill):

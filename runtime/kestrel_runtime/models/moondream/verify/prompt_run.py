@@ -20,9 +20,9 @@ from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.executor import new_step_runner
 from kestrel_runtime.models.moondream.memory import new_cache
 from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.output_parser import Token
 from kestrel_runtime.scheduling.sequence import Sequence
 
 EMBEDDINGS = "image_embeddings_every_9th"

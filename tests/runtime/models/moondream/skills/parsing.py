@@ -9,7 +9,7 @@ from kestrel_runtime.api.events import Output, Piece, TextChannel, TextDelta
 from kestrel_runtime.api.requests import BoxRef, PointRef
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.scheduling.output_parser import OutputParser, Token
+from kestrel_runtime.output.output_parser import OutputParser, Token
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, model_config
 from tests.runtime.models.moondream.full_size import published_config
 

@@ -6,8 +6,8 @@ from kestrel_runtime.api.events import FinishReason, TextChannel, TextDelta, Tok
 from kestrel_runtime.api.requests import BoxRef, Caption, Detect, Gaze, Point, PointRef, Query, Segment
 from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.models.moondream.skills.base import TextEmitter, spatial_tokens, text_tokens
-from kestrel_runtime.models.stop_strings import StopMatcher
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
+from kestrel_runtime.output.stop_strings import StopMatcher
 from tests.runtime.models.moondream.skills.parsing import (
     COORDINATE,
     ID_OF_BYTE,

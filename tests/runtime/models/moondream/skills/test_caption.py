@@ -4,7 +4,7 @@ from kestrel_runtime.api.events import CaptionOutput, FinishReason
 from kestrel_runtime.api.requests import CAPTION_LENGTHS, Caption, SamplingParams
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS
 from kestrel_runtime.models.moondream.skills.caption import CaptionSkill
-from kestrel_runtime.scheduling.output_parser import TokenRule
+from kestrel_runtime.output.output_parser import TokenRule
 from tests.runtime.models.moondream.skills.parsing import (
     ANSWER,
     EOS,

@@ -6,7 +6,7 @@ from kestrel_runtime.api.events import Box, DetectOutput, FinishReason
 from kestrel_runtime.api.requests import Detect, SamplingParams
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS
 from kestrel_runtime.models.moondream.skills.detect import DetectSkill, box_around
-from kestrel_runtime.scheduling.output_parser import Token, TokenRule
+from kestrel_runtime.output.output_parser import Token, TokenRule
 from tests.runtime.models.moondream.skills.parsing import (
     ANSWER,
     COORDINATE,

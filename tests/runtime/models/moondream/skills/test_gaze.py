@@ -5,7 +5,7 @@ from kestrel_runtime.api.events import FinishReason, Location, PointOutput
 from kestrel_runtime.api.requests import Gaze, Point, PointRef, SamplingParams
 from kestrel_runtime.models.moondream.skills.gaze import GazeSkill
 from kestrel_runtime.models.moondream.skills.point import PointSkill
-from kestrel_runtime.scheduling.output_parser import Token
+from kestrel_runtime.output.output_parser import Token
 from tests.runtime.models.moondream.skills.parsing import (
     EOS,
     IMAGE,

@@ -15,7 +15,7 @@ from kestrel_runtime.api.requests import (
 )
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills import SKILLS
-from kestrel_runtime.scheduling.output_parser import Grammar, Token
+from kestrel_runtime.output.output_parser import Grammar, Token
 from tests.runtime.execution.test_sampling import assert_same_rules, assert_same_successors
 from tests.runtime.models.moondream.skills.parsing import (
     ID_OF_BYTE,

@@ -4,7 +4,7 @@ from kestrel_runtime.api.events import FinishReason, Location, PointOutput
 from kestrel_runtime.api.requests import Point, SamplingParams
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS
 from kestrel_runtime.models.moondream.skills.point import PointSkill
-from kestrel_runtime.scheduling.output_parser import Token, TokenRule
+from kestrel_runtime.output.output_parser import Token, TokenRule
 from tests.runtime.models.moondream.skills.parsing import (
     ANSWER,
     COORDINATE,

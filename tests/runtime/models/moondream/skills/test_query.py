@@ -8,7 +8,7 @@ from kestrel_runtime.api.events import FinishReason, Grounding, Location, QueryO
 from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS
 from kestrel_runtime.models.moondream.skills.query import QuerySkill
-from kestrel_runtime.scheduling.output_parser import Token, TokenRule
+from kestrel_runtime.output.output_parser import Token, TokenRule
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, expected
 from tests.runtime.models.moondream.skills.parsing import (
     ANSWER,

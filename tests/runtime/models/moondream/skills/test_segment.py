@@ -15,7 +15,7 @@ from kestrel_runtime.api.events import (
 from kestrel_runtime.api.requests import SamplingParams, Segment
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS
 from kestrel_runtime.models.moondream.skills.segment import SegmentSkill
-from kestrel_runtime.scheduling.output_parser import Token, TokenRule
+from kestrel_runtime.output.output_parser import Token, TokenRule
 from tests.runtime.models.moondream.skills.parsing import (
     ANSWER,
     EOS,

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from threading import RLock
 
 from kestrel_runtime.api.errors import Overloaded, QueueBound
-from kestrel_runtime.api.fair_limit import FairLimit
 from kestrel_runtime.api.requests import Priority
+from kestrel_runtime.fairness.fair_limit import FairLimit
 
 _MIN_STARTS = 8
 _MAX_STARTS = 64
@@ -55,7 +55,7 @@ class Cost:
     tokens: int
 
 
-class Admission:
+class QueueAdmission:
     """Counts what is in the queue. Keys identify requests; all times are of one monotonic clock."""
 
     def __init__(self, limits: QueueLimits) -> None:

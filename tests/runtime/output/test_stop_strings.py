@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrel_runtime.models.stop_strings import StopMatcher
+from kestrel_runtime.output.stop_strings import StopMatcher
 
 letters = st.text("abé", max_size=30)
 stops = st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=5)

@@ -1,4 +1,4 @@
-"""B1 to B3 are the rules in the docstring of `kestrel_runtime.scheduling.admission`."""
+"""B1 to B3 are the rules in the docstring of `kestrel_runtime.fairness.queue_admission`."""
 
 import contextlib
 
@@ -6,7 +6,7 @@ import pytest
 
 from kestrel_runtime.api.errors import Overloaded, QueueBound
 from kestrel_runtime.api.requests import Priority
-from kestrel_runtime.scheduling.admission import Admission, Cost, QueueLimits
+from kestrel_runtime.fairness.queue_admission import Cost, QueueAdmission, QueueLimits
 
 ROOMY = QueueLimits(requests=1000, image_bytes=10**9, tokens=10**9)
 
@@ -22,14 +22,16 @@ def cost(
     return Cost(tenant, priority, max(priority, max_priority), image_bytes, tokens)
 
 
-def fill(admission: Admission, count: int, what: Cost, now: float = 0.0) -> list[object]:
+def fill(admission: QueueAdmission, count: int, what: Cost, now: float = 0.0) -> list[object]:
     keys: list[object] = [object() for _ in range(count)]
     for key in keys:
         admission.enter(key, what, now)
     return keys
 
 
-def refusal(admission: Admission, what: Cost, now: float = 0.0, wait_limit_s: float | None = None) -> Overloaded:
+def refusal(
+    admission: QueueAdmission, what: Cost, now: float = 0.0, wait_limit_s: float | None = None
+) -> Overloaded:
     before = len(admission)
     with pytest.raises(Overloaded) as caught:
         admission.enter(object(), what, now, wait_limit_s=wait_limit_s)
@@ -37,7 +39,7 @@ def refusal(admission: Admission, what: Cost, now: float = 0.0, wait_limit_s: fl
     return caught.value
 
 
-def start_regularly(admission: Admission, keys: list[object], every_s: float) -> float:
+def start_regularly(admission: QueueAdmission, keys: list[object], every_s: float) -> float:
     """Start each of `keys`; returns the moment of the last."""
     for place, key in enumerate(keys):
         admission.start(key, place * every_s)
@@ -53,7 +55,7 @@ def start_regularly(admission: Admission, keys: list[object], every_s: float) ->
     ],
 )
 def test_b1_each_bound_holds_and_is_named(limits: QueueLimits, what: Cost, bound: QueueBound) -> None:
-    admission = Admission(limits)
+    admission = QueueAdmission(limits)
     keys = fill(admission, 3, what)
     error = refusal(admission, what)
     assert (error.bound, error.limit, error.is_tenant_share) == (
@@ -68,7 +70,7 @@ def test_b1_each_bound_holds_and_is_named(limits: QueueLimits, what: Cost, bound
 
 
 def test_b1_who_has_started_is_in_the_queue_no_more() -> None:
-    admission = Admission(QueueLimits(1, 1, 1))
+    admission = QueueAdmission(QueueLimits(1, 1, 1))
     (key,) = fill(admission, 1, cost())
     admission.start(key, 1.0)
     assert len(admission) == 0
@@ -76,7 +78,7 @@ def test_b1_who_has_started_is_in_the_queue_no_more() -> None:
 
 
 def test_b1_an_empty_queue_takes_any_request() -> None:
-    admission = Admission(QueueLimits(1, 10, 10))
+    admission = QueueAdmission(QueueLimits(1, 10, 10))
     (key,) = fill(admission, 1, cost(image_bytes=100, tokens=100))
     admission.leave(key)
     fill(admission, 1, cost(image_bytes=100, tokens=100))
@@ -84,14 +86,14 @@ def test_b1_an_empty_queue_takes_any_request() -> None:
 
 
 def test_b1_text_alone_is_not_refused_for_images() -> None:
-    admission = Admission(QueueLimits(10, 10, 1000))
+    admission = QueueAdmission(QueueLimits(10, 10, 1000))
     fill(admission, 1, cost("a", image_bytes=100))
     fill(admission, 1, cost("a"))
 
 
 @pytest.mark.parametrize(("num_tenants", "share"), [(1, 50), (2, 33), (4, 20), (9, 10)])
 def test_b2_however_many_flood_the_queue_a_newcomer_finds_room(num_tenants: int, share: int) -> None:
-    admission = Admission(QueueLimits(100, 10**9, 10**9))
+    admission = QueueAdmission(QueueLimits(100, 10**9, 10**9))
     held = dict.fromkeys(range(num_tenants), 0)
     for _ in range(200):
         for tenant in held:
@@ -104,7 +106,7 @@ def test_b2_however_many_flood_the_queue_a_newcomer_finds_room(num_tenants: int,
 
 
 def test_b2_a_flood_of_large_images_leaves_room_for_other_images() -> None:
-    admission = Admission(QueueLimits(100, 100, 10**9))
+    admission = QueueAdmission(QueueLimits(100, 100, 10**9))
     fill(admission, 5, cost("flood", image_bytes=10))
     error = refusal(admission, cost("flood", image_bytes=10))
     assert (error.bound, error.is_tenant_share) == (QueueBound.IMAGE_BYTES, True)
@@ -112,13 +114,13 @@ def test_b2_a_flood_of_large_images_leaves_room_for_other_images() -> None:
 
 
 def test_b2_callers_that_are_not_told_apart_may_fill_the_queue() -> None:
-    admission = Admission(QueueLimits(10, 10**9, 10**9))
+    admission = QueueAdmission(QueueLimits(10, 10**9, 10**9))
     fill(admission, 10, cost(""))
     assert not refusal(admission, cost("")).is_tenant_share
 
 
 def test_b3_a_request_that_would_outlast_its_wait_limit_is_refused_with_the_wait() -> None:
-    admission = Admission(ROOMY)
+    admission = QueueAdmission(ROOMY)
     now = start_regularly(admission, fill(admission, 30, cost())[:10], every_s=0.5)
     error = refusal(admission, cost(), now, wait_limit_s=9.9)  # twenty are before it
     assert (error.bound, error.limit) == (QueueBound.WAIT, 9.9)
@@ -128,26 +130,26 @@ def test_b3_a_request_that_would_outlast_its_wait_limit_is_refused_with_the_wait
 
 
 def test_b3_an_empty_queue_refuses_no_request_for_the_wait() -> None:
-    admission = Admission(ROOMY)
+    admission = QueueAdmission(ROOMY)
     now = start_regularly(admission, fill(admission, 10, cost()), every_s=0.5)
     admission.enter(object(), cost(), now, wait_limit_s=0.001)
 
 
 def test_b3_without_measurements_no_request_is_refused_for_the_wait() -> None:
-    admission = Admission(ROOMY)
+    admission = QueueAdmission(ROOMY)
     now = start_regularly(admission, fill(admission, 30, cost())[:8], every_s=5.0)  # seven intervals
     assert admission.estimated_wait_s(cost(), now) is None
     admission.enter(object(), cost(), now, wait_limit_s=0.001)
 
 
 def test_b3_old_evidence_does_not_count() -> None:
-    admission = Admission(ROOMY)
+    admission = QueueAdmission(ROOMY)
     now = start_regularly(admission, fill(admission, 30, cost())[:10], every_s=0.5)
     assert admission.estimated_wait_s(cost(), now + 61.0) is None
 
 
 def test_b3_a_quiet_engine_is_not_taken_for_a_slow_one() -> None:
-    admission = Admission(ROOMY)
+    admission = QueueAdmission(ROOMY)
     for second in range(50):  # one request a second, started as soon as it comes
         admission.start(fill(admission, 1, cost())[0], float(second))
     fill(admission, 20, cost())
@@ -155,7 +157,7 @@ def test_b3_a_quiet_engine_is_not_taken_for_a_slow_one() -> None:
 
 
 def test_b3_only_those_that_start_before_it_count() -> None:
-    admission = Admission(ROOMY)
+    admission = QueueAdmission(ROOMY)
     urgent = cost("urgent", priority=Priority.INTERACTIVE)
     fill(admission, 30, cost("flood", priority=Priority.BATCH))
     fill(admission, 30, cost("flood"))
@@ -171,7 +173,7 @@ def test_b3_only_those_that_start_before_it_count() -> None:
 
 
 def test_b3_the_wait_includes_turns_of_others_who_send_one_request_after_the_other() -> None:
-    admission = Admission(ROOMY)
+    admission = QueueAdmission(ROOMY)
     keys = fill(admission, 100, cost("flood"))
     now = 0.0
     for key in keys[:20]:  # every second start is of a caller who asks again once answered
@@ -189,7 +191,7 @@ def test_b3_the_wait_includes_turns_of_others_who_send_one_request_after_the_oth
 
 
 def test_the_time_to_try_again_is_measured() -> None:
-    admission = Admission(QueueLimits(30, 10**9, 10**9))
+    admission = QueueAdmission(QueueLimits(30, 10**9, 10**9))
     keys = fill(admission, 30, cost())
     assert refusal(admission, cost()).retry_after_s == 1.0  # nothing is known yet
     now = start_regularly(admission, keys[:10], every_s=0.5)

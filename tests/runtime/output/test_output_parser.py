@@ -1,4 +1,4 @@
-from kestrel_runtime.scheduling.output_parser import Grammar, GrammarState, TokenRule
+from kestrel_runtime.output.output_parser import Grammar, GrammarState, TokenRule
 
 FREE, FORCED = TokenRule(), TokenRule(allowed=(3,))
 GRAMMAR = Grammar((GrammarState(FREE, 0, (3, 2), 1), GrammarState(FORCED, 2), GrammarState(FREE, 2)))

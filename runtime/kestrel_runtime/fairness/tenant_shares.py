@@ -21,32 +21,59 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-
-from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
+from typing import Generic, Protocol, TypeVar
 
 MIN_TOKENS = 16
 """The number of tokens that a sequence gets after each return before it may yield again: those of one page, since
 it may have to compute a page again."""
 
 
+class Row(Protocol):
+    """Describes what the shares need to know of a sequence that holds a row of the batch."""
+
+    tenant: str
+    num_matched: int
+    """Positions that it found in the prefix cache when it last started."""
+    start_number: int | None
+    """Rises in the order in which rows first started."""
+
+    @property
+    def pages(self) -> Sequence[object]:
+        """The pages that it holds."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Its positions, those of tokens in flight included."""
+        ...
+
+    @property
+    def may_yield(self) -> bool:
+        """True if Y2 lets it yield."""
+        ...
+
+
+Holder = TypeVar("Holder", bound=Row)
+
+
 @dataclass(slots=True)
-class _Holding:
-    rows: list[Sequence] = field(default_factory=list)
+class _Holding(Generic[Holder]):
+    rows: list[Holder] = field(default_factory=list)
     """The youngest last."""
     num_pages: int = 0
 
 
-class TenantShares:
+class TenantShares(Generic[Holder]):
     """The shares of tenants, counted from the sequences that are active when the object is made."""
 
-    def __init__(self, active: Iterable[Sequence], *, max_rows: int, num_pages: int, page_size: int) -> None:
+    def __init__(self, active: Iterable[Holder], *, max_rows: int, num_pages: int, page_size: int) -> None:
         """`active`: oldest first."""
         self._max_rows = max_rows
         self._num_pages = num_pages
         self._page_size = page_size
-        self._holdings: dict[str, _Holding] = {}
+        self._holdings: dict[str, _Holding[Holder]] = {}
         for sequence in active:
             holding = self._holdings.get(sequence.tenant)
             if holding is None:
@@ -61,26 +88,26 @@ class TenantShares:
 
     def yielding_to(
         self,
-        sequence: Sequence,
+        sequence: Holder,
         num_pages: int,
-        suffice: Callable[[list[Sequence]], bool],
+        suffice: Callable[[list[Holder]], bool],
         service_of: Callable[[str], float],
-    ) -> list[Sequence] | None:
+    ) -> list[Holder] | None:
         """Which sequences yield so that a waiting sequence of `num_pages` pages can start; None if none may yield.
 
         `suffice` tells whether it can start without the given sequences, `service_of` what a tenant was served.
         """
-        own = self._holdings.get(sequence.tenant, _Holding())
+        own = self._holdings.get(sequence.tenant) or _Holding[Holder]()
         share_then = self._share(len(own.rows) + 1, own.num_pages + num_pages)
         left = {
             tenant: _Holding(list(holding.rows), holding.num_pages)
             for tenant, holding in self._holdings.items()
             if tenant != sequence.tenant
         }
-        found: list[Sequence] = []
+        found: list[Holder] = []
         while not suffice(found):
             for tenant, holding in sorted(left.items(), key=lambda item: -self._share_of(item[1])):
-                row = next((row for row in reversed(holding.rows) if _may_yield(row)), None)
+                row = next((row for row in reversed(holding.rows) if row.may_yield), None)
                 if row is None:
                     continue
                 num_rows, num_kept = len(holding.rows) - 1, holding.num_pages - self._pages_of(row)
@@ -96,26 +123,18 @@ class TenantShares:
                 return None
         return found
 
-    def first_to_preempt(self) -> Sequence:
+    def first_to_preempt(self) -> Holder:
         """The sequence whose pages a running sequence gets (Y3)."""
         several = [holding for holding in self._holdings.values() if len(holding.rows) > 1]
         holdings = several or list(self._holdings.values())
         # Where shares are equal, the younger sequence.
         return max(holdings, key=lambda item: (self._share_of(item), item.rows[-1].start_number or 0)).rows[-1]
 
-    def _share_of(self, holding: _Holding) -> float:
+    def _share_of(self, holding: _Holding[Holder]) -> float:
         return self._share(len(holding.rows), holding.num_pages)
 
     def _share(self, num_rows: int, num_pages: int) -> float:
         return max(num_rows / self._max_rows, num_pages / self._num_pages)
 
-    def _pages_of(self, sequence: Sequence) -> int:
+    def _pages_of(self, sequence: Holder) -> int:
         return len(sequence.pages) - sequence.num_matched // self._page_size
-
-
-def _may_yield(sequence: Sequence) -> bool:
-    if sequence.state is SequenceState.PREFILLING:
-        return sequence.num_cached == sequence.num_matched
-    has_returned = sequence.num_tokens_at_start > sequence.num_prompt_tokens
-    num_tokens = len(sequence.tokens) + sequence.num_pending - sequence.num_tokens_at_start
-    return num_tokens >= (MIN_TOKENS if has_returned else 1)

@@ -1,12 +1,12 @@
-"""W1 to W4 are the rules in the docstring of `kestrel_runtime.scheduling.waiting_queue`."""
+"""W1 to W4 are the rules in the docstring of `kestrel_runtime.fairness.waiting_queue`."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kestrel_runtime.api.requests import Priority
+from kestrel_runtime.fairness.waiting_queue import WaitingQueue
 from kestrel_runtime.scheduling.sequence import Sequence
-from kestrel_runtime.scheduling.waiting_queue import WaitingQueue
 from tests.runtime.sequences import new_sequence
 
 INTERACTIVE, NORMAL, BATCH = Priority

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from kestrel_runtime.memory.image_budget import MemoryBudget
+from kestrel_runtime.fairness.image_budget import MemoryBudget
 
 
 class Thing:

@@ -1,6 +1,6 @@
 from random import Random
 
-from kestrel_runtime.api.fair_limit import FairLimit
+from kestrel_runtime.fairness.fair_limit import FairLimit
 
 
 def taken(limit: FairLimit, tenant: str) -> int:

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from threading import Lock
 
 from kestrel_runtime.api.errors import ImageError
-from kestrel_runtime.api.fair_limit import FairLimit
+from kestrel_runtime.fairness.fair_limit import FairLimit
 
 MAX_DECODING_BYTES = 512 * 2**20
 """Limit of the memory for decoding one image, in bytes. A PNG of 64 megapixels takes as much, or a WebP of 32, or a
