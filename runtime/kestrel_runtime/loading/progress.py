@@ -14,7 +14,7 @@ _GIB = 2**30
 _log = logging.getLogger(__name__)
 
 
-def logged(tensors: Iterable[tuple[str, Tensor]], num_bytes: int) -> Iterator[tuple[str, Tensor]]:
+def with_progress(tensors: Iterable[tuple[str, Tensor]], num_bytes: int) -> Iterator[tuple[str, Tensor]]:
     """Yields the same pairs, with a line in the log every few seconds until they have `num_bytes` together."""
     told_at_s, done_bytes = time.monotonic(), 0
     for name, tensor in tensors:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from kestrel_runtime.loading.progress import INTERVAL_S, logged
+from kestrel_runtime.loading.progress import INTERVAL_S, with_progress
 
 GIB = 2**30
 
@@ -24,7 +24,7 @@ def lines_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(time, "monotonic", lambda: next(moments))
     tensors = weights(1, 0.5, 2.5)
     with caplog.at_level(logging.INFO):
-        assert list(logged(tensors, 4 * GIB)) == tensors
+        assert list(with_progress(tensors, 4 * GIB)) == tensors
     return [record.getMessage() for record in caplog.records]
 
 

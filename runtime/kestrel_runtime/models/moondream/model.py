@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kestrel_runtime.execution.transfer import to_device, uploaded
-from kestrel_runtime.loading.progress import logged
+from kestrel_runtime.loading.progress import with_progress
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.quantisation import QuantisedFormat, quantised_stack
 from kestrel_runtime.models.moondream.region import RegionModel
@@ -68,7 +68,7 @@ class Moondream(nn.Module):
             # Experts that are quantised take their scales with them.
             names = sorted(state, key=lambda name: name.endswith(".scale"))
             tensors = ((name, state.pop(name)) for name in names if name in state)
-        for name, tensor in logged(tensors, num_bytes):
+        for name, tensor in with_progress(tensors, num_bytes):
             found = _EXPERT_WEIGHTS.fullmatch(name) if tensor.ndim == _EXPERT_AXES else None
             if target_format is not None and found is not None:
                 scale_name = name.removesuffix("weight") + "scale"

@@ -125,7 +125,7 @@ class FusedDecoder:
                     hidden += mixed
                     mixed = None
                 if splits:
-                    self._attend_beside_mlp(block, hidden, tokens, pages, activations)
+                    self._attend_concurrently(block, hidden, tokens, pages, activations)
                     continue
                 may_defer = layer + 1 < len(self._blocks) and self._blocks[layer + 1].experts is None
                 pending = self._attend(
@@ -173,7 +173,7 @@ class FusedDecoder:
             activations, down.weight, down.scale, down.bias, hidden, may_defer, low_rank, delta, total
         )
 
-    def _attend_beside_mlp(
+    def _attend_concurrently(
         self, block: FusedBlock, hidden: Tensor, tokens: _Tokens, pages: LayerPages, activations: Tensor
     ) -> None:
         """Computes `_attend` of a block with an MLP, whose first layer runs concurrently with attention.

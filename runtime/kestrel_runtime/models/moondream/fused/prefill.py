@@ -103,7 +103,7 @@ class FusedPrefill:
         qkv, inner = product.tensor_split((self._config.qkv_dim,), dim=1)
         if low_rank is not None:
             self._kernels.add_up_terms(product, low_rank)
-        query, key, value = self._turned(block, qkv, plan, pages)
+        query, key, value = self._rotated_qkv(block, qkv, plan, pages)
         attended = self._attended(query, key, value, plan, pages)
         return self._down(block, attended, inner, low_rank)
 
@@ -124,7 +124,7 @@ class FusedPrefill:
         qkv = self._product(block.up.part(slice(qkv_dim)), normed, scale)
         if low_rank is not None:
             self._kernels.add_up_terms(qkv, low_rank._replace(up=low_rank.up[:1]))
-        query, key, value = self._turned(block, qkv, plan, pages)
+        query, key, value = self._rotated_qkv(block, qkv, plan, pages)
         hidden = hidden[rows]
         if not len(rows):
             return hidden
@@ -167,7 +167,7 @@ class FusedPrefill:
     def _product(self, matrix: Matrix, rows: Tensor, scale: Tensor | None) -> Tensor:
         return self._kernels.scaled_linear(rows, scale, matrix.weight, matrix.scale, matrix.bias, self._dtype)
 
-    def _turned(
+    def _rotated_qkv(
         self, block: FusedBlock, qkv: Tensor, plan: PackedChunks, pages: LayerPages
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns query, key and value; writes key and value to the cache."""
