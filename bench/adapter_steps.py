@@ -28,10 +28,10 @@ from bench.harness.output import write_json
 from bench.harness.prefill_inputs import Prompts, new_cache, random_text, random_text_with_experts
 from bench.harness.timing import attempted, time_us
 from kestrel_ops import Kernels
-from kestrel_ops.reference.rows import quantise_rows
-from kestrel_ops.triton import low_rank_products
-from kestrel_ops.triton.low_rank_products import Expand, Shrink
-from kestrel_ops.triton.rows_by_slot import rows_by_slot
+from kestrel_ops.lora import triton_products
+from kestrel_ops.lora.triton_products import Expand, Shrink
+from kestrel_ops.lora.triton_rows_by_slot import rows_by_slot
+from kestrel_ops.norms.reference import quantise_rows
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs, RowAdapters
 from kestrel_runtime.models.moondream.config import MoeConfig, TextConfig
 from kestrel_runtime.models.moondream.fused.decode import FusedDecoder
@@ -159,9 +159,9 @@ class Bench:
             own = terms[layer]
             rows = own.rows if block_rows is None else others[block_rows]
             if side == "up":
-                return low_rank_products.shrink((own.normed,) * 2, own.up, rows, cut=cut)
+                return triton_products.shrink((own.normed,) * 2, own.up, rows, cut=cut)
             sources = activations.tensor_split((attended_dim,), dim=1)
-            return low_rank_products.shrink(sources, own.down, rows, own, scale=scale, cut=cut)
+            return triton_products.shrink(sources, own.down, rows, own, scale=scale, cut=cut)
 
         others = {size: group(block_rows=size) for size in (16, 32, 64, 128)}
         for side in ("up", "down"):
@@ -204,7 +204,7 @@ class Bench:
             for block_rows, cut in _expand_cuts(tunes):
                 rows = terms[0].rows if block_rows is None else others[block_rows]
                 with attempted(f"expand {side} {cut}"):
-                    run = partial(low_rank_products.expand_add, target, shrink(side, None, None, 0))
+                    run = partial(triton_products.expand_add, target, shrink(side, None, None, 0))
                     more = {"adds_both": side == "down", "cut": cut}
                     us = time_us([partial(run, getattr(own, side), rows, **more) for own in terms])
                     self.note(f"{where} expand {side} rows {block_rows} {cut and tuple(cut)}", us)

@@ -10,7 +10,6 @@ once.
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 import time
@@ -40,9 +39,10 @@ from bench.harness.output import write_json
 from bench.harness.prefill_inputs import random_text, random_text_with_experts
 from bench.harness.timing import Limits, attempted, measure_limits, time_us
 from kestrel_ops import Kernels, reference
-from kestrel_ops.triton.rotary_decode_attention import AttentionPlan
-from kestrel_ops.triton.single_token import SingleTokenPlan
-from kestrel_ops.triton.small_batch import SmallBatchPlan
+from kestrel_ops.attention.triton_rotary_decode_attention import AttentionPlan
+from kestrel_ops.dispatch import function_of
+from kestrel_ops.linear.triton_single_token import SingleTokenPlan
+from kestrel_ops.linear.triton_small_batch import SmallBatchPlan
 from kestrel_runtime.api.options import parse_kernels
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.config import MoeConfig
@@ -337,7 +337,7 @@ def time_kernels(
 
 def run_cut(cut: Cut, model: Model, caches: dict[tuple[int, torch.dtype], KVCache]) -> list[Callable[[], Any]]:
     """The calls of one cut, layer after layer."""
-    operation = getattr(importlib.import_module(f"kestrel_ops.triton.{cut.operation}"), cut.operation)
+    operation = function_of("triton", cut.operation)
     if cut.operation == "rotary_decode_attention":
         contexts = Contexts(cut.batch, *cut.contexts)
         cache = caches.setdefault(

@@ -14,7 +14,6 @@ each consists of; `--tune` times other plans of the kernels, each product alone,
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 import time
@@ -34,16 +33,17 @@ from bench.harness.output import write_json
 from bench.harness.prefill_inputs import int4_experts, quantised_experts, random_experts
 from bench.harness.serving import machine_facts
 from bench.harness.timing import attempted, time_us
+from kestrel_ops.compilation.triton_dependent_launch import has_dependent_launch
 from kestrel_ops.device_limits import DeviceLimits
-from kestrel_ops.reference.experts import mixture_of_experts as definition
-from kestrel_ops.reference.int4 import INT4_GROUP
+from kestrel_ops.dispatch import function_of
+from kestrel_ops.experts.reference import mixture_of_experts as definition
+from kestrel_ops.experts.reference_int4 import INT4_GROUP
+from kestrel_ops.experts.triton_int4_plans import ONE_TOKEN_INT4, int4_plan_for
+from kestrel_ops.experts.triton_int4_products import contract_int4, expand_int4
+from kestrel_ops.experts.triton_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, ProductPlan, plan_for
+from kestrel_ops.experts.triton_products import combine, contract, expand, rounded
+from kestrel_ops.experts.triton_routing import route
 from kestrel_ops.shapes import FLOAT8
-from kestrel_ops.triton.dependent_launch import has_dependent_launch
-from kestrel_ops.triton.expert_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, ProductPlan, plan_for
-from kestrel_ops.triton.expert_products import combine, contract, expand, rounded
-from kestrel_ops.triton.expert_routing import route
-from kestrel_ops.triton.int4_plans import ONE_TOKEN_INT4, int4_plan_for
-from kestrel_ops.triton.int4_products import contract_int4, expand_int4
 from kestrel_runtime.models.moondream.config import MoeConfig
 from kestrel_runtime.models.moondream.weights.published import MOONDREAM_3
 
@@ -223,8 +223,7 @@ class Sizes:
 
 def experts_of(implementation: str) -> Callable[..., Tensor]:
     """The operation."""
-    module = importlib.import_module(f"kestrel_ops.{implementation}.mixture_of_experts")
-    return module.mixture_of_experts
+    return function_of(implementation, "mixture_of_experts")
 
 
 def calls(

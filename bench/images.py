@@ -29,8 +29,8 @@ from bench.harness.output import write_json
 from bench.harness.timing import attempted, time_us
 from bench.harness.workload import chart
 from kestrel_ops import Kernels, resample
-from kestrel_ops.triton.resample import Blocks
-from kestrel_ops.triton.resample import resample as triton_resample
+from kestrel_ops.images.triton_resample import Blocks
+from kestrel_ops.images.triton_resample import resample as triton_resample
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.imaging.crops import DecodedImage, keep_decoded
 from kestrel_runtime.imaging.decoding import decode_image

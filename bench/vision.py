@@ -38,17 +38,18 @@ from bench.harness.timing import (
     time_us,
 )
 from kestrel_ops import Kernels
-from kestrel_ops.library.crop_attention import crop_attention as library_crop_attention
-from kestrel_ops.reference.attention import crop_attention as crop_attention_definition
-from kestrel_ops.reference.linear import scaled_linear as scaled_linear_definition
-from kestrel_ops.reference.linear import scaled_linear_add as scaled_linear_add_definition
-from kestrel_ops.reference.linear import scaled_linear_gelu as scaled_linear_gelu_definition
-from kestrel_ops.reference.rows import add_layer_norm as add_layer_norm_definition
-from kestrel_ops.reference.rows import concat_gelu as concat_gelu_definition
-from kestrel_ops.reference.rows import quantise_rows
-from kestrel_ops.triton.add_layer_norm import add_layer_norm as triton_add_layer_norm
-from kestrel_ops.triton.concat_gelu import concat_gelu as triton_concat_gelu
-from kestrel_ops.triton.rows import RowBlocks
+from kestrel_ops.attention.library_crop_attention import crop_attention as library_crop_attention
+from kestrel_ops.attention.reference import crop_attention as crop_attention_definition
+from kestrel_ops.dispatch import implementation_of
+from kestrel_ops.linear.reference import scaled_linear as scaled_linear_definition
+from kestrel_ops.linear.reference import scaled_linear_add as scaled_linear_add_definition
+from kestrel_ops.linear.reference import scaled_linear_gelu as scaled_linear_gelu_definition
+from kestrel_ops.norms.reference import add_layer_norm as add_layer_norm_definition
+from kestrel_ops.norms.reference import concat_gelu as concat_gelu_definition
+from kestrel_ops.norms.reference import quantise_rows
+from kestrel_ops.norms.triton_add_layer_norm import add_layer_norm as triton_add_layer_norm
+from kestrel_ops.norms.triton_concat_gelu import concat_gelu as triton_concat_gelu
+from kestrel_ops.norms.triton_rows import RowBlocks
 from kestrel_runtime.api.options import parse_kernels
 from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.fused.calibrated_vision import CalibratedVision
@@ -345,7 +346,7 @@ def time_parts(
                 size=rows * dim * 8,
             )
 
-    attention("by " + kernels.crop_attention.__module__.split(".")[1], kernels.crop_attention, None)
+    attention("by " + implementation_of(kernels.crop_attention), kernels.crop_attention, None)
     if device.type == "cuda":
         if kernels.crop_attention is not library_crop_attention:
             attention("by library", library_crop_attention, None)

@@ -117,8 +117,8 @@ STARTING_AN_ENGINE = {
     *(f"multiprocess/supervision/{name}.py" for name in ("core_process", "frontend_process", "layout")),
 }
 SERVER_BREACHES = set[str]()
-# Inside the kernels: the packages of implementations that each of them may build upon. What needs a compiler or a
-# device is thus never imported for a definition.
+# Inside the kernels: the technologies that a module may build upon, by that with which its own name begins.
+# What needs a compiler or a device is thus never imported for a definition.
 IMPLEMENTATIONS = {
     "reference": set[str](),
     "triton": {"reference"},
@@ -360,7 +360,7 @@ def test_the_public_types_of_the_engine_need_no_torch():
 def test_only_the_public_face_of_the_kernels_is_imported():
     kernels = PACKAGES["kestrel_ops"]
     inner = {f"kestrel_ops.{path.relative_to(kernels).parts[0].removesuffix('.py')}" for path in modules(kernels)}
-    assert {f"kestrel_ops.{name}" for name in (*IMPLEMENTATIONS, "dispatch")} <= inner
+    assert {f"kestrel_ops.{name}" for name in ("attention", "experts", "linear", "reference", "dispatch")} <= inner
     breaches = [
         f"{name_of(path)}: {name}"
         for package in PACKAGES.keys() - {"kestrel_ops"}
@@ -371,28 +371,36 @@ def test_only_the_public_face_of_the_kernels_is_imported():
     assert breaches == []
 
 
+def technologies(name: str) -> set[str]:
+    """The technology that the name of a module of the kernels begins with, if any."""
+    package, *parts = name.split(".")
+    starts = {part.partition("_")[0] for part in parts[1:]} if package == "kestrel_ops" else set()
+    return starts & IMPLEMENTATIONS.keys()
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_implementations_of_kernels_build_upon_simpler_ones(implementation):
-    allowed = IMPLEMENTATIONS[implementation] | {implementation}
-    forbidden = {f"kestrel_ops.{other}" for other in IMPLEMENTATIONS.keys() - allowed} | {"kestrel_ops.dispatch"}
-    if "triton" not in allowed:
-        forbidden.add("triton")
+    forbidden = IMPLEMENTATIONS.keys() - IMPLEMENTATIONS[implementation] - {implementation}
+    paths = list(PACKAGES["kestrel_ops"].glob(f"*/{implementation}*.py"))
+    assert len(paths) > 5
     breaches = [
         f"{name_of(path)}: {name}"
-        for path in modules(PACKAGES["kestrel_ops"] / implementation)
+        for path in paths
         for name in all_imports(path)
-        if is_within(name, forbidden)
+        if technologies(name) & forbidden or is_within(name, {"kestrel_ops.dispatch"} | ({"triton"} & forbidden))
     ]
     assert breaches == []
 
 
 def test_importing_the_kernels_imports_their_definitions_alone():
-    forbidden = {f"kestrel_ops.{name}." for name in IMPLEMENTATIONS.keys() - {"reference"}} | {"triton."}
+    kernels = PACKAGES["kestrel_ops"]
+    others = [path for path in modules(kernels) if not technologies(f"kestrel_ops._.{path.stem}") - {"reference"}]
+    assert len(others) > 20
     breaches = [
         f"{name_of(path)}: {name}"
-        for path in PACKAGES["kestrel_ops"].glob("*.py")
-        for name in all_imports(path)
-        if f"{name}.".startswith(tuple(forbidden))
+        for path in others
+        for name in imports(path)
+        if is_within(name, {"triton"}) or technologies(name) - {"reference"}
     ]
     assert breaches == []
 

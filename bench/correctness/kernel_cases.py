@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kestrel_ops import reference
-from kestrel_ops.low_rank import BlockLowRank, LowRank, RowsBySlot
+from kestrel_ops.lora.types import BlockLowRank, LowRank, RowsBySlot
 
 FLOAT8 = torch.float8_e4m3fn
 # The largest error relative to the largest value, by the narrowest type that is rounded to on the way; of float8 a
@@ -502,7 +502,7 @@ def _rows_by_slot(draw: random.Random) -> Case:
         rows = function(slots, ranks, block.max_rank, is_decode=False, dtype=block.dtype)
         add = reference.add_up_terms
         if rows.plan is not None:  # only the implementation that has made it reads it
-            add = import_module("kestrel_ops.triton.add_up_terms").add_up_terms
+            add = import_module("kestrel_ops.lora.triton_add_up_terms").add_up_terms
         add(changed, block.on(device, rows))
         return [rows.slots, changed]
 

@@ -8,8 +8,6 @@ in how many calls the runs gave different bits. Processes share the device, so t
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import os
 import sys
 import time
@@ -32,6 +30,7 @@ def check(seed: int, repeats: int, device_name: str) -> list[dict[str, Any]]:
 
     from bench.correctness.kernel_cases import cases
     from kestrel_ops.device_limits import DeviceLimits
+    from kestrel_ops.dispatch import function_of, has_implementation
 
     device, rows = torch.device(device_name), []
     lacks_float8 = (DeviceLimits.of(device).capability or _FLOAT8_SINCE) < _FLOAT8_SINCE
@@ -39,12 +38,12 @@ def check(seed: int, repeats: int, device_name: str) -> list[dict[str, Any]]:
         if (case.needs_cuda and device.type == "cpu") or (lacks_float8 and "float8" in case.name):
             continue
         with torch.inference_mode():
-            wanted = case.run(_function("reference", case.operation), torch.device("cpu"))
+            wanted = case.run(function_of("reference", case.operation), torch.device("cpu"))
         for name in _IMPLEMENTATIONS:
-            if importlib.util.find_spec(f"kestrel_ops.{name}.{case.operation}") is not None:
+            if has_implementation(name, case.operation):
                 row: dict[str, Any] = {"operation": case.operation, "implementation": name, "case": case.name}
                 row |= {"seed": seed, "tolerance": case.tolerance}
-                rows.append(row | _compared(case, _function(name, case.operation), device, wanted, repeats))
+                rows.append(row | _compared(case, function_of(name, case.operation), device, wanted, repeats))
     return rows
 
 
@@ -66,11 +65,6 @@ def _compared(case: Any, function: Callable[..., Any], device: Any, wanted: Any,
         message = str(failure).splitlines()[0][:200]
         return {"error": float("inf"), "same_bits": False, "failure": f"{type(failure).__name__}: {message}"}
     return {"error": worst, "same_bits": same}
-
-
-def _function(implementation: str, operation: str) -> Callable[..., Any]:
-    module = "reference" if implementation == "reference" else f"{implementation}.{operation}"
-    return getattr(importlib.import_module(f"kestrel_ops.{module}"), operation)
 
 
 def check_all(seeds: list[int], repeats: int, device: str, num_processes: int) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from bench.harness.prefill_inputs import PAGE_SIZE, new_cache
 from bench.harness.timing import Limits, attempted, time_us
 from kestrel_ops import Kernels
+from kestrel_ops.dispatch import implementation_of
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.config import TextConfig
 from kestrel_runtime.models.moondream.fused.decode import FusedDecoder
@@ -149,7 +150,7 @@ def without_dependent_launch(kernels: Kernels) -> Kernels:
     def wrapped(operation: str) -> Callable[..., Any]:
         function = getattr(kernels, operation)
         module = sys.modules[function.__module__]
-        if "triton" not in function.__module__:
+        if implementation_of(function) != "triton":
             return function
 
         def launched(*arguments: Any) -> Any:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from bench.random_weights import KV_SCALE
-from kestrel_ops.reference.int4 import quantise_int4
-from kestrel_ops.reference.rows import quantise_rows
-from kestrel_ops.triton.prefill_attention import Tiling, attend
+from kestrel_ops.attention.triton_prefill_attention import Tiling, attend
+from kestrel_ops.experts.reference_int4 import quantise_int4
+from kestrel_ops.norms.reference import quantise_rows
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import PackedChunks
 from kestrel_runtime.models.moondream.config import TextConfig

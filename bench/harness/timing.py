@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kestrel_ops.reference.rows import quantise_rows
+from kestrel_ops.norms.reference import quantise_rows
 
 _FLOAT8 = torch.float8_e4m3fn
 

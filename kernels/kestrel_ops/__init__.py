@@ -1,10 +1,11 @@
 """The operations of which models consist: tensors in, tensors out.
 
 Other packages import only this module. It exports the definition of each operation in plain torch, from
-`reference/`.
+`reference`.
 Shapes: T tokens, B sequences, H query heads, G key/value heads, D head dimension, P pages, S slots in a page.
 """
 
+from kestrel_ops.compilation.facts import KeptFacts
 from kestrel_ops.device_limits import DeviceLimits, meta_stands_for
 from kestrel_ops.dispatch import (
     COMPILED_AHEAD,
@@ -17,9 +18,8 @@ from kestrel_ops.dispatch import (
     prepare_compilations,
     use_libraries,
 )
-from kestrel_ops.facts import KeptFacts
-from kestrel_ops.invariant_mode import InvariantMode, depends_on_chunks, depends_on_place
-from kestrel_ops.low_rank import BlockLowRank, ExpertAdapters, LowRank, RowsBySlot
+from kestrel_ops.invariant.mode import InvariantMode, depends_on_chunks, depends_on_place
+from kestrel_ops.lora.types import BlockLowRank, ExpertAdapters, LowRank, RowsBySlot
 from kestrel_ops.reference import (
     INT4_GROUP,
     RESAMPLE_WEIGHT_BITS,

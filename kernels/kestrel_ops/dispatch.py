@@ -1,8 +1,9 @@
 """Selects an implementation of each fused operation, once, at the start.
 
-`reference` defines all operations, for any model. Those that are faster on a CUDA device are in `cuda`, `triton` or
-`library`: a module `kestrel_ops.<implementation>.<operation>` has a function of the operation's name, and
-`unsupported(model) -> str | None`, the reason why it cannot serve a model.
+`reference` defines all operations, for any model. Implementations that are faster on a CUDA device stand next to an
+operation's definition: the module `kestrel_ops.<subject>.<implementation>_<operation>`, with `cuda`, `triton` or
+`library` as the implementation, has a function of the operation's name, and `unsupported(model) -> str | None`, the
+reason why it cannot serve a model.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import torch
 from torch import Tensor
 
 from kestrel_ops import reference
+from kestrel_ops.compilation.facts import KeptFacts, device_facts, files_of
 from kestrel_ops.device_limits import DeviceLimits
-from kestrel_ops.facts import KeptFacts, device_facts, files_of
 from kestrel_ops.shapes import FLOAT8, ModelShape
 
 _FASTEST_FIRST = ("cuda", "triton", "library")
@@ -79,7 +80,7 @@ _OF_SHAPES: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One function for each operation, which `reference/` defines and documents."""
+    """One function for each operation, which `reference` defines and documents."""
 
     resample: Callable[..., Any]
     add_layer_norm: Callable[..., Any]
@@ -117,7 +118,7 @@ class Kernels:
         unknown = [
             f"{operation}={implementation}"
             for operation, implementation in choices.items()
-            if operation not in operations or not _exists(implementation, operation)
+            if operation not in operations or not has_implementation(implementation, operation)
         ]
         if unknown:
             raise ValueError(f"no such kernels: {', '.join(unknown)}")
@@ -132,7 +133,7 @@ class Kernels:
             operation: choices.get(operation) or _default(device_type, operation, model) for operation in operations
         }
         _log.debug("kernels: %s", ", ".join(f"{operation}={name}" for operation, name in chosen.items()))
-        return cls(**{operation: _function(name, operation) for operation, name in chosen.items()})
+        return cls(**{operation: function_of(name, operation) for operation, name in chosen.items()})
 
     def of_shapes(self) -> Kernels:
         """The same kernels of Triton, and results without values in the place of what computes by other means.
@@ -142,11 +143,10 @@ class Kernels:
         chosen: dict[str, Callable[..., Any]] = {}
         for field in fields(self):
             function = getattr(self, field.name)
-            package = function.__module__.split(".")[-2]
-            launches_triton = package == "triton" or getattr(
+            launches_triton = implementation_of(function) == "triton" or getattr(
                 sys.modules[function.__module__], "LAUNCHES_TRITON", False
             )
-            own = _function(_REFERENCE, field.name)
+            own = function_of(_REFERENCE, field.name)
             chosen[field.name] = function if launches_triton else _OF_SHAPES.get(field.name, own)
         return Kernels(**chosen)
 
@@ -191,12 +191,37 @@ class Kernels:
         return [name for name in operations if getattr(self, name) is getattr(reference, name)]
 
 
+def implementation_of(function: Callable[..., Any]) -> str:
+    """Returns which implementation a function of an operation belongs to, such as `triton`."""
+    return function.__module__.rpartition(".")[2].partition("_")[0]
+
+
+def function_of(implementation: str, operation: str) -> Callable[..., Any]:
+    """Returns an implementation of an operation; raises ModuleNotFoundError if there is none."""
+    found = reference if implementation == _REFERENCE else module_of(implementation, operation)
+    return getattr(found, operation)
+
+
+def module_of(implementation: str, operation: str) -> ModuleType:
+    """Returns the module with an implementation of an operation; raises ModuleNotFoundError if there is none."""
+    return importlib.import_module(_module_name(implementation, operation))
+
+
+def has_implementation(implementation: str, operation: str) -> bool:
+    """Returns True if an operation has this implementation, whether or not it can run here."""
+    if implementation == _REFERENCE:
+        return hasattr(reference, operation)
+    if implementation not in _FASTEST_FIRST:
+        return False
+    return importlib.util.find_spec(_module_name(implementation, operation)) is not None
+
+
 def num_compilations() -> int:
     """How many kernels this process has compiled, or loaded from their folder, since the first call.
 
     Imports nothing: where no kernel has been imported, none has been compiled.
     """
-    module = sys.modules.get("kestrel_ops.triton.compilations")
+    module = sys.modules.get("kestrel_ops.compilation.triton_compilations")
     return 0 if module is None else module.compilations().count
 
 
@@ -247,7 +272,7 @@ def prepare_compilations() -> None:
 def use_libraries(device: torch.device) -> None:
     """Have torch's libraries load what their first calls on a CUDA device wait for. Takes half a second, in any
     thread. Raises RuntimeError where the device cannot compute that."""
-    _module("library", "first_use").use_libraries(device)
+    importlib.import_module("kestrel_ops.linear.library_first_use").use_libraries(device)
 
 
 def measured_products(choices: dict[str, int]) -> AbstractContextManager[None]:
@@ -256,12 +281,12 @@ def measured_products(choices: dict[str, int]) -> AbstractContextManager[None]:
     That waits for the device. Without it a product takes up to a few per cent longer, with the same result. What
     `choices` has is not measured; what is measured is added to them.
     """
-    return _module("library", "cublas_lt").measured_products(choices)
+    return importlib.import_module("kestrel_ops.linear.library_cublas_lt").measured_products(choices)
 
 
 def _compilations() -> ModuleType | None:
     try:
-        return _module("triton", "compilations")
+        return importlib.import_module("kestrel_ops.compilation.triton_compilations")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in _OPTIONAL_PACKAGES:
             raise
@@ -281,7 +306,7 @@ def _up_to_the_first_that_can(
 ) -> Iterator[tuple[str, str | None]]:
     """Implementations in the order of speed, each with the reason why it cannot serve the model, or None."""
     for name in _FASTEST_FIRST if device_type == "cuda" else ():
-        if _exists(name, operation):
+        if has_implementation(name, operation):
             reason = _unsupported(name, operation, model)
             yield name, reason
             if reason is None:
@@ -289,20 +314,12 @@ def _up_to_the_first_that_can(
     yield _REFERENCE, None
 
 
-def _exists(implementation: str, operation: str) -> bool:
-    if implementation == _REFERENCE:
-        return hasattr(reference, operation)
-    if implementation not in _FASTEST_FIRST:
-        return False
-    return importlib.util.find_spec(f"kestrel_ops.{implementation}.{operation}") is not None
-
-
 def _unsupported(implementation: str, operation: str, model: ModelShape | None) -> str | None:
     """Why an implementation cannot serve the model; None if it can."""
     if implementation == _REFERENCE:
         return None
     try:
-        module = _module(implementation, operation)
+        module = module_of(implementation, operation)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in _OPTIONAL_PACKAGES:
             raise
@@ -310,10 +327,6 @@ def _unsupported(implementation: str, operation: str, model: ModelShape | None) 
     return None if model is None else module.unsupported(model)
 
 
-def _function(implementation: str, operation: str) -> Callable[..., Any]:
-    found = reference if implementation == _REFERENCE else _module(implementation, operation)
-    return getattr(found, operation)
-
-
-def _module(implementation: str, operation: str) -> ModuleType:
-    return importlib.import_module(f"kestrel_ops.{implementation}.{operation}")
+def _module_name(implementation: str, operation: str) -> str:
+    subject = getattr(reference, operation).__module__.rpartition(".")[0]
+    return f"{subject}.{implementation}_{operation}"

@@ -45,6 +45,6 @@ def test_steps_with_experts_are_timed_beside_what_they_read(expert_dtype, tmp_pa
     assert decode_step.main() == 0
     assert "failed" not in capsys.readouterr().out
     result = json.loads((tmp_path / f"decode_step_experts_{expert_dtype}.json").read_text())
-    assert result["kernels"]["mixture_of_experts"] == "kestrel_ops.library.mixture_of_experts"
+    assert result["kernels"]["mixture_of_experts"] == "kestrel_ops.experts.library_mixture_of_experts"
     few, more = result["steps"][:2]
     assert 0 < few["limit_us"] < more["limit_us"]

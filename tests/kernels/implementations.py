@@ -1,7 +1,5 @@
 """Every implementation of an operation that can run here, for tests that hold all of them to the definition."""
 
-import importlib
-import importlib.util
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import torch
 
 from kestrel_ops import reference
+from kestrel_ops.dispatch import function_of, has_implementation, implementation_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT8 = torch.float8_e4m3fn
@@ -21,9 +20,8 @@ def implementations(operation, names=("reference", "triton", "cuda", "library"))
     if DEVICE == "cpu" and operation == "mixture_of_experts":
         names = [name for name in names if name != "cuda"]
     definition = [getattr(reference, operation)] if "reference" in names else []
-    modules = [f"kestrel_ops.{name}.{operation}" for name in names if name != "reference"]
-    found = [importlib.import_module(name) for name in modules if importlib.util.find_spec(name) is not None]
-    return definition + [getattr(module, operation) for module in found]
+    others = [name for name in names if name != "reference" and has_implementation(name, operation)]
+    return definition + [function_of(name, operation) for name in others]
 
 
 def in_pairs(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -46,7 +44,7 @@ def _pairs(places: tuple[int, ...]) -> set[Any]:
 
 def implementation_name(function):
     """`reference`, `triton`, `cuda` or `library`."""
-    return function.__module__.split(".")[1]
+    return implementation_of(function)
 
 
 def dequantised(rows, scale):

@@ -5,21 +5,20 @@ Each takes sizes and types as JSON can say them, and at the end the implementati
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kestrel_ops import BlockLowRank, LowRank, reference
+from kestrel_ops import BlockLowRank, LowRank
+from kestrel_ops.dispatch import function_of
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 _DTYPES |= {"int4": torch.uint8}  # of two weights
 
 
 def _operation(implementation: str, name: str) -> Any:
-    found = reference if implementation == "reference" else import_module(f"kestrel_ops.{implementation}.{name}")
-    return getattr(found, name)
+    return function_of(implementation, name)
 
 
 def _empty(*shape: int, dtype: str = "fp32") -> Tensor:
@@ -154,7 +153,7 @@ def scaled_linear(count: int, width: int, num_rows: int, weight: str, of: str = 
 
 def few_rows(count: int, width: int, num_rows: int) -> None:
     """A product in float8 with a scale for each row."""
-    from kestrel_ops.triton.few_rows import multiply_few
+    from kestrel_ops.linear.triton_few_rows import multiply_few
 
     operands = _empty(count, width, dtype="fp8"), _empty(count, 1), _empty(num_rows, width, dtype="fp8")
     multiply_few(*operands, _empty(num_rows), _empty(num_rows, dtype="bf16"), torch.bfloat16)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kestrel_ops import ExpertAdapters, LowRank, add_low_rank, mixture_of_experts
-from kestrel_ops.library import add_low_rank as library
-from kestrel_ops.library.mixture_of_experts import mixture_of_experts as library_experts
+from kestrel_ops.experts.library_mixture_of_experts import mixture_of_experts as library_experts
+from kestrel_ops.lora import library_add_low_rank as library
 
 
 def random_low_rank(chance: torch.Generator, *stack: int, rank: int, ins: int, outs: int) -> LowRank:

@@ -16,9 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kestrel_ops.device_limits import DeviceLimits
-from kestrel_ops.triton import compilations as compilations_module
-from kestrel_ops.triton.compilations import (
+from kestrel_ops.compilation import triton_compilations as compilations_module
+from kestrel_ops.compilation.triton_compilations import (
     compilations,
     compiled_together,
     found_listed,
@@ -27,6 +26,7 @@ from kestrel_ops.triton.compilations import (
     load_listed,
     take_over,
 )
+from kestrel_ops.device_limits import DeviceLimits
 
 HOPPER = DeviceLimits.of_card((9, 0))
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kestrel_ops.cuda.crop_attention import product_source
+from kestrel_ops.attention.cuda_crop_attention import product_source
 from tests.kernels.implementations import (
     DEVICE,
     FLOAT8,

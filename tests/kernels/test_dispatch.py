@@ -2,7 +2,6 @@ import contextlib
 import importlib
 import importlib.util
 import logging
-import pkgutil
 from dataclasses import fields, replace
 
 import pytest
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import (
 
 import kestrel_ops
 from kestrel_ops import Kernels, ModelShape, TextShape, VisionShape, reference
+from kestrel_ops.dispatch import has_implementation, implementation_of, module_of
 from tests.kernels import launched
 from tests.kernels.implementations import FLOAT8
 
@@ -58,16 +58,15 @@ def with_vision(**changes):
 def chosen(model, choices=None):
     """Implementations by operation, on a CUDA device."""
     kernels = Kernels.select("cuda", choices or {}, model)
-    return {name: getattr(kernels, name).__module__.split(".")[1] for name in OPERATIONS}
+    return {name: implementation_of(getattr(kernels, name)) for name in OPERATIONS}
 
 
 def implementations():
     """Every module beside the definitions that has an operation, as (implementation, operation)."""
     for name in ("cuda", "triton", "library"):
-        package = importlib.import_module(f"kestrel_ops.{name}")
-        for module in pkgutil.iter_modules(package.__path__):
-            if module.name in OPERATIONS:
-                yield name, module.name
+        for operation in OPERATIONS:
+            if has_implementation(name, operation):
+                yield name, operation
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -78,7 +77,7 @@ def test_a_cpu_takes_the_definitions(operation):
 @needs_triton
 def test_a_cuda_device_takes_what_is_faster():
     kernels = Kernels.select("cuda", {})
-    modules = {getattr(kernels, name).__module__.split(".")[1] for name in OPERATIONS}
+    modules = {implementation_of(getattr(kernels, name)) for name in OPERATIONS}
     assert modules == {"cuda", "triton", "library"}
 
 
@@ -94,7 +93,7 @@ def test_every_implementation_says_what_it_cannot_serve():
     found = list(implementations())
     assert len(found) > 10
     for name, operation in found:
-        unsupported = importlib.import_module(f"kestrel_ops.{name}.{operation}").unsupported
+        unsupported = module_of(name, operation).unsupported
         assert unsupported(MODEL) is None, (name, operation)
         assert unsupported(replace(MODEL, text=None, vision=None)) is None, (name, operation)
 
@@ -163,7 +162,7 @@ def test_a_part_that_runs_plain_asks_for_nothing(caplog):
 def test_a_choice_goes_first():
     kernels = Kernels.select("cuda", {"concat_gelu": "reference"}, MODEL)
     assert kernels.concat_gelu is reference.concat_gelu
-    assert kernels.add_layer_norm.__module__ == "kestrel_ops.triton.add_layer_norm"
+    assert kernels.add_layer_norm.__module__ == "kestrel_ops.norms.triton_add_layer_norm"
 
 
 @needs_triton
@@ -178,7 +177,7 @@ def test_without_triton_the_library_and_the_definitions_serve(monkeypatch, caplo
     load = importlib.import_module
 
     def import_module(name):
-        if name.startswith("kestrel_ops.triton.") or name == "kestrel_ops.library.crop_attention":
+        if ".triton_" in name or name == "kestrel_ops.attention.library_crop_attention":
             raise ModuleNotFoundError("No module named 'triton'", name="triton")
         return load(name)
 
@@ -186,7 +185,7 @@ def test_without_triton_the_library_and_the_definitions_serve(monkeypatch, caplo
     with caplog.at_level(logging.WARNING):
         kernels = Kernels.select("cuda", {})
     assert kernels.add_layer_norm is reference.add_layer_norm
-    assert kernels.scaled_linear.__module__ == "kestrel_ops.library.scaled_linear"
+    assert kernels.scaled_linear.__module__ == "kestrel_ops.linear.library_scaled_linear"
     assert "add_layer_norm=triton is passed over for reference: triton is not installed" in caplog.text
 
 

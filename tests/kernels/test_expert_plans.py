@@ -9,8 +9,8 @@ from kestrel_ops import ExpertAdapters, LowRank, mixture_of_experts
 from kestrel_ops.device_limits import HOPPER_SHARED_BYTES, PORTABLE_SHARED_BYTES, DeviceLimits
 from tests.kernels.implementations import DEVICE, FLOAT8, in_pairs, relative_error
 
-plans = pytest.importorskip("kestrel_ops.triton.expert_plans", reason="needs Triton")
-triton_experts = pytest.importorskip("kestrel_ops.triton.mixture_of_experts", reason="needs Triton")
+plans = pytest.importorskip("kestrel_ops.experts.triton_plans", reason="needs Triton")
+triton_experts = pytest.importorskip("kestrel_ops.experts.triton_mixture_of_experts", reason="needs Triton")
 
 DIM, INNER, EXPERTS, CHOICES = 52, 36, 5, 3
 

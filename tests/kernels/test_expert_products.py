@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from kestrel_ops.reference import mixture_of_experts as definition
+from kestrel_ops.experts.reference import mixture_of_experts as definition
 from tests.kernels.implementations import DEVICE, FLOAT8, relative_error
 
 pytest.importorskip("triton", reason="needs Triton")
-from kestrel_ops.cuda import expert_products, expert_routing
-from kestrel_ops.cuda.expert_plans import PLANS, plan_for
-from kestrel_ops.cuda.mixture_of_experts import mixture_of_experts
-from kestrel_ops.triton.expert_routing import route as route_by_triton
-from kestrel_ops.triton.mixture_of_experts import mixture_of_experts as triton_experts
+from kestrel_ops.experts import cuda_products, cuda_routing
+from kestrel_ops.experts.cuda_mixture_of_experts import mixture_of_experts
+from kestrel_ops.experts.cuda_plans import PLANS, plan_for
+from kestrel_ops.experts.triton_mixture_of_experts import mixture_of_experts as triton_experts
+from kestrel_ops.experts.triton_routing import route as route_by_triton
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
@@ -39,7 +39,7 @@ def mixed(operation, layer, choices, positions=None, **more):
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_programs_of_a_plan_fit_into_a_multiprocessor_together(plan, is_gated):
     columns, width = (2048, 1024) if is_gated else (1024, 2048)
-    source = expert_products.source_of(columns, width, 8, plan, "bf16", is_gated=is_gated, is_dependent=True)
+    source = cuda_products.source_of(columns, width, 8, plan, "bf16", is_gated=is_gated, is_dependent=True)
     (line,) = (line for line in source.splitlines() if line.startswith("#define SHARED_BYTES"))
     assert plan.programs * (int(line.split()[2]) + 1024) <= SHARED_BYTES
     assert plan.block_tokens * plan.tiles <= 256
@@ -55,7 +55,7 @@ def test_more_tokens_of_an_expert_get_larger_items():
 
 def test_sizes_that_are_no_multiples_of_tiles_are_left_to_triton():
     sizes = (256, 128), (128, 128), (256, 192), (250, 128)
-    fits = [expert_products.fits(torch.empty(2, 2 * inner, dim), PLANS[-1]) for dim, inner in sizes]
+    fits = [cuda_products.fits(torch.empty(2, 2 * inner, dim), PLANS[-1]) for dim, inner in sizes]
     assert fits == [True, False, False, False]
     layer = a_layer(21, num_experts=2, dim=48, inner=20)
     assert torch.equal(mixed(mixture_of_experts, layer, 2), mixed(triton_experts, layer, 2))
@@ -113,7 +113,7 @@ def test_pairs_are_routed_as_by_triton(num_tokens, num_experts, choices, dim, lo
         positions = torch.arange(num_tokens, device=DEVICE).to(position_dtype)
         positions[::5] = -1
     tokens = hidden, logits, choices, 16, positions
-    found = expert_routing.route(*tokens, is_dependent=True)
+    found = cuda_routing.route(*tokens, is_dependent=True)
     wanted = route_by_triton(*tokens, quantises=True, is_dependent=True)
     used = wanted.items[2] > 0
     assert torch.equal(found.items[2], wanted.items[2])
@@ -129,7 +129,7 @@ def test_pairs_are_routed_as_by_triton(num_tokens, num_experts, choices, dim, lo
 
 def test_tokens_of_other_widths_or_of_more_experts_are_routed_by_triton():
     hidden = torch.empty(3, 512, dtype=torch.bfloat16)
-    assert expert_routing.can_route(hidden, torch.empty(3, 64), 8)
-    assert not expert_routing.can_route(hidden[:, :300], torch.empty(3, 64), 8)
-    assert not expert_routing.can_route(hidden, torch.empty(3, 65), 8)
-    assert not expert_routing.can_route(hidden.float(), torch.empty(3, 64), 8)
+    assert cuda_routing.can_route(hidden, torch.empty(3, 64), 8)
+    assert not cuda_routing.can_route(hidden[:, :300], torch.empty(3, 64), 8)
+    assert not cuda_routing.can_route(hidden, torch.empty(3, 65), 8)
+    assert not cuda_routing.can_route(hidden.float(), torch.empty(3, 64), 8)

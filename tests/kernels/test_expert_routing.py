@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.implementations import DEVICE, FLOAT8
 
-routing = pytest.importorskip("kestrel_ops.triton.expert_routing", reason="needs Triton")
+routing = pytest.importorskip("kestrel_ops.experts.triton_routing", reason="needs Triton")
 
 
 def routed(logits, choices, block_tokens, positions=None, *, quantises=False, hidden=None):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kestrel_ops import ExpertAdapters, LowRank, dequantise_int4, quantise_int4
-from kestrel_ops.reference import mixture_of_experts as definition
+from kestrel_ops.experts.reference import mixture_of_experts as definition
 from tests.kernels.implementations import DEVICE, implementation_name, implementations, relative_error
 
 every_implementation = pytest.mark.parametrize(

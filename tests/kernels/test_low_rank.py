@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kestrel_ops import BlockLowRank, LowRank, reference
+from kestrel_ops.dispatch import module_of
 from tests.kernels.implementations import DEVICE, implementations, relative_error
 
 EPSILON = 1e-5
@@ -52,7 +53,7 @@ class Draw:
         if inner:
             up.append(self.layer(others, dim, inner, 2))
             down.append(self.layer(ranks, inner, dim, 3))
-        package = reference if of == "reference" else import_module("kestrel_ops.triton.rows_by_slot")
+        package = reference if of == "reference" else import_module("kestrel_ops.lora.triton_rows_by_slot")
         kinds = torch.tensor([ranks, others, others, ranks], dtype=torch.int32, device=DEVICE)
         grouped = package.rows_by_slot(slots, kinds, max(ranks), is_decode=is_decode, dtype=self.dtype)
         flags = torch.zeros(len(ranks) + 1, dtype=torch.bool, device=DEVICE)
@@ -77,7 +78,7 @@ def each_kind_of_slots(count: int, num_slots: int) -> dict[str, Tensor]:
     [(1, 1, "one"), (40, 3, "none"), (64, 8, "mixed"), (1500, 3, "prompts"), (60, 9, "mixed")],
 )
 def test_rows_and_ranks_are_listed_by_slot(count: int, num_slots: int, kind: str) -> None:
-    rows_by_slot = import_module("kestrel_ops.triton.rows_by_slot").rows_by_slot
+    rows_by_slot = import_module("kestrel_ops.lora.triton_rows_by_slot").rows_by_slot
     slots = each_kind_of_slots(count, num_slots)[kind]
     ranks = torch.arange(4 * num_slots, dtype=torch.int32, device=DEVICE).view(4, num_slots) % 20
     plan = rows_by_slot(slots, ranks, 19, is_decode=True, dtype=torch.float32, block_rows=16).plan
@@ -155,7 +156,7 @@ def test_blocks_of_prompts_get_what_the_definition_adds(
         modules = [reference] * 3
         if of == "triton":
             names = ("add_layer_norm", "add_up_terms", "add_down_terms")
-            modules = [import_module(f"kestrel_ops.triton.{name}") for name in names]
+            modules = [module_of("triton", name) for name in names]
         product, out = draw.rows(count, qkv + inner), draw.rows(count, dim)
         activations, scale = draw.rows(count, dim + inner), None
         if kind == "prompts":
@@ -198,8 +199,8 @@ def test_steps_with_adapters_are_those_without_and_the_terms(
         draw = Draw(3, torch.float32 if weight == torch.float32 else torch.bfloat16)
         expand, contract = reference.decode_expand, reference.decode_contract
         if of != "reference":
-            expand = import_module("kestrel_ops.triton.decode_expand").decode_expand
-            contract = import_module("kestrel_ops.triton.decode_contract").decode_contract
+            expand = import_module("kestrel_ops.linear.triton_decode_expand").decode_expand
+            contract = import_module("kestrel_ops.linear.triton_decode_contract").decode_contract
         low_rank = draw.block(slots, ranks, dim, qkv, inner, of.split()[0], is_decode=True)
         given: dict[str, Any] = {} if of.endswith("without") else {"low_rank": low_rank}
         up = draw.rows(qkv + inner, dim, dtype=weight, size=dim**-0.5)

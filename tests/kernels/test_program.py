@@ -3,7 +3,7 @@ from ctypes import c_int, c_void_p
 import pytest
 import torch
 
-from kestrel_ops.cuda.program import Program
+from kestrel_ops.compilation.cuda_program import Program
 
 SOURCE = 'extern "C" __global__ void count(int* to, int first) { to[threadIdx.x] = first + threadIdx.x; }'
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

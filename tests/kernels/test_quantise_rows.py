@@ -1,6 +1,6 @@
 import torch
 
-from kestrel_ops.reference.rows import quantise_rows
+from kestrel_ops.norms.reference import quantise_rows
 
 
 def test_rows_come_back_within_a_step_of_eight_bits():

@@ -34,7 +34,7 @@ def triton_plans():
     """The kernel with plans as two tiles and in steps."""
     if importlib.util.find_spec("triton") is None:
         return []
-    module = importlib.import_module("kestrel_ops.triton.rotary_decode_attention")
+    module = importlib.import_module("kestrel_ops.attention.triton_rotary_decode_attention")
     plans = [module.AttentionPlan(16, 2, 1)]
     plans += [module.AttentionPlan(*cut, in_steps=True) for cut in ((32, 1, 1), (16, 2, 3), (16, 1, 4))]
     return [partial(module.rotary_decode_attention, plan=plan) for plan in plans]

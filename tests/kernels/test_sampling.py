@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel_ops import sample
-from kestrel_ops.reference.sampling import philox
+from kestrel_ops.sampling.reference import philox
 from tests.kernels.implementations import DEVICE, implementation_name, implementations
 
 NEAR_ONE = 1 - 2**-53  # the largest a random number can be; 1 when rounded to float32
@@ -145,7 +145,7 @@ def test_logits_of_a_short_type_are_drawn_in_float32():
 
 @pytest.mark.parametrize("vocabulary", [1, 77, 1024, 1025, 5000])
 def test_running_sums_are_those_of_a_row_in_any_company(vocabulary):
-    module = importlib.import_module("kestrel_ops.reference.sampling")
+    module = importlib.import_module("kestrel_ops.sampling.reference")
     rows = torch.rand(5, vocabulary, device=DEVICE).sort(dim=-1, descending=True).values
     together = module._running_sums(rows)
     torch.testing.assert_close(together, rows.double().cumsum(dim=-1).float(), rtol=1e-5, atol=0)
@@ -171,7 +171,7 @@ def test_nothing_is_summed_along_the_last_dimension(monkeypatch):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_fifty_draws_from_one_long_row_are_the_same():
-    module = importlib.import_module("kestrel_ops.reference.sampling")
+    module = importlib.import_module("kestrel_ops.sampling.reference")
     row = torch.rand(1, 51_200, device=DEVICE)
     first = module._running_sums(row)
     assert all(torch.equal(module._running_sums(row), first) for _ in range(50))

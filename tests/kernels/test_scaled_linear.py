@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from kestrel_ops.reference.rows import quantise_rows
+from kestrel_ops.norms.reference import quantise_rows
 from tests.kernels.implementations import DEVICE, FLOAT8, implementation_name, implementations, relative_error
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -59,7 +59,7 @@ def test_a_float8_product_is_that_of_the_scaled_operands(scaled_linear, count, b
     ],
 )
 def test_few_rows_of_any_sizes_are_summed_in_float32(count, in_dim, out_dim, out_dtype):
-    few_rows = pytest.importorskip("kestrel_ops.triton.few_rows", reason="needs Triton")
+    few_rows = pytest.importorskip("kestrel_ops.linear.triton_few_rows", reason="needs Triton")
     x, x_scale = quantise_rows(some_matrix(count, in_dim, 0) * torch.arange(1, count + 1, device=DEVICE)[:, None])
     weight, weight_scale = quantise_rows(some_matrix(out_dim, in_dim, 1))
     bias = some_matrix(1, out_dim, 2)[0].to(out_dtype) if count != 17 else None

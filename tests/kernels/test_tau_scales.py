@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrel_ops.reference.attention import tau_positions
+from kestrel_ops.attention.reference import tau_positions
 from tests.kernels.implementations import DEVICE, implementation_name, implementations
 
 every_implementation = pytest.mark.parametrize("tau_scales", implementations("tau_scales"), ids=implementation_name)

@@ -43,7 +43,7 @@ def test_what_is_wrong_or_differs_from_run_to_run_is_found_and_printed(monkeypat
 
         return right if implementation == "reference" or operation != "add_layer_norm" else add_layer_norm
 
-    monkeypatch.setattr(kernels, "_function", function)
+    monkeypatch.setattr("kestrel_ops.dispatch.function_of", function)
     rows = kernels.check_all([0], 3, "cpu", 1)
     bad = [row for row in rows if kernels.is_wrong(row) or not row["same_bits"]]
     assert len(bad) == 4
@@ -58,7 +58,7 @@ def test_a_kernel_that_fails_is_a_wrong_one(monkeypatch):
 
         return definition(operation) if implementation == "reference" else fails
 
-    monkeypatch.setattr(kernels, "_function", function)
+    monkeypatch.setattr("kestrel_ops.dispatch.function_of", function)
     rows = kernels.check(0, 2, "cpu")
     assert len(rows) > 20
     assert all(kernels.is_wrong(row) and "no such luck" in row["failure"] for row in rows)

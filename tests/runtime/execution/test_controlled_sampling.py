@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel_ops.reference.sampling import philox_uniform
+from kestrel_ops.sampling.reference import philox_uniform
 from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.sampling import TokenRules, TokenSampler

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kestrel_ops.reference.sampling import philox_uniform
+from kestrel_ops.sampling.reference import philox_uniform
 from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.sampling import TokenRules, TokenSampler
 from kestrel_runtime.output.output_parser import Grammar, GrammarState, TokenRule

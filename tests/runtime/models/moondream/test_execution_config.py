@@ -63,7 +63,7 @@ def test_a_kernel_that_cannot_serve_the_model_is_refused_only_if_it_was_asked_fo
         ExecutionConfig.of(config, "cpu", model)
     paths = ExecutionConfig.of(EngineConfig(text_backend="fused", vision_backend="plain"), "cuda", model)
     assert paths.kernels.prefill_attention is reference.prefill_attention
-    assert paths.kernels.decode_expand.__module__ == "kestrel_ops.triton.decode_expand"
+    assert paths.kernels.decode_expand.__module__ == "kestrel_ops.linear.triton_decode_expand"
     assert "prefill_attention=triton is passed over for reference: heads of 256 dimensions" in caplog.text
 
 

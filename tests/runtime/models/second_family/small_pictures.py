@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from kestrel_ops.reference.sampling import philox_uniform
+from kestrel_ops.sampling.reference import philox_uniform
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import Box, CaptionOutput, DetectOutput, FinishReason, Output, TextDelta

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kestrel_ops.reference.sampling import philox_uniform
+from kestrel_ops.sampling.reference import philox_uniform
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import MemoryPlan, SkillDefaults
 from kestrel_runtime.api.errors import InvalidRequest, Violation

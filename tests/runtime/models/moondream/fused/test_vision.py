@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kestrel_ops import Kernels
-from kestrel_ops.reference.attention import crop_attention
-from kestrel_ops.reference.linear import scaled_linear, scaled_linear_add, scaled_linear_gelu
-from kestrel_ops.reference.rows import add_layer_norm, concat_gelu
+from kestrel_ops.attention.reference import crop_attention
+from kestrel_ops.linear.reference import scaled_linear, scaled_linear_add, scaled_linear_gelu
+from kestrel_ops.norms.reference import add_layer_norm, concat_gelu
 from kestrel_runtime.models.moondream.fused.vision import FusedVision
 from kestrel_runtime.models.moondream.vision.encoder import VisionModel
 from tests.runtime.models.moondream.tiny import randomised, tiny_config

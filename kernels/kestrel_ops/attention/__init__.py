@@ -1,0 +1,1 @@
+"""Attends to patches of crops and to cached tokens; rotates queries and keys; writes keys and values to pages."""

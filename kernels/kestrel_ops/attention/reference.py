@@ -1,0 +1,170 @@
+"""Attention within crops, of packed prompts and of decode steps, and the scales of tau attention."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+from kestrel_ops.attention.reference_cache import gather_rows, rotary, store_rows
+from kestrel_ops.norms.reference import rounded_to_float8
+
+
+def decode_attention(
+    query: Tensor,  # [B, H, D]
+    key_pages: Tensor,  # [P, G, S, D]
+    value_pages: Tensor,  # [P, G, S, D]
+    page_table: Tensor,  # [B, most pages of a sequence] integers; entries past a sequence's end are any valid page
+    lengths: Tensor,  # [B] int64: positions to attend to, the new token's own included
+    key_scale: Tensor | None = None,  # one element, float32, where the pages are float8: key = stored * scale
+    value_scale: Tensor | None = None,
+) -> Tensor:  # [B, H, D]
+    """Row b attends to the first `lengths[b]` positions of its pages, with scale 1 / sqrt(D).
+
+    Other positions of its pages have no effect, even if they contain NaN.
+    """
+    num_sequences, num_heads, head_dim = query.shape
+    # A masked value still counts as 0 times itself, which NaN is not: the first position takes its place.
+    key = gather_rows(key_pages, page_table, key_scale, query.dtype, lengths)  # [B, G, context, D]
+    value = gather_rows(value_pages, page_table, value_scale, query.dtype, lengths)
+    mask = (torch.arange(key.shape[2], device=query.device) < lengths[:, None])[:, None, None, :]
+    attended = scaled_dot_product_attention(
+        query[:, :, None, :], key, value, attn_mask=mask, enable_gqa=num_heads != key.shape[1]
+    )
+    return attended.reshape(num_sequences, num_heads, head_dim)
+
+
+def prefill_attention(
+    query: Tensor,  # [T, H, D]: the chunks of all sequences, one after the other; any strides over T
+    key: Tensor,  # [T, G, D]: the chunks' own keys
+    value: Tensor,  # [T, G, D]
+    key_pages: Tensor,  # [P, G, S, D] in the type of `query` or float8_e4m3fn; read before a chunk's start alone
+    value_pages: Tensor,  # [P, G, S, D], likewise
+    page_table: Tensor,  # [B, most pages] int32; entries past a sequence's end are any valid page
+    query_starts: Tensor,  # [B + 1] int32: first packed row of each chunk; rows after the last are padding
+    lengths: Tensor,  # [B] int32: positions of each sequence up to its chunk's end
+    prefix_lengths: Tensor,  # [B] int32: positions with bidirectional attention; 0 for causal attention
+    max_chunk: int,  # tokens of the longest chunk
+    key_scale: Tensor | None = None,  # [1] float32: multiplies what `key_pages` holds
+    value_scale: Tensor | None = None,  # [1] float32
+) -> Tensor:  # [T, H, D], contiguous
+    """Position i attends to every position up to i, and within the prefix to all of the prefix.
+
+    The last row of chunk b has position lengths[b] - 1. A chunk that begins inside the prefix must reach its end:
+    the prefix is never divided. The scale of the scores is 1 / sqrt(D). Padding rows of the result are undefined.
+    """
+    attended = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    starts = query_starts.tolist()
+    for row, (length, prefix_length) in enumerate(zip(lengths.tolist(), prefix_lengths.tolist(), strict=True)):
+        rows = slice(starts[row], starts[row + 1])
+        start = length - (rows.stop - rows.start)
+        table = page_table[row : row + 1, : -(-start // key_pages.shape[2])]
+        before = gather_rows(key_pages, table, key_scale, key.dtype)[0, :, :start]
+        keys = torch.cat((before, key[rows].transpose(0, 1)), dim=1)  # [G, length, D]
+        before = gather_rows(value_pages, table, value_scale, value.dtype)[0, :, :start]
+        values = torch.cat((before, value[rows].transpose(0, 1)), dim=1)
+        places = torch.arange(length, device=query.device)
+        queries = places[start:, None]
+        mask = (places <= queries) | ((places < prefix_length) & (queries < prefix_length))
+        attended[rows] = scaled_dot_product_attention(
+            query[rows].transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=mask,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )[0].transpose(0, 1)
+    return attended
+
+
+def rotary_decode_attention(
+    qkv: Tensor,  # [B, (H + 2 * G) * D] of any floating type: queries, keys, values
+    positions: Tensor,  # [B] int32 or int64: the token's position, which is how many are cached; negative: no token
+    cosine: Tensor,  # [longest context, R / 2] float32
+    sine: Tensor,  # [longest context, R / 2] float32
+    key_pages: Tensor,  # [P, G, S, D], written in place
+    value_pages: Tensor,  # [P, G, S, D], written in place
+    page_table: Tensor,  # [B, most pages of a sequence] int32; entries past a sequence's end are any valid page
+    out: Tensor,  # [B, H * D] of any floating type, rows may be strided, written
+    key_scale: Tensor | None,  # one element, float32, where the pages are float8: key = stored * scale
+    value_scale: Tensor | None,
+    query_scale: Tensor | None,  # [B, H]: multiplies queries before the rotation
+    value_factor: Tensor | None,  # [B, G]: multiplies values before they are stored
+    partials: Tensor,  # [B, H, most parts, D + 2] float32: workspace, one entry per part of a context
+    counters: Tensor,  # [B, H] int32: workspace, 0 before and after
+) -> None:
+    """Write the token's key and value to its place and attend to all positions up to it, with scale 1 / sqrt(D).
+
+    The token's own key and value are used as stored in the cache. A row without a token writes nothing; its result
+    is 0.
+    """
+    num_groups, page_size, head_dim = key_pages.shape[1:]
+    groups = num_groups * head_dim
+    out.zero_()
+    rows = torch.nonzero(positions >= 0)[:, 0]
+    if len(rows) == 0:
+        return
+    own, table = positions[rows].long(), page_table[rows].long()
+    parts = qkv[rows].float().split((qkv.shape[1] - 2 * groups, groups, groups), dim=1)
+    query, key, value = (part.unflatten(1, (-1, head_dim)) for part in parts)
+    if query_scale is not None:
+        query = query * query_scale[rows, :, None].float()
+    if value_factor is not None:
+        value = value * value_factor[rows, :, None].float()
+    slots = table.gather(1, own[:, None] // page_size)[:, 0] * page_size + own % page_size
+    store_rows(rotary(key, cosine[own], sine[own]), key_pages, slots, key_scale)
+    store_rows(value, value_pages, slots, value_scale)
+    attended = decode_attention(
+        rotary(query, cosine[own], sine[own]),
+        key_pages,
+        value_pages,
+        table,
+        own + 1,
+        key_scale,
+        value_scale,
+    )
+    out[rows] = attended.flatten(1).to(out.dtype)
+
+
+def crop_attention(
+    packed: Tensor,  # [N * patches, 3 * H * D]: queries, keys and values side by side
+    num_patches: int,
+    num_heads: int,
+    out_scale: float | None = None,
+    crop_by_crop: bool = False,
+) -> Tensor:  # [N * patches, H * D] in the type of `packed`, or float8_e4m3fn with an `out_scale`
+    """softmax(query @ key.T / sqrt(D)) @ value of each crop and head, computed in float32.
+
+    With `out_scale` the result is divided by it and rounded to float8; larger values are clipped. With
+    `crop_by_crop` a crop has the same bits among any number of crops.
+    """
+    if crop_by_crop:
+        crops = packed.split(num_patches)
+        return torch.cat([crop_attention(crop, num_patches, num_heads, out_scale) for crop in crops])
+    query, key, value = (
+        packed.float().view(-1, num_patches, 3, num_heads, packed.shape[1] // (3 * num_heads)).unbind(2)
+    )
+    scores = torch.einsum("nqhd,nkhd->nhqk", query, key) * query.shape[-1] ** -0.5
+    attended = torch.einsum("nhqk,nkhd->nqhd", scores.softmax(dim=-1), value).reshape(len(packed), -1)
+    return attended.to(packed.dtype) if out_scale is None else rounded_to_float8(attended / out_scale)
+
+
+def tau_scales(
+    packed: Tensor,  # [T, W]: query, key and value before their rotation; rows may be strided
+    positions: Tensor,  # [T] int32 or int64, counted from 0; negative ones count as 0
+    query_weight: Tensor,  # [H, W]
+    value_weight: Tensor,  # [H, W]
+    alpha: Tensor,  # [H]
+) -> tuple[Tensor, Tensor]:  # [T, H] each, of the type of the weights: for queries and for values
+    """tanh(weight @ gelu(packed)) + sigmoid(alpha * ln(position + 1)) + 1/2; the GELU is the exact (erf) form."""
+    activated = gelu(packed.to(query_weight.dtype))
+    by_position = tau_positions(alpha, positions)
+    query_scale = torch.tanh((activated @ query_weight.T).float()) + by_position
+    value_scale = torch.tanh((activated @ value_weight.T).float()) + by_position
+    return query_scale.to(query_weight.dtype), value_scale.to(query_weight.dtype)
+
+
+def tau_positions(alpha: Tensor, positions: Tensor) -> Tensor:
+    """The position term of tau attention, sigmoid(alpha * ln(p + 1)) + 1/2: [tokens, heads], float32.
+
+    alpha: [heads]; positions: [tokens], counted from 0. At position 0 it is 1 for any alpha.
+    """
+    steps = (positions.clamp(min=0) + 1).float().log()
+    return torch.sigmoid(alpha.float()[None, :] * steps[:, None]) + 0.5

@@ -1,0 +1,1 @@
+"""Compiles kernels, launches them, and keeps what a start has found out."""

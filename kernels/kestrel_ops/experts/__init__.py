@@ -1,0 +1,1 @@
+"""Computes mixtures of experts in 16, 8 and 4 bits."""

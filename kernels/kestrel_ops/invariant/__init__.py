@@ -1,0 +1,1 @@
+"""Computes products, attention and experts whose rows have the same bits in any batch."""

@@ -1,1 +1,0 @@
-"""Operations by a library that comes with torch, for CUDA devices."""

@@ -1,0 +1,1 @@
+"""Adds the products of low-rank adapters, each row with those of its own slot."""

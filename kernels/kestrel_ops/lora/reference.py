@@ -1,0 +1,83 @@
+"""The terms that low-rank adapters add to linear layers, for rows that each have an adapter of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kestrel_ops.lora.types import BlockLowRank, LowRank, RowsBySlot
+
+
+def add_low_rank(
+    out: Tensor,  # [T, out], changed in place
+    rows: Tensor,  # [T, in], of the type of the weights
+    weights: LowRank,
+    slots: Tensor,  # [T] int64: the slot of each row, 0 for none
+) -> None:
+    """out[t] += rows[t] @ a.T @ b with the weights of row t's slot. Rows in slot 0 stay as they are."""
+    for slot in slots.unique().tolist():
+        if slot:
+            chosen = (slots == slot).nonzero()[:, 0]
+            product = rows[chosen] @ weights.a[slot - 1].T @ weights.b[slot - 1]
+            out.index_add_(0, chosen, product.to(out.dtype))
+
+
+def rows_by_slot(
+    slots: Tensor,  # [T] int64: the slot of each row, 0 for none
+    ranks: Tensor,  # [4, S] int32: the largest rank of the adapter in each slot in layers of each `LowRank.kind`
+    max_rank: int,  # R, of any slot
+    *,
+    is_decode: bool,
+    dtype: torch.dtype,  # of the weights
+) -> RowsBySlot:
+    """The rows of a step, for the operations of a decode step or for those of packed prompts."""
+    return RowsBySlot(slots)
+
+
+def add_up_terms(
+    product: Tensor,  # [T, sum of outputs of `low_rank.up`], rows may be strided, changed in place
+    low_rank: BlockLowRank,
+) -> None:
+    """Add each row's terms to the first product of a block. Rows in slot 0 stay as they are."""
+    first = 0
+    for weights in low_rank.up:
+        _add(product[:, first : first + weights.b.shape[-1]], low_rank.normed, weights, low_rank.rows)
+        first += weights.b.shape[-1]
+
+
+def add_down_terms(
+    out: Tensor,  # [T, dim], changed in place
+    activations: Tensor,  # [T, H * D + ff_dim]: what the block's second product reads
+    scale: Tensor | None,  # [T, 1] float32: activations * scale is meant
+    low_rank: BlockLowRank,
+) -> None:
+    """Add each row's terms to what a block adds to the stream. Rows in slot 0 stay as they are.
+
+    The first columns of the activations are the attention's result.
+    """
+    if scale is not None:
+        activations = activations.float() * scale
+    attended, inner = activations.tensor_split((low_rank.down[0].a.shape[-1],), dim=1)
+    if attended.shape == low_rank.normed.shape:
+        reads_block_input = low_rank.reads_block_input[low_rank.rows.slots]
+        attended = torch.where(reads_block_input[:, None], low_rank.normed, attended.to(low_rank.normed.dtype))
+    _add(out, attended, low_rank.down[0], low_rank.rows)
+    if len(low_rank.down) > 1:
+        _add(out, inner, low_rank.down[1], low_rank.rows)
+
+
+def _add(out: Tensor, rows: Tensor, weights: LowRank, grouped: RowsBySlot) -> None:
+    """As `add_low_rank`, for rows of any type, without reading slots on the host."""
+    for slot in range(1, len(weights.a) + 1):
+        a, b = weights.a[slot - 1], weights.b[slot - 1]
+        term = (rows.to(a.dtype) @ a.T @ b).to(out.dtype)
+        out.copy_(torch.where((grouped.slots == slot)[:, None], out + term, out))
+
+
+def write_normed(
+    normalised: Tensor,  # [T, dim]: (hidden - mean) / deviation
+    low_rank: BlockLowRank,
+) -> None:
+    """Write `low_rank.normed`."""
+    wide = normalised.float() * low_rank.norm_weight.float() + low_rank.norm_bias.float()
+    low_rank.normed.copy_(wide)

@@ -1,0 +1,1 @@
+"""Normalises, activates and quantises whole rows."""
