@@ -1,38 +1,62 @@
 """A connection between a front end and an engine core: messages over a Unix stream socket.
 
 Any thread sends, without waiting and without a detour through the event loop; what the socket does not take at once
-the event loop sends later. The event loop alone reads. On the wire a message is the lengths of its data and of its
-attachment in four bytes each, and then both.
+the event loop sends later. The event loop alone reads. On the wire a message is the length of its data in four
+bytes, a byte that says whether a file comes with it, and the data. The file is a descriptor (SCM_RIGHTS): both
+processes share its memory, so that the pixels of an image are not copied through the socket.
 """
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
+import os
 import socket
 import struct
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import BinaryIO
 
 MAX_UNSENT_BYTES = 64 * 2**20
-"""Data that waits to be sent; with more the other end does not read. Attachments, for which it has asked, are not
-counted."""
-_LENGTHS = struct.Struct("<II")
+"""Data that waits to be sent; with more the other end does not read."""
+_HEAD = struct.Struct("<I?")
 _READ_BYTES = 256 * 2**10
+_DESCRIPTOR_BYTES = array.array("i").itemsize
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_DESCRIPTOR_BYTES)
+"""For one descriptor: no read goes past bytes with which one was sent."""
 _MAX_AT_ONCE = 32
 """Messages that are handled, and reads of a long one; then other callbacks of the event loop have their turn."""
+
+
+def shared_file(data: memoryview) -> BinaryIO:
+    """Returns a file in memory that holds `data` and has no name. Raises OSError where there is no room for it."""
+    file = os.fdopen(os.memfd_create("kestrel-shared"), "r+b", buffering=0)
+    try:
+        rest = data.cast("B")
+        while rest:
+            rest = rest[file.write(rest) :]
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 class Connection:
     """One end. It belongs to the event loop that runs when it is made.
 
-    `on_message` is called with the data and the attachment of each message, and `on_end` once when the other end
-    has closed the connection. Neither is called after `close`.
+    `on_message` is called with the data of each message and the file that came with it, which it must close: None
+    where none was sent, or where this process has no descriptor left for it. `on_end` is called once when the other
+    end has closed the connection. Neither is called after `close`.
     """
 
     def __init__(
-        self, stream: socket.socket, on_message: Callable[[bytes, bytes], None], on_end: Callable[[], None]
+        self,
+        stream: socket.socket,
+        on_message: Callable[[bytes, BinaryIO | None], None],
+        on_end: Callable[[], None],
     ) -> None:
         stream.setblocking(False)
         self._socket = stream
@@ -41,34 +65,34 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         """Of what is sent."""
-        self._unsent: deque[tuple[memoryview, bool]] = deque()
-        """Each with whether it is counted."""
+        self._unsent: deque[tuple[memoryview, BinaryIO | None]] = deque()
+        """Data, each with the file that goes with its first byte."""
         self._num_unsent_bytes = 0
-        """Of data."""
         self._sent: asyncio.Future[None] | None = None
         self._is_closed = False
         # What was received and not handled: `_buffer[_start:_end]`.
         self._buffer = bytearray(_READ_BYTES)
         self._start = self._end = 0
+        self._files: deque[BinaryIO | None] = deque()
+        """Those that have come, in the order of their messages."""
         self._is_behind = False
         self._loop.add_reader(stream.fileno(), self._read)
 
-    def send(self, data: bytes, attachment: bytes = b"") -> bool:
-        """From any thread: send, without waiting. False if too much waits already, because the other end does not
-        read. If it is gone, nothing happens."""
+    def send(self, data: bytes, file: BinaryIO | None = None) -> bool:
+        """From any thread: send, without waiting. The file is closed here, at the latest when it has been sent.
+
+        False if too much waits already, because the other end does not read. If it is gone, nothing happens.
+        """
         with self._lock:
-            if self._is_closed:
-                return True
-            if self._num_unsent_bytes > MAX_UNSENT_BYTES:
-                return False
+            if self._is_closed or self._num_unsent_bytes > MAX_UNSENT_BYTES:
+                _close(file)
+                return self._is_closed
             is_waiting = bool(self._unsent)
-            head = memoryview(_LENGTHS.pack(len(data), len(attachment)) + data)
-            rest = head if is_waiting else head[self._write(head) :]
-            if rest:
-                self._put(rest, is_counted=True)
-            whole = memoryview(attachment)
-            for at in range(0, len(whole), _READ_BYTES):
-                self._put(whole[at : at + _READ_BYTES], is_counted=False)
+            whole = memoryview(_HEAD.pack(len(data), file is not None) + data)
+            num_written = 0 if is_waiting else self._write(whole, file)
+            if num_written < len(whole):
+                self._unsent.append((whole[num_written:], None if num_written else file))
+                self._num_unsent_bytes += len(whole) - num_written
             must_watch = bool(self._unsent) and not is_waiting
         if must_watch:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
@@ -89,24 +113,27 @@ class Connection:
             if self._is_closed:
                 return
             self._is_closed = True
+            for file in (*(file for _, file in self._unsent), *self._files):
+                _close(file)
             self._unsent.clear()
+            self._files.clear()
             self._loop.remove_reader(self._socket.fileno())
             self._loop.remove_writer(self._socket.fileno())
             self._socket.close()
         self._tell_sent()
 
-    def _put(self, data: memoryview, *, is_counted: bool) -> None:
-        self._unsent.append((data, is_counted))
-        self._num_unsent_bytes += len(data) * is_counted
-
-    def _write(self, data: memoryview) -> int:
-        """How many bytes the socket took."""
+    def _write(self, data: memoryview, file: BinaryIO | None) -> int:
+        """Returns how many bytes the socket took; with the first of them it took the file."""
         try:
-            return self._socket.send(data)
+            if file is None:
+                return self._socket.send(data)
+            num_written = socket.send_fds(self._socket, [data], [file.fileno()])
         except BlockingIOError:
             return 0
         except OSError:  # the other end is gone, as the reader is about to see
-            return len(data)
+            num_written = len(data)
+        _close(file)
+        return num_written
 
     def _watch(self) -> None:
         if not self._is_closed:
@@ -117,11 +144,11 @@ class Connection:
             for _ in range(_MAX_AT_ONCE):
                 if not self._unsent:
                     break
-                first, is_counted = self._unsent.popleft()
-                num_written = self._write(first)
-                self._num_unsent_bytes -= num_written * is_counted
+                first, file = self._unsent.popleft()
+                num_written = self._write(first, file)
+                self._num_unsent_bytes -= num_written
                 if num_written < len(first):
-                    self._unsent.appendleft((first[num_written:], is_counted))
+                    self._unsent.appendleft((first[num_written:], None if num_written else file))
                     break
             if self._unsent:
                 return
@@ -139,11 +166,15 @@ class Connection:
                 return
             with memoryview(self._buffer) as view:
                 try:
-                    num_read = self._socket.recv_into(view[self._end :])
+                    num_read, ancillary, flags, _ = self._socket.recvmsg_into([view[self._end :]], _ANCILLARY_BYTES)
                 except BlockingIOError:
                     return
                 except OSError:
-                    num_read = 0
+                    num_read, ancillary, flags = 0, [], 0
+            for _, _, descriptor in ancillary:
+                self._files.append(os.fdopen(int.from_bytes(descriptor, sys.byteorder), "rb", buffering=0))
+            if flags & socket.MSG_CTRUNC:
+                self._files.append(None)
             if not num_read:
                 self.close()
                 self._on_end()
@@ -159,16 +190,15 @@ class Connection:
         for _ in range(_MAX_AT_ONCE):
             if self._is_closed:
                 return
-            num_here, num_needed = self._end - self._start, _LENGTHS.size
+            num_here, num_needed = self._end - self._start, _HEAD.size
             if num_here >= num_needed:
-                num_data, num_attached = _LENGTHS.unpack_from(self._buffer, self._start)
-                num_needed += num_data + num_attached
+                num_data, has_file = _HEAD.unpack_from(self._buffer, self._start)
+                num_needed += num_data
                 if num_here >= num_needed:
-                    begin, self._start = self._start + _LENGTHS.size, self._start + num_needed
+                    begin, self._start = self._start + _HEAD.size, self._start + num_needed
                     with memoryview(self._buffer) as view:
-                        data = bytes(view[begin : begin + num_data])
-                        attachment = bytes(view[begin + num_data : self._start])
-                    self._on_message(data, attachment)
+                        data = bytes(view[begin : self._start])
+                    self._on_message(data, self._files.popleft() if has_file else None)
                     continue
             self._make_room(num_needed)
             return
@@ -185,3 +215,8 @@ class Connection:
             self._buffer = bytearray(size)
             self._buffer[: len(kept)] = kept
             self._start, self._end = 0, len(kept)
+
+
+def _close(file: BinaryIO | None) -> None:
+    if file is not None:
+        file.close()

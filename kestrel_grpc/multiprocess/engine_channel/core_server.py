@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import logging
+import mmap
 import os
 import socket
 import time
 from collections.abc import Callable, Coroutine, Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -55,7 +57,7 @@ from kestrel_grpc.multiprocess.engine_channel.messages import (
 )
 from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError
 from kestrel_runtime.api.events import Event, Finished
-from kestrel_runtime.api.images import PixelFormat, RawImage, RemoteImage
+from kestrel_runtime.api.images import DecodedPixels, RemoteImage
 from kestrel_runtime.api.stream import Delivery, Stream
 from kestrel_runtime.engine.engine import LocalEngine
 
@@ -180,20 +182,21 @@ class CoreServer:
             return
         self._strangers.add(_Frontend(stream, self))
 
-    def receive(self, frontend: _Frontend, data: bytes, attachment: bytes) -> None:
-        """Messages of a front end have come. The attachment belongs to the last one."""
-        if self._is_closed:
-            return
-        try:
-            received = messages.decode_to_core(data)
-        except msgspec.MsgspecError:
-            _log.exception("a message of %s cannot be read: it runs another build", frontend.identity)
-            return
-        for message in received:
+    def receive(self, frontend: _Frontend, data: bytes, file: BinaryIO | None) -> None:
+        """Messages of a front end have come. The file belongs to the last one."""
+        with file or contextlib.nullcontext():
+            if self._is_closed:
+                return
             try:
-                self._take(frontend, message, attachment)
-            except Exception:
-                _log.exception("a message of %s failed", frontend.identity)
+                received = messages.decode_to_core(data)
+            except msgspec.MsgspecError:
+                _log.exception("a message of %s cannot be read: it runs another build", frontend.identity)
+                return
+            for message in received:
+                try:
+                    self._take(frontend, message, file)
+                except Exception:
+                    _log.exception("a message of %s failed", frontend.identity)
 
     def drop(self, frontend: _Frontend) -> None:
         """A front end has closed its connection, or does not read: cancel its requests."""
@@ -202,7 +205,7 @@ class CoreServer:
         self._strangers.discard(frontend)
         frontend.end()
 
-    def _take(self, frontend: _Frontend, message: ToCore, attachment: bytes) -> None:
+    def _take(self, frontend: _Frontend, message: ToCore, file: BinaryIO | None) -> None:
         if isinstance(message, Hello):
             self._greet(frontend, message)
             return
@@ -219,7 +222,7 @@ class CoreServer:
                 if (stream := frontend.streams.get(id)) is not None:
                     stream.wants_only_end = True
         elif isinstance(message, Pixels):
-            frontend.take_pixels(message, attachment)
+            frontend.take_pixels(message, file)
         elif isinstance(message, Suspect):
             self._engine.suspect(message.fingerprints)
         elif isinstance(message, Refuse):
@@ -332,7 +335,7 @@ class _Frontend:
         self.is_gone = False
         self.connection = Connection(
             stream,
-            lambda data, attachment: server.receive(self, data, attachment),
+            lambda data, file: server.receive(self, data, file),
             lambda: server.drop(self),
         )
         self.streams: dict[int, _ForwardedStream] = {}
@@ -342,7 +345,7 @@ class _Frontend:
         """Of places in the queue, by the numbers of their operations."""
         self._server = server
         self._numbers = itertools.count()
-        self._awaited: dict[int, Future[RawImage]] = {}
+        self._awaited: dict[int, Future[DecodedPixels]] = {}
 
     def post(self, deliveries: Iterable[Delivery]) -> None:
         """From any thread: send events of streams. Those that are over end here, too."""
@@ -369,9 +372,9 @@ class _Frontend:
         """From any thread: have the event loop call this."""
         self._server.call(callback)
 
-    def ask_for_pixels(self, id: int) -> tuple[int, Future[RawImage]]:
+    def ask_for_pixels(self, id: int) -> tuple[int, Future[DecodedPixels]]:
         """From any thread: the number of the question, and what will be the decoded image of a request."""
-        arrival: Future[RawImage] = Future()
+        arrival: Future[DecodedPixels] = Future()
         number = next(self._numbers)
         self._awaited[number] = arrival
         if self.is_gone or not self._server.send(self, NeedPixels(number, id)):
@@ -382,15 +385,23 @@ class _Frontend:
         """From any thread: nobody waits for them any more."""
         self._awaited.pop(number, None)
 
-    def take_pixels(self, message: Pixels, pixels: bytes) -> None:
+    def take_pixels(self, message: Pixels, file: BinaryIO | None) -> None:
         """Pixels have come, or an error."""
         arrival = self._awaited.pop(message.number, None)
         if arrival is None or arrival.done():
             return
         if message.error is not None:
             arrival.set_exception(messages.decode_error(message.error))
+            return
+        try:
+            if file is None:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            _log.warning("the pixels of an image cannot be mapped: %s", error)
+            arrival.set_exception(EngineUnavailable(f"an image cannot be shared: {error.strerror}"))
         else:
-            arrival.set_result(RawImage.packed(pixels, message.width_px, message.height_px, PixelFormat.RGB8))
+            arrival.set_result(DecodedPixels(memoryview(mapped), message.width_px, message.height_px))
 
     def release(self, number: int) -> None:
         """Give a place in the queue back, or stop waiting for it."""
@@ -469,7 +480,7 @@ class _FetchedImage(RemoteImage):
         self._frontend = frontend
         self._id = id
 
-    def fetch(self, check_wanted: Callable[[], None]) -> RawImage:
+    def fetch(self, check_wanted: Callable[[], None]) -> DecodedPixels:
         number, arrival = self._frontend.ask_for_pixels(self._id)
         try:
             while True:

@@ -18,12 +18,12 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import msgspec
 
 from kestrel_grpc.multiprocess.engine_channel import messages
-from kestrel_grpc.multiprocess.engine_channel.connection import Connection
+from kestrel_grpc.multiprocess.engine_channel.connection import Connection, shared_file
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.messages import (
     Acquitted,
@@ -79,14 +79,14 @@ from kestrel_runtime.engine.flight_record import FlightRecord
 from kestrel_runtime.engine.offending_requests import fingerprint_of
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.fairness.image_budget import MAX_DECODING_BYTES, MemoryBudget
-from kestrel_runtime.imaging.decoding import decode_image, inspect_image
+from kestrel_runtime.imaging.decoding import decode_image, decoded_pixels, inspect_image
 from kestrel_runtime.imaging.header import ImageHeader
 
 _CONNECT_INTERVAL_S = 0.05
 _LATE_S = 2.0
 _CLOSE_TIMEOUT_S = 2.0
 _OPERATION_TIMEOUT_S = 60.0
-_PIXEL_BYTES = 3
+_PIXEL_BYTES = 4
 _SUSPECTED_S = 600.0
 _FAULT, _KILL = 2, 1
 """What the end of a core's process says against the requests that were in flight. SIGKILL comes from outside, as
@@ -524,11 +524,14 @@ class EngineClient:
             core.send(Pixels(message.number, 0, 0, error))
             return
 
-        def decode() -> tuple[int, int, bytes]:
+        def decode() -> tuple[int, int, BinaryIO]:
             decoded = decode_image(
                 image, max_image_pixels=self.info.config.max_image_pixels, check_wanted=check_wanted
             )
-            return *decoded.size, decoded.tobytes()
+            try:
+                return *decoded.size, shared_file(decoded_pixels(decoded).pixels)
+            except OSError as error:
+                raise EngineUnavailable(f"an image cannot be shared: {error.strerror}") from error
 
         def check_wanted() -> None:
             if call.is_over or self._workers.is_closing:
@@ -796,23 +799,25 @@ class _Core:
         """The number of the next operation."""
         return next(self._numbers)
 
-    def send(self, message: ToCore, attachment: bytes = b"") -> None:
-        """Send, without waiting, with the other messages of this turn of the event loop."""
-        if self._connection is None:
-            return  # whoever waits for an answer is told of the end
+    def send(self, message: ToCore, file: BinaryIO | None = None) -> None:
+        """Send, without waiting, with the other messages of this turn of the event loop. The file is closed."""
+        if self._connection is None:  # whoever waits for an answer is told of the end
+            if file is not None:
+                file.close()
+            return
         if not self._unsent:
             self._loop.call_soon(self._send_all)
         self._unsent.append(message)
-        if attachment:
-            self._send_all(attachment)
+        if file is not None:
+            self._send_all(file)
 
-    def _send_all(self, attachment: bytes = b"") -> None:
-        """Send what waits for it. The attachment belongs to the last message."""
+    def _send_all(self, file: BinaryIO | None = None) -> None:
+        """Send what waits for it. The file belongs to the last message."""
         if self._connection is None or not self._unsent:
             return
         sent = self._unsent.copy()
         self._unsent.clear()
-        if not self._connection.send(messages.encode_to_core(sent), attachment):
+        if not self._connection.send(messages.encode_to_core(sent), file):
             for message in sent:
                 asked = self._asked.get(message.number) if isinstance(message, Operation) else None
                 if asked is not None and not asked.done():
@@ -880,11 +885,11 @@ def _decoding_bytes(header: ImageHeader) -> int:
     return header.decoding_bytes + _PIXEL_BYTES * header.width * header.height
 
 
-def _send_pixels(core: _Core, number: int, done: Future[tuple[int, int, bytes]]) -> None:
+def _send_pixels(core: _Core, number: int, done: Future[tuple[int, int, BinaryIO]]) -> None:
     error = EngineUnavailable("the caller has gone") if done.cancelled() else done.exception()
     if error is None:
-        width_px, height_px, pixels = done.result()
-        core.send(Pixels(number, width_px, height_px), pixels)
+        width_px, height_px, file = done.result()
+        core.send(Pixels(number, width_px, height_px), file)
         return
     if isinstance(error, Interrupted):
         error = EngineUnavailable("the caller has gone")

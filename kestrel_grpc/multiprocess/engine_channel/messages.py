@@ -354,7 +354,7 @@ class Cancel(Message):
 
 
 class Pixels(Message):
-    """The answer to `NeedPixels`: 8-bit RGB rows without padding, in the frame that follows; or an error."""
+    """The answer to `NeedPixels`: with it comes a file of the pixels as in `DecodedPixels`; or an error."""
 
     number: int
     width_px: int

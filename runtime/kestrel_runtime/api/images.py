@@ -90,6 +90,15 @@ class RawImage:
         return digest.digest()
 
 
+@dataclass(frozen=True, slots=True)
+class DecodedPixels:
+    """A decoded image: upright rows from the top without gaps, four bytes a pixel: red, green, blue and padding."""
+
+    pixels: memoryview
+    width_px: int
+    height_px: int
+
+
 class RemoteImage(ABC):
     """An image that another process has: digest and size are here, pixels are fetched if they are needed."""
 
@@ -105,8 +114,8 @@ class RemoteImage(ABC):
         return self.num_bytes
 
     @abstractmethod
-    def fetch(self, check_wanted: Callable[[], None]) -> RawImage:
-        """The decoded image, in 8-bit RGB and upright. Blocks. `check_wanted` is called now and then and may raise.
+    def fetch(self, check_wanted: Callable[[], None]) -> DecodedPixels:
+        """Returns the decoded image. Blocks. `check_wanted` is called now and then and may raise.
 
         Raises `ImageError`, and `EngineUnavailable` if the other process has gone.
         """

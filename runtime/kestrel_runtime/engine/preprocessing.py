@@ -35,7 +35,7 @@ from kestrel_runtime.engine.recent import LruCache, Matchers, Prompts
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.fairness.image_budget import MAX_DECODING_BYTES, MemoryBudget
 from kestrel_runtime.imaging.crops import Cropping, Crops, DecodedImage, crops_bytes
-from kestrel_runtime.imaging.decoding import decode_image, inspect_image
+from kestrel_runtime.imaging.decoding import decode_image, image_of, inspect_image
 from kestrel_runtime.imaging.header import ImageHeader
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.family import ModelConfig, Skill
@@ -483,8 +483,9 @@ class Preprocessor:
     ) -> tuple[Crops | DecodedImage, tuple[int, int]]:
         """The crops of an image, and its width and height."""
         if isinstance(image, RemoteImage):
-            image = image.fetch(check_wanted)
-        decoded = decode_image(image, max_image_pixels=self._max_image_pixels, check_wanted=check_wanted)
+            decoded = image_of(image.fetch(check_wanted))
+        else:
+            decoded = decode_image(image, max_image_pixels=self._max_image_pixels, check_wanted=check_wanted)
         crops = self._make_crops(decoded)
         self._budget.hold(tenant, crops, crops.pixels.nbytes)
         return crops, decoded.size

@@ -13,9 +13,10 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from kestrel_runtime.api.errors import KestrelError
+from kestrel_runtime.api.images import DecodedPixels, RawImage, RemoteImage
 from kestrel_runtime.api.images import Image as RequestImage
-from kestrel_runtime.api.images import RawImage, RemoteImage
 from kestrel_runtime.imaging import bmp, tiff, tiff_samples
+from kestrel_runtime.imaging.crops import pixels_in_place
 from kestrel_runtime.imaging.formats import check_size, check_structure, first_frame_box, read_header
 from kestrel_runtime.imaging.header import ImageHeader, simple_header, undecodable
 
@@ -72,6 +73,20 @@ def decode_image(
         raise
     except Exception as error:  # hostile bytes make the decoders raise almost anything
         raise undecodable() from error
+
+
+def decoded_pixels(image: Image.Image) -> DecodedPixels:
+    """The pixels of an RGB image, without a copy where it keeps them in one block of memory."""
+    try:
+        pixels = pixels_in_place(image).data
+    except ValueError:
+        pixels = memoryview(image.tobytes("raw", "RGBX"))
+    return DecodedPixels(pixels, *image.size)
+
+
+def image_of(decoded: DecodedPixels) -> Image.Image:
+    """Returns the RGB image that has these pixels, as a copy."""
+    return Image.frombytes("RGB", (decoded.width_px, decoded.height_px), decoded.pixels, "raw", "RGBX", 0, 1)
 
 
 class _Pieces(io.BytesIO):

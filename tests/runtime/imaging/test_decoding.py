@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from kestrel_runtime.api.errors import ImageError
-from kestrel_runtime.api.images import PixelFormat, RawImage
-from kestrel_runtime.imaging.decoding import decode_image, inspect_image
+from kestrel_runtime.api.images import DecodedPixels, PixelFormat, RawImage
+from kestrel_runtime.imaging.decoding import decode_image, decoded_pixels, image_of, inspect_image
 from kestrel_runtime.imaging.formats import MAX_SIDE_PX
 
 MAX_PIXELS = 64_000_000
@@ -48,6 +48,15 @@ def noise(width: int, height: int) -> Image.Image:
 
 
 # Decoding
+
+
+@pytest.mark.parametrize("size", [(1, 1), (37, 41), (801, 557), (4099, 4001)], ids=str)
+def test_pixels_of_an_image_make_the_same_image_also_in_another_process(size):
+    image = noise(*size)
+    decoded = decoded_pixels(image)
+    assert decoded.pixels.nbytes == 4 * image.width * image.height
+    there = DecodedPixels(memoryview(bytes(decoded.pixels)), *size)
+    assert image_of(there).tobytes() == image.tobytes()
 
 
 @pytest.mark.parametrize("image_format", ["PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import io
 import os
@@ -278,6 +279,24 @@ async def test_pixels_of_a_front_end_that_has_died_are_not_waited_for(
     assert one.engines[0].load().num_preprocessing == 0
 
 
+@pytest.mark.parametrize("end", ["front end", "core"])
+async def test_an_image_that_no_descriptor_is_left_for_is_refused_alone(
+    one: Cores, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    with monkeypatch.context() as full:
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        full.setattr(*((os, "memfd_create") if end == "front end" else (core_module.mmap, "mmap")), refuse)
+        error = await error_of(submit(one.client, Query("what?", SMALL_IMAGE, sampling=GREEDY)))
+    assert type(error) is EngineUnavailable
+    assert str(error) == "an image cannot be shared: Too many open files"
+    request = Query("what?", SMALL_IMAGE, sampling=GREEDY)
+    wanted = (await one.engines[0].submit(request).result()).output
+    assert (await submit(one.client, request).result()).output == wanted
+
+
 async def test_the_queue_refuses_as_the_engine_does(loaded: LoadedModel, tmp_path: Path) -> None:
     config = replace(CONFIG, max_batch_size=1, max_queued_requests=1)
     async with cores(loaded, tmp_path, config) as served:
@@ -371,7 +390,7 @@ async def test_a_core_that_has_stopped_gets_no_share_while_another_answers(
         expected = await served.engines[1].submit(request).result()
         stopped, unread = served.servers[0], list[bytes]()
         with monkeypatch.context() as stop:
-            stop.setattr(stopped, "receive", lambda frontend, data, attachment: unread.append(data))
+            stop.setattr(stopped, "receive", lambda frontend, data, file: unread.append(data))
             stop.setattr(stopped, "send", lambda *_: True)
             # What it was sent before anything noticed is answered by the other, like all that follows.
             async with served.client.expecting(request):

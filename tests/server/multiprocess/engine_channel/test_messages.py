@@ -55,7 +55,7 @@ from kestrel_runtime.api.events import (
     TopLogprob,
     Usage,
 )
-from kestrel_runtime.api.images import RawImage, RemoteImage
+from kestrel_runtime.api.images import DecodedPixels, RemoteImage
 from kestrel_runtime.api.requests import (
     REQUEST_TYPES,
     BoxRef,
@@ -89,7 +89,7 @@ class Known(RemoteImage):
     def __init__(self, summary: ImageSummary) -> None:
         self.summary = summary
 
-    def fetch(self, check_wanted: Any) -> RawImage:
+    def fetch(self, check_wanted: Any) -> DecodedPixels:
         raise NotImplementedError
 
 
