@@ -35,8 +35,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.cache import get_cache_manager
+from triton.runtime.cache import FileCacheManager, get_cache_manager
 
 from kestrel_ops.device_limits import DeviceLimits, meta_stands_for
 
@@ -118,7 +117,7 @@ def load_listed(listed: Iterable[Sequence[str]]) -> int | None:
 
 def found_listed(listed: Iterable[Sequence[str]]) -> list[Any]:
     """Kernels that `compiled_together` has listed, not on the device yet. Raises where one of them is not kept."""
-    with _nothing_is_translated(), knobs.compilation.scope():
+    with _nothing_is_compiled(), knobs.compilation.scope():
         knobs.compilation.store_binary_only = True
         return [getattr(importlib.import_module(module), name).preload(data) for module, name, data in listed]
 
@@ -219,11 +218,11 @@ def _as_if_here(limits: DeviceLimits, kept_in: Path) -> Iterator[None]:
         with suppress(Exception):  # compiled, and not loaded
             library.CudaUtils()
         drivers: Any = triton.runtime.driver
-        before, drivers._active = drivers._active, stand_in
+        drivers.set_active(stand_in)
         try:
             yield
         finally:
-            drivers._active = before
+            drivers.set_active(None)  # its next use finds the driver of this machine
 
 
 def _has_driver(library: Any) -> bool:
@@ -266,23 +265,27 @@ class _NotKept(Exception):
 
 
 @contextmanager
-def _nothing_is_translated() -> Iterator[None]:
-    """Within it what is not in the folder of compiled kernels raises `_NotKept`."""
+def _nothing_is_compiled() -> Iterator[None]:
+    """Raises `_NotKept` within the block for each kernel that is not in the folder of compiled kernels."""
+    manager: Any = knobs.cache.manager_class or FileCacheManager
 
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise _NotKept
+    class KeptKernels(manager):
+        """Finds the files of kernels, and refuses those that have none."""
 
-    translate = ASTSource.make_ir  # what a compilation begins with
-    ASTSource.make_ir = refuse
-    try:
+        def get_group(self, filename: str) -> dict[str, str]:
+            found = super().get_group(filename)
+            if not found or filename not in found:
+                raise _NotKept
+            return found
+
+    with knobs.cache.scope():
+        knobs.cache.manager_class = KeptKernels
         yield
-    finally:
-        ASTSource.make_ir = translate
 
 
 def _is_kept(job: Callable[[], Any]) -> bool:
     try:
-        with _nothing_is_translated():
+        with _nothing_is_compiled():
             job()
     except _NotKept:
         return False
