@@ -1,4 +1,4 @@
-"""The documents use the words of the field: a reader of other inference servers knows them."""
+"""Documents and code use the words of the field, which readers of other inference servers know."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.reference_fixtures import CHECKOUT
+from tools import prose
+from tools.source import product_modules
 
 PAGES = [CHECKOUT / "README.md", CHECKOUT / "clients" / "python" / "README.md", *(CHECKOUT / "docs").glob("*.md")]
 INSTEAD = {
@@ -25,8 +27,30 @@ TERMS = re.compile(
     re.IGNORECASE,
 )
 
+PACKAGES = {
+    *("kestrel_client", "kestrel_grpc.__main__", "kestrel_grpc.maintenance", "kestrel_grpc.server"),
+    *(f"kestrel_grpc.{name}" for name in ("access", "config", "evaluation", "frontends", "images", "process")),
+    "kestrel_grpc.telemetry",
+    *(f"kestrel_runtime.{name}" for name in ("adapters", "execution", "imaging", "loading", "memory", "models")),
+}
+"""What has been read for its prose; what is not named here has not."""
+MODULES = [
+    module
+    for module in product_modules()
+    if any(f"{module.name}.".startswith(f"{package}.") for package in PACKAGES)
+]
+
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(CHECKOUT).as_posix())
 def test_a_page_uses_standard_terms(page: Path) -> None:
     words = re.compile(rf"\b(?:{'|'.join(INSTEAD)})\b", re.IGNORECASE)
     assert words.findall(TERMS.sub(" ", page.read_text(encoding="utf-8"))) == []
+
+
+def test_docstrings_begin_with_a_sentence() -> None:
+    assert [place for module in MODULES for place in prose.fragments(module)] == []
+
+
+def test_docstrings_comments_and_names_use_standard_terms() -> None:
+    """`tools/prose.py` says what to write instead of each word."""
+    assert [place for module in MODULES for place in prose.refused_words(module)] == []

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tools import prose
 from tools.source import CHECKOUT, ROOTS, Module, cycles, imports_of, modules_of, product_modules
 
 FEATURES = (
@@ -49,9 +50,6 @@ FEATURES = (
 )
 """Features by what their paths hold, the first that matches counts. The rest is `other`."""
 
-_FRAGMENT = re.compile(
-    r"(Of|What|As|Those|That|Whether|Where|Who|Which|How|When|For|In|From|By|At|With|Without|Beside|No|Nothing)\b"
-)
 _STANDARD = frozenset(sys.stdlib_module_names)
 _UNDOCUMENTED = ("uvicorn.protocols", "triton.runtime.driver", "triton.compiler", "hypothesis.internal")
 """Modules that their libraries do not document, although no underscore says so."""
@@ -97,10 +95,7 @@ def package_table() -> list[str]:
 def fragments() -> Iterator[str]:
     """Yields the docstrings of the product that begin with a fragment, with their places."""
     for module in product_modules():
-        for node in ast.walk(module.tree):
-            for line, text in _docstrings(node):
-                if _FRAGMENT.match(text):
-                    yield f"{_place(module, line)}: {text.splitlines()[0]}"
+        yield from prose.fragments(module)
 
 
 def private_parts() -> Iterator[str]:
@@ -207,18 +202,6 @@ def _ask_twice(is_on: threading.Event) -> None:
             is_on.clear()
 
     asyncio.run(ask())
-
-
-def _docstrings(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yields the strings that document a node or the fields in its body."""
-    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        return
-    for statement in node.body:
-        if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Constant):
-            continue
-        text = statement.value.value
-        if isinstance(text, str) and text.strip():
-            yield statement.lineno, text.strip()
 
 
 def _is_foreign(name: str) -> bool:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import structure
+from tools import prose, structure
 from tools.source import Module, cycles, imports_of
 
 
@@ -28,7 +28,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Module:
     found = Module("kestrel_grpc.some", path)
     monkeypatch.setattr(structure, "product_modules", lambda: [found])
     monkeypatch.setattr(structure, "modules_of", lambda folder, package: iter(()))
-    monkeypatch.setattr(structure, "CHECKOUT", tmp_path)
+    for user in (structure, prose):
+        monkeypatch.setattr(user, "CHECKOUT", tmp_path)
     return found
 
 

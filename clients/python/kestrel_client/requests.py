@@ -54,7 +54,7 @@ class CallOptions(TypedDict, total=False):
         presence_penalty: Is subtracted from logits of tokens that are in the text; -2 to 2.
         frequency_penalty: Is subtracted each time that the text has the token; -2 to 2.
         logit_bias: By the ids of tokens, what is added to their logits; -100 to 100.
-        logprobs: Tells how likely each token was, and so many of the most likely ones; 0 to 20.
+        logprobs: Returns how likely each token was, and so many of the most likely ones; 0 to 20.
         n: How many samples to draw, 1 to 16, in `complete_query` and `complete_caption`.
         choices: Texts, one of which is the answer of a query. This and the next two exclude each other.
         regex: A regular expression that the whole answer of a query matches.

@@ -58,7 +58,7 @@ def server_options(max_message_bytes: int, *, shares_ports: bool = False) -> tup
         # drop calls of any connection.
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
-        # With it gRPC widens the window of every call to what the network carries, whether the call is read or not:
+        # With it gRPC raises the window of every call to what the network carries, whether the call is read or not:
         # on a fast network whole messages would be held in memory for calls that are not admitted yet.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", UNREAD_BYTES),

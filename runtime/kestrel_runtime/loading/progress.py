@@ -16,10 +16,10 @@ _log = logging.getLogger(__name__)
 
 def with_progress(tensors: Iterable[tuple[str, Tensor]], num_bytes: int) -> Iterator[tuple[str, Tensor]]:
     """Yields the same pairs, with a line in the log every few seconds until they have `num_bytes` together."""
-    told_at_s, done_bytes = time.monotonic(), 0
+    logged_at_s, done_bytes = time.monotonic(), 0
     for name, tensor in tensors:
         yield name, tensor
         done_bytes += tensor.nbytes
-        if time.monotonic() - told_at_s >= INTERVAL_S:
-            told_at_s = time.monotonic()
+        if time.monotonic() - logged_at_s >= INTERVAL_S:
+            logged_at_s = time.monotonic()
             _log.info("weights: %.1f of %.1f GiB are loaded", done_bytes / _GIB, num_bytes / _GIB)
