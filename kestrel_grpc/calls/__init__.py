@@ -1,1 +1,2 @@
-"""Shared by all frontends: the context of a call, the table of errors, limits."""
+"""Serves one call of any transport: context, admission, message, submission to the engine, errors and their
+statuses."""

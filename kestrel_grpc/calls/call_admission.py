@@ -1,6 +1,6 @@
-"""The steps of every call of any transport: authentication, limits, message, end.
+"""Takes every call of any transport through its steps: authentication, limits, message, end.
 
-A frontend calls in this order, with `admission` for the group of methods that the call belongs to:
+A frontend calls in this order, with `admission` for the group of methods of the call:
 
     call = admission.begin(headers, deadline_s, method, peer)
     try:
@@ -10,7 +10,7 @@ A frontend calls in this order, with `admission` for the group of methods that t
             with admission.watch_reader(call) as reader:     # a timeout for readers that take nothing
                 await reader.wait_for(write(…))
     except BaseException as error:
-        failure = admission.fail(call, error)                # error table, log, metrics; None: tell nothing
+        failure = admission.fail(call, error)                # error table, log, metrics; None: send nothing
         …
         raise
     admission.succeed(call)                                  # log, metrics
@@ -54,7 +54,7 @@ _log = logging.getLogger("kestrel_grpc.calls")
 
 
 class CallFailed(Exception):
-    """A call ends because one of the requests that it brought has failed, with `failure`, which is recorded."""
+    """A request of the call has failed with `failure`, which is recorded already."""
 
     def __init__(self, failure: CallFailure) -> None:
         super().__init__(failure.reason)
@@ -62,7 +62,10 @@ class CallFailed(Exception):
 
 
 class CallAdmission:
-    """Admits the calls of one group of methods, which share `gate` for messages and `max_calls` open calls."""
+    """Bounds the open calls: those of one group of methods, which share `gate` for messages and `max_calls`.
+
+    Authenticates each call first, and records each end.
+    """
 
     def __init__(
         self,
@@ -77,12 +80,16 @@ class CallAdmission:
         counts_calls: bool = True,
         keeps_connections: bool = True,
     ) -> None:
-        """Without `counts_calls` a call counts neither towards the rate nor the concurrency of its token; without
-        `keeps_connections` the connections of open calls count as idle."""
+        """Creates the admission of a group.
+
+        Without `counts_calls` a call counts neither towards the rate nor the concurrency of its token; without
+        `keeps_connections` the connections of open calls count as idle.
+        """
         self.max_image_bytes = engine.info.config.max_image_bytes
         """The largest encoded image that a message may hold."""
         self.open_calls: dict[asyncio.Task[object], CallContext] = {}
-        """By the tasks that serve them, until these are done: the caller has been told then how the call ended."""
+        """The open calls by the task that serves each, until the task is done: by then the caller has received the
+        outcome."""
         self.keeps_connections = keeps_connections
         self._engine = engine
         self._access = access
@@ -96,7 +103,7 @@ class CallAdmission:
     def begin(
         self, headers: Headers, deadline_s: float | None, method: str, peer: Callable[[], str]
     ) -> CallContext:
-        """A call has arrived. `peer` gives the address of its connection, as `host:port`."""
+        """Records the arrival of a call. `peer` returns the address of its connection, as `host:port`."""
         call = CallContext(headers, deadline_s, method)
         call.peer = peer
         task = asyncio.current_task()
@@ -106,52 +113,60 @@ class CallAdmission:
         return call
 
     def admit(self, call: CallContext) -> AbstractAsyncContextManager[None]:
-        """Entering sets the principal of the call, or raises an `AccessRefused` or `TooManyCalls`.
+        """Returns a context that sets the principal of the call on entry, or raises an `AccessRefused` or
+        `TooManyCalls`.
 
-        Leaving gives back what the call takes up. A call that is interrupted meanwhile leaves with the reason: the
+        On exit it frees all that the call holds. A call that is interrupted meanwhile exits with the cause: the
         refusal of a token that was revoked, `RequestCancelled`, or `StreamIdle`.
         """
         return _Admitted(call, self._access, self._limit, counts=self._counts_calls)
 
     def cancel(self, selects: Callable[[CallContext], bool]) -> int:
-        """End the admitted calls that are selected with `RequestCancelled`; returns how many."""
+        """Ends the selected calls among those that are admitted with `RequestCancelled`; returns their number."""
         return sum(
             call.interruptible.interrupt(RequestCancelled()) for call in self.open_calls.values() if selects(call)
         )
 
     async def receive(self, read: Callable[[], Awaitable[Any]], call: CallContext, peer: Callable[[], str]) -> Any:
-        """What `read` returns, once there is memory for a message. Raises as `MessageGate.receive` does."""
-        data, place = await self._gate.receive(read, call.principal, peer)
-        call.release = place.release
+        """Returns the result of `read`, which starts once there is memory for a message.
+
+        Raises the errors of `MessageGate.receive`.
+        """
+        data, permit = await self._gate.receive(read, call.principal, peer)
+        call.release = permit.release
         return data
 
     def watch_connection(self, abort: Callable[[], object]) -> ReaderWatch:
-        """For the length of a large answer: calls `abort` where the caller takes none of its pieces."""
+        """Returns a watch for a large answer, which calls `abort` if the caller reads none of its pieces for too
+        long."""
         return ReaderWatch(self._stream_idle_timeout_s, lambda _: abort())
 
     def watch_reader(self, call: CallContext) -> ReaderWatch:
-        """For the length of a stream: ends a call with `StreamIdle` whose caller takes none of its messages."""
+        """Returns a watch for a stream, which ends the call with `StreamIdle` if the caller reads no message for
+        too long."""
         return ReaderWatch(self._stream_idle_timeout_s, call.interruptible.interrupt)
 
     def succeed(self, call: CallContext) -> None:
-        """The call has ended well."""
+        """Records that the call has succeeded."""
         self._observe(call, OK)
         if self._refusals.connections and (call.principal or call.request is not None):
-            self._refusals.forgive(call.peer())
+            self._refusals.reset(call.peer())
 
     def abandon(self, call: CallContext) -> None:
-        """The caller has cancelled the call, or its deadline has passed. The transport has ended it already."""
+        """Records that the caller has cancelled the call or that its deadline has passed: the transport has ended
+        it already."""
         self._observe(call, DEADLINE_EXCEEDED if call.is_late else CANCELLED)
 
     def drop(self, call: CallContext) -> None:
-        """The server has stopped before it served the call, and has hung up on its caller."""
+        """Records that the server has stopped before it served the call, and has closed the connection."""
         failure = describe(EngineUnavailable("the server has stopped"), EngineStatus.DRAINING)
         self._observe(call, Outcome(failure.code.name, failure.reason))
 
     def fail(self, call: CallContext, error: BaseException) -> CallFailure | None:
-        """The call ends with an error. Returns the failure to tell the caller; None if the caller needs no answer.
+        """Records the error that ends the call; returns the failure to send to the caller, None if no answer is
+        needed.
 
-        A `CallFailed` was recorded before, and is not recorded again.
+        Does not record a `CallFailed`, which was recorded before.
         """
         if isinstance(error, asyncio.CancelledError):
             task = asyncio.current_task()
@@ -173,7 +188,7 @@ class CallAdmission:
         return failure
 
     async def hold(self, call: CallContext, error: BaseException) -> None:
-        """Wait until the caller may be told of this error.
+        """Waits until this error may be sent to the caller.
 
         Only calls without a principal wait, and only while their connection, or all connections together, are
         refused often. Raises `CancelledError` if the caller hangs up meanwhile.
@@ -181,7 +196,7 @@ class CallAdmission:
         if isinstance(error, TokenInvalid | MethodUnknown | SourceNotAllowed):
             task = asyncio.current_task()
             assert task is not None
-            self._forget(task)  # nothing has to wait for it
+            self._forget(task)  # `ended` need not wait for it
             await self._refusals.hold(call.peer())
 
     def _forget(self, task: asyncio.Task[object]) -> None:
@@ -192,13 +207,14 @@ class CallAdmission:
             try:
                 observe(call, outcome)
             except Exception:  # a bug in an observer must not fail a successful call
-                _log.exception("cannot note the end of a call")
+                _log.exception("cannot record the end of a call")
 
 
 class _Admitted(AbstractAsyncContextManager[None]):
-    """A call from its admission to its end. A class and no generator, which would take longer for each call."""
+    """Holds the token's and the group's units of a call from admission to end. A generator would cost more per
+    call."""
 
-    __slots__ = ("_access", "_admitted", "_call", "_counts", "_has_place", "_limit")
+    __slots__ = ("_access", "_admitted", "_call", "_counts", "_is_open", "_limit")
 
     def __init__(self, call: CallContext, access: Access, limit: FairLimit, *, counts: bool) -> None:
         self._call = call
@@ -206,7 +222,7 @@ class _Admitted(AbstractAsyncContextManager[None]):
         self._limit = limit
         self._counts = counts
         self._admitted: AdmittedCall | None = None
-        self._has_place = False
+        self._is_open = False
 
     async def __aenter__(self) -> None:
         call, limit = self._call, self._limit
@@ -219,8 +235,8 @@ class _Admitted(AbstractAsyncContextManager[None]):
             principal = call.principal = admitted.name
             call.namespace = admitted.namespace
             call.max_priority = admitted.max_priority
-            self._has_place = limit.take(principal)
-            if not self._has_place:
+            self._is_open = limit.take(principal)
+            if not self._is_open:
                 raise TooManyCalls(f"all of the {limit.limit} calls that may be open, or this caller's share")
         except BaseException as error:
             if isinstance(error, AccessRefused):
@@ -235,7 +251,7 @@ class _Admitted(AbstractAsyncContextManager[None]):
         traceback: TracebackType | None,
     ) -> None:
         call = self._call
-        if self._has_place:
+        if self._is_open:
             self._limit.give_back(call.principal)
             call.release()
         if self._admitted is not None:
@@ -244,10 +260,10 @@ class _Admitted(AbstractAsyncContextManager[None]):
 
 
 class ReaderWatch:
-    """Calls `interrupt` with `StreamIdle` where the reader of a stream takes no message for `limit_s` seconds.
+    """Calls `interrupt` with `StreamIdle` if the reader of a stream takes no message for `limit_s` seconds.
 
-    A write takes long only where the buffers between server and reader are full. A timer for each write would cost
-    as much as the write, so one timer for the stream checks how long the current write has taken.
+    A write takes long only if the buffers between server and reader are full. A timer for each write would cost as
+    much as the write, so one timer for the stream checks how long the current write has taken.
     """
 
     def __init__(self, limit_s: float, interrupt: Callable[[StreamIdle], object]) -> None:
@@ -257,11 +273,11 @@ class ReaderWatch:
         self._writing_since: float | None = None
 
     def __enter__(self) -> Self:
-        self._timer = self._loop.call_later(self._limit_s, self._look)
+        self._timer = self._loop.call_later(self._limit_s, self._check)
         return self
 
     async def wait_for(self, write: Awaitable[object]) -> None:
-        """Await a write."""
+        """Awaits a write, whose duration the watch measures."""
         self._writing_since = self._loop.time()
         await write
         self._writing_since = None
@@ -274,17 +290,18 @@ class ReaderWatch:
     ) -> None:
         self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = self._loop.time()
         since = now if self._writing_since is None else self._writing_since
         if now >= since + self._limit_s:
             self._interrupt(StreamIdle(self._limit_s))
         else:
-            self._timer = self._loop.call_at(since + self._limit_s, self._look)
+            self._timer = self._loop.call_at(since + self._limit_s, self._check)
 
 
 def _drop_frames(error: BaseException) -> None:
-    """Release the frames that an error refers to, and with them the call's message, before the caller is told."""
+    """Releases the frames that an error refers to, and with them the call's message, before the error is
+    reported."""
     known: BaseException | None = error
     while known is not None:
         known.__traceback__ = None

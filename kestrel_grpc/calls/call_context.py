@@ -1,5 +1,5 @@
-"""One call, independent of its transport: id, principal, deadline, trace, what metrics report of it, and how others
-end it."""
+"""Describes one call, independent of its transport: id, principal, deadline, trace, facts for metrics,
+interruption."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _TRANSIT_S = 0.02
 _ROUNDED_UP = 0.01
 
 Headers = Iterable[tuple[str, str | bytes]]
-"""Names in lower case. gRPC calls them metadata."""
+"""The headers of a call, with names in lower case. gRPC calls them metadata."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a call ended: the name of its gRPC code, and the reason that the caller was told."""
+    """Describes how a call ended: the name of its gRPC code, and the reason that was sent to the caller."""
 
     code: str
     reason: str
@@ -43,7 +43,7 @@ OK = Outcome("OK", "OK")
 AUDITED_METHODS = frozenset(
     f"kestrel.v1.EngineService/{name}" for name in ("ClearCache", "CancelRequests", "LoadAdapter", "UnloadAdapter")
 )
-"""Methods by which operators change what a server does. Each call of them leaves a line in the log of its own."""
+"""The methods by which operators change what a server does. Each such call leaves a line of its own in the log."""
 CANCELLED = Outcome("CANCELLED", "CANCELLED")
 DEADLINE_EXCEEDED = Outcome("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")
 
@@ -61,7 +61,7 @@ class StreamIdle(Exception):
 
 
 class Interruptible(AbstractContextManager[None]):
-    """A block of the current task that others on the event loop can end with an error; as `asyncio.timeout`."""
+    """Lets others on the event loop end a block of the current task with an error, as `asyncio.timeout` does."""
 
     __slots__ = ("_error", "_num_cancels", "_task")
 
@@ -75,7 +75,7 @@ class Interruptible(AbstractContextManager[None]):
         self._num_cancels = self._task.cancelling()
 
     def interrupt(self, error: Exception) -> bool:
-        """End the block with this error. Returns False where it is not running, or was interrupted before."""
+        """Ends the block with this error. Returns False if the block is not running, or was interrupted before."""
         if self._task is None or self._error is not None:
             return False
         self._error = error
@@ -99,7 +99,7 @@ class Interruptible(AbstractContextManager[None]):
 
 
 class RequestSummary:
-    """The facts about a request for metrics and traces, without its image, which would take much memory."""
+    """Holds the facts about a request for metrics and traces, without its image, which would take much memory."""
 
     __slots__ = ("adapter", "image_bytes", "sampling", "skill", "text")
 
@@ -110,7 +110,7 @@ class RequestSummary:
         self.text = request.text
         """The question, the name of the object or the length of the caption."""
         self.image_bytes = None if request.image is None else len(request.image)
-        """None where there is no image."""
+        """The size of the encoded image; None if the request has none."""
 
     def model(self, served: str) -> str:
         """Returns the name of the model that answers: `served`, or with an adapter `served/adapter`."""
@@ -147,18 +147,18 @@ class CallContext:
         self.deadline_s = deadline_s
         self.headers = headers
         self.method = method
-        """As `kestrel.v1.VisionService/Query`."""
+        """The name of the method, such as `kestrel.v1.VisionService/Query`."""
         self.peer: Callable[[], str] = _unknown
-        """Gives the address of the connection, ending with `:port`."""
+        """Returns the address of the connection, ending with `:port`."""
         self.request_id = _request_id(headers)
         self.audited: Mapping[str, str | int] | None = None
-        """Says what an operator's call has changed, for the log; None for other calls."""
+        """The changes that an operator's call has made, for the log; None for other calls."""
         self.request: RequestSummary | None = None
         self.finished: Finished | None = None
         self.principal = ""
-        """The name on the caller's token; empty where none was needed, or none was valid."""
+        """The name of the caller's token; empty if none was needed, or none was valid."""
         self.namespace = ""
-        """Stored images and cached results of the caller are found in this namespace only."""
+        """The only namespace in which the caller's stored images and cached results are found."""
         self.max_priority = Priority.NORMAL
         """The highest priority of its requests when they compete with those of other callers."""
         self.trace_id = ""
@@ -166,7 +166,7 @@ class CallContext:
         self.interruptible = Interruptible()
         """The part of the call from its admission to its end."""
         self.release: Callable[[], None] = _nothing
-        """Gives back the place of the call's message."""
+        """Releases the memory of the call's message."""
 
     @property
     def duration_s(self) -> float:
@@ -187,7 +187,7 @@ class CallContext:
 
 
 def _nothing() -> None:
-    """The message has no place yet."""
+    """Releases nothing: the message has no memory yet."""
 
 
 def _unknown() -> str:
@@ -195,7 +195,7 @@ def _unknown() -> str:
 
 
 def _request_id(headers: Headers) -> str:
-    """The id that the caller sent if it is fit for a log, else a new one."""
+    """Returns the id that the caller sent if it is fit for a log, else a new one."""
     for key, value in headers:
         if key == REQUEST_ID_KEY and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
             return value

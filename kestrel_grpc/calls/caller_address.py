@@ -1,4 +1,5 @@
-"""Finds the address of a call's caller: that of its connection, or what a trusted proxy says about it."""
+"""Finds the address of a call's caller: the address of its connection, or the address that a trusted proxy
+reports."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from kestrel_grpc.config.options import SOCKETS
 
 _FORWARDED_FOR = "x-forwarded-for"
 _MAX_FORWARDED = 32
-"""Addresses that are read, from the last one on."""
+"""The most addresses that are read, from the last one on."""
 
 
 class CallerAddresses:
     """Finds the addresses of callers behind the proxies of `trusted`: networks, and `unix` for Unix sockets.
 
-    A proxy appends the address of its own peer to `X-Forwarded-For`. So the last address that is no trusted proxy
-    is that of the caller; those before it may be the caller's invention.
+    A proxy appends the address of its own peer to `X-Forwarded-For`. So the last address that is not a trusted
+    proxy is the caller's; the caller may have invented all addresses before it.
     """
 
     def __init__(self, trusted: Sequence[str]) -> None:
@@ -45,7 +46,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def _address_of(peer: str) -> _Address | str:
-    """The address in the name of a peer, as gRPC (`ipv6:%5B::1%5D:7`) or HTTP (`::1:7`) write it."""
+    """Returns the address in the name of a peer, as gRPC (`ipv6:%5B::1%5D:7`) or HTTP (`::1:7`) write it."""
     if peer.startswith("unix"):
         return SOCKETS
     host = unquote(peer).removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0]
@@ -53,7 +54,7 @@ def _address_of(peer: str) -> _Address | str:
 
 
 def _forwarded(call: CallContext) -> Iterator[_Address]:
-    """The addresses in the headers, the last one first, up to one that is none."""
+    """Yields the addresses in the headers, the last one first, up to the first text that is not an address."""
     values = [value for name, value in call.headers if name == _FORWARDED_FOR and isinstance(value, str)]
     for text in ",".join(values).rsplit(",", _MAX_FORWARDED)[: -_MAX_FORWARDED - 1 : -1]:
         address = _parsed(text.strip())
@@ -63,7 +64,7 @@ def _forwarded(call: CallContext) -> Iterator[_Address]:
 
 
 def _parsed(text: str) -> _Address | None:
-    """An address, which may have brackets and a port."""
+    """Parses an address, which may have brackets and a port; returns None if the text is not an address."""
     host = text
     if text.startswith("["):
         host = text[1:].partition("]")[0]

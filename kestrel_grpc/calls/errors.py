@@ -1,4 +1,4 @@
-"""The table of errors: error class → reason → gRPC code → HTTP status, for every frontend.
+"""Maps errors to statuses for every frontend: error class → reason → gRPC code → HTTP status.
 
 `describe` turns any exception into a `CallFailure`, which a frontend writes in its own protocol. No text of an
 exception reaches a caller. An exception without a row is a bug of the server: INTERNAL.
@@ -55,7 +55,7 @@ _RETRY_ELSEWHERE_S = 1.0
 
 
 class MediaTypeUnsupported(Exception):
-    """The message is not of the type that the method takes, or is compressed; `expected` says what it must be."""
+    """The message is compressed, or is not of the type that the method takes; `expected` says what it must be."""
 
     def __init__(self, expected: str) -> None:
         super().__init__(expected)
@@ -74,7 +74,7 @@ class Unsupported(Exception):
 
 
 class ResourceMissing(Exception):
-    """The object that the caller names does not exist; `kind` says what it would be."""
+    """The object that the caller names does not exist; `kind` is the kind of object."""
 
     def __init__(self, kind: str, name: str) -> None:
         super().__init__(kind, name)
@@ -101,7 +101,7 @@ class MethodUnknown(Exception):
 
 
 class Code(Enum):
-    """The gRPC status codes in use, with their numbers."""
+    """Lists the gRPC status codes in use, with their numbers."""
 
     CANCELLED = 1
     INVALID_ARGUMENT = 3
@@ -120,14 +120,14 @@ class Code(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BadFields:
-    """Detail: what is wrong with the fields of a request; the last item may say how many more there are."""
+    """Lists the faults of the fields of a request; the last item may count faults that are left out."""
 
     violations: tuple[Violation, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class MissingResource:
-    """Detail: the resource that does not exist."""
+    """Names the resource that does not exist."""
 
     kind: str
     name: str
@@ -135,7 +135,7 @@ class MissingResource:
 
 @dataclass(frozen=True, slots=True)
 class UnmetPrecondition:
-    """Detail: why this server cannot serve a request that is well formed."""
+    """Says why this server cannot serve a request that is well formed."""
 
     kind: str
     subject: str
@@ -144,7 +144,7 @@ class UnmetPrecondition:
 
 @dataclass(frozen=True, slots=True)
 class QuotaExceeded:
-    """Detail: the limit that a call exceeds."""
+    """Names the limit that a call exceeds."""
 
     subject: str
     description: str
@@ -155,7 +155,7 @@ Detail = BadFields | MissingResource | UnmetPrecondition | QuotaExceeded
 
 @dataclass(frozen=True, slots=True)
 class CallFailure:
-    """Why a call failed, independent of the transport. Everything in it may be sent to the caller."""
+    """Says why a call failed, independent of the transport. Everything in it may be sent to the caller."""
 
     code: Code
     http_status: int
@@ -165,13 +165,13 @@ class CallFailure:
     """Further values for programs, such as the limit that was exceeded."""
     details: tuple[Detail, ...]
     retry_after_s: float | None
-    """When to try again; None where a retry does not help."""
+    """The delay before another attempt, in seconds; None if a retry does not help."""
     has_pushback: bool
-    """Whether clients that retry automatically must wait for `retry_after_s`."""
+    """True if clients that retry automatically must wait for `retry_after_s`."""
 
 
 def describe(error: Exception, engine_status: EngineStatus | None = None) -> CallFailure:
-    """Turn an exception into a `CallFailure`; `engine_status` tells why an engine is unavailable."""
+    """Turns an exception into a `CallFailure`; `engine_status` selects the reason of an unavailable engine."""
     rows = next((_ROWS_BY_TYPE[kind] for kind in type(error).__mro__ if kind in _ROWS_BY_TYPE), (INTERNAL,))
     row = next(row for row in rows if row.applies(error, engine_status))
     return CallFailure(
@@ -188,7 +188,7 @@ def describe(error: Exception, engine_status: EngineStatus | None = None) -> Cal
 
 @dataclass(frozen=True, slots=True)
 class ErrorRow:
-    """One row of the table. Every function takes an error of type `error`."""
+    """Maps one class of errors. Every function takes an error of type `error`."""
 
     error: type[Exception]
     reason: str
@@ -204,7 +204,7 @@ class ErrorRow:
 
 
 def _shown(error: InvalidRequest) -> tuple[Violation, ...]:
-    """The first violations, and an item that says how many more there are."""
+    """Returns the first violations, and an item that counts the violations left out."""
     num_hidden = len(error.violations) - MAX_VIOLATIONS
     if num_hidden <= 0:
         return error.violations
@@ -526,7 +526,7 @@ ERRORS = (
     ),
 )
 INTERNAL = ErrorRow(Exception, "INTERNAL", Code.INTERNAL, 500, lambda error: "internal error")
-"""For every exception that has no row."""
+"""The row of every exception that has none of its own."""
 
 _ROWS_BY_TYPE: Mapping[type, tuple[ErrorRow, ...]] = MappingProxyType(
     {kind: tuple(row for row in ERRORS if row.error is kind) for kind in {row.error for row in ERRORS}}

@@ -1,13 +1,13 @@
 """Limits how many request messages are received at a time, and how long each may take.
 
-The length of a message is not known before it is read, and while it is read all of it is held in memory. So a call
-reads only when it has a place, and there are as many places as messages of the largest size fit into the memory
-that is reserved for them. Until then the transport holds no more of a message than the call's window.
+The length of a message is unknown before it is read, and all that was read of it is held in memory. So a call reads
+only with a permit, and there are as many permits as messages of the largest size fit into the reserved memory.
+Until then the transport holds no more of a message than the call's window.
 
-Slow senders cannot keep all places. Some places have a short timeout: they are given to calls that have waited for
-the wait limit, whose messages have mostly arrived by then; such a message must be complete almost at once, or its
-call ends. A sender that did not complete a message in time is a slow sender for the next minute, and gets a place
-only when no other call waits.
+Slow senders cannot keep all permits. Some permits have a short timeout: they are granted to calls that have waited
+for the wait limit, whose messages have mostly arrived by then; such a message must be complete almost at once, or
+its call ends. A sender that did not complete a message in time is a slow sender for the next minute, and gets a
+permit only when no other call waits.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kestrel_runtime.fairness.fair_limit import FairLimit
 _RETRY_S = 1.0
 _SLOW_SENDER_S = 60.0
 _MAX_SLOW_SENDERS = 4096
-# The tenant of slow senders without a token: together they get at most half of the places.
+# The tenant of slow senders without a token: together they get at most half of the permits.
 _SLOW_SENDERS = "slow senders"
-# The short timeout is divided into this many waits, so that an event loop that is blocked for a moment ends no
-# call.
+# The short timeout is divided into this many waits, so that an event loop that is blocked for a moment ends
+# no call.
 _SHORT_TIMEOUT_TURNS = 5
 
 
@@ -49,7 +49,7 @@ class MessageTooLarge(Exception):
 
 
 class TooManyCalls(Exception):
-    """A limit on open calls or on messages in memory is reached. `description` says which."""
+    """A limit on open calls or on messages in memory is reached. `description` names it."""
 
     def __init__(self, description: str) -> None:
         super().__init__(description)
@@ -58,25 +58,25 @@ class TooManyCalls(Exception):
 
 
 class StreamEvicted(Exception):
-    """The stream waited for a request, and other streams needed its place."""
+    """Too many streams waited for their next request, and of them this one longest."""
 
 
 @dataclass(frozen=True, slots=True)
 class GateLimits:
-    """`places` and `short_places` count messages; the other fields are seconds."""
+    """Bounds a gate. `permits` and `short_permits` count messages; the other fields are seconds."""
 
-    places: int
-    short_places: int
+    permits: int
+    short_permits: int
     timeout_s: float
-    """For a message that has one of the `places`; and the longest wait for a place."""
+    """The timeout of a message with one of the `permits`, and the longest wait for a permit."""
     wait_limit_s: float = 0.3
-    """A call that has waited for this long may have one of the `short_places`."""
+    """The wait after which a call may have one of the `short_permits`."""
     short_timeout_s: float = 0.1
-    """For a message that has one of the `short_places`."""
+    """The timeout of a message with one of the `short_permits`."""
 
 
-class Place:
-    """Memory for one message. `release` gives it back once nothing of the message is held; again does nothing."""
+class MessagePermit:
+    """Reserves memory for one message until `release`, which the call does once it holds nothing of the message."""
 
     __slots__ = ("_gate", "is_short", "tenant")
 
@@ -97,20 +97,20 @@ class Gate(Protocol):
     async def receive(
         self, read: Callable[[], Awaitable[Any]], tenant: str, peer: Callable[[], str]
     ) -> tuple[Any, Releasable]:
-        """What `read` returns, and what gives the memory of the message back."""
+        """Returns the result of `read`, and the object that releases the memory of the message."""
         ...
 
 
 class Releasable(Protocol):
-    """Something that is taken until it is released."""
+    """Represents something that is taken until it is released."""
 
     def release(self) -> None:
-        """Give it back; again does nothing."""
+        """Gives it back; a second call does nothing."""
         ...
 
 
 class Reading(Interruptible):
-    """A task that reads a message, which began at `started` on the clock of the event loop."""
+    """Represents a task that has been reading a message since `started` on the clock of the event loop."""
 
     __slots__ = ("started",)
 
@@ -120,32 +120,32 @@ class Reading(Interruptible):
 
 
 class _Waiter:
-    """A call without a place."""
+    """Represents a call that waits for a permit."""
 
-    __slots__ = ("has_waited", "place", "tenant")
+    __slots__ = ("has_waited", "permit", "tenant")
 
-    def __init__(self, tenant: str, place: asyncio.Future[Place]) -> None:
+    def __init__(self, tenant: str, permit: asyncio.Future[MessagePermit]) -> None:
         self.tenant = tenant
-        self.place = place
+        self.permit = permit
         self.has_waited = False
-        """Whether it has waited for the wait limit."""
+        """True once it has waited for the wait limit."""
 
 
 class MessageGate:
-    """Assigns places to calls. Belongs to one event loop.
+    """Bounds the memory of messages that are being received, by permits. Belongs to one event loop.
 
-    A place goes to the call that has waited longest and whose tenant may have one. A place with the short timeout
-    goes to the latest of the calls that have waited for `wait_limit_s`: where many senders stall, a new call does
-    not wait for all of them. Slow senders come after all others.
+    A permit goes to the call that has waited longest and whose tenant may have one. A permit with the short timeout
+    goes to the latest of the calls that have waited for `wait_limit_s`: if many senders stall, a new call does not
+    wait for all of them. Slow senders are served after all others.
     """
 
     def __init__(self, limits: GateLimits) -> None:
         self._limits = limits
-        self._places = FairLimit(limits.places)
+        self._permits = FairLimit(limits.permits)
         self._num_short = 0
-        # In the order of their arrival; slow senders are in the second queue.
+        # Waiters in the order of their arrival; slow senders are in the second queue.
         self._queues: tuple[dict[_Waiter, None], dict[_Waiter, None]] = ({}, {})
-        self._slow_senders: dict[str, float] = {}  # caller → time when it no longer counts as one, in that order
+        self._slow_senders: dict[str, float] = {}  # by caller: when it no longer counts as one, in that order
         self._readings: dict[Reading, None] = {}  # in the order of their start
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
@@ -154,30 +154,31 @@ class MessageGate:
 
     @property
     def num_waiting(self) -> int:
-        """Calls without a place."""
+        """The number of calls that wait for a permit."""
         return sum(map(len, self._queues))
 
     async def receive(
         self, read: Callable[[], Awaitable[Any]], tenant: str, peer: Callable[[], str]
-    ) -> tuple[Any, Place]:
-        """What `read` returns, and the place of the message. `peer` names the connection of calls without tenant.
+    ) -> tuple[Any, MessagePermit]:
+        """Returns the result of `read`, and the permit of the message. `peer` names the connection of calls without
+        tenant.
 
-        Raises `MessageTimeout`, `TooManyCalls` where there is no place in time, and `EngineUnavailable` once the
+        Raises `MessageTimeout`, `TooManyCalls` if no permit becomes free in time, and `EngineUnavailable` once the
         gate is closed.
         """
         if self._is_closed:
             raise _closed()
         is_slow_sender = bool(self._slow_senders) and self._is_slow_sender(tenant or peer())
         group = tenant or (_SLOW_SENDERS if is_slow_sender else "")
-        place = self._take(group) or await self._wait(group, self._queues[is_slow_sender])
+        permit = self._take(group) or await self._wait(group, self._queues[is_slow_sender])
         try:
-            return await (self._read_with_short_timeout(read) if place.is_short else self._read(read)), place
+            return await (self._read_with_short_timeout(read) if permit.is_short else self._read(read)), permit
         except (MessageTimeout, TooManyCalls):
-            place.release()
+            permit.release()
             self._note_slow_sender(tenant or peer())
             raise
         except BaseException:
-            place.release()
+            permit.release()
             raise
 
     def _is_slow_sender(self, caller: str) -> bool:
@@ -194,27 +195,27 @@ class MessageGate:
             del self._slow_senders[next(iter(self._slow_senders))]
 
     def close(self) -> None:
-        """Receive no further message; calls that wait for their message end with `EngineUnavailable`."""
+        """Stops receiving messages; calls that wait for their message end with `EngineUnavailable`."""
         self._is_closed = True
         for queue in self._queues:
             for waiter in tuple(queue):
-                if not waiter.place.done():
-                    waiter.place.set_exception(_closed())
+                if not waiter.permit.done():
+                    waiter.permit.set_exception(_closed())
         for reading in self._readings:
             reading.interrupt(_closed())
 
-    def give_back(self, place: Place) -> None:
-        """Called by a place that is released."""
-        if place.is_short:
+    def give_back(self, permit: MessagePermit) -> None:
+        """Takes back a permit that is released."""
+        if permit.is_short:
             self._num_short -= 1
         else:
-            self._places.give_back(place.tenant)
+            self._permits.give_back(permit.tenant)
         if any(self._queues):
             self._grant()
 
-    def _take(self, tenant: str) -> Place | None:
-        """A place for a tenant, if there is one."""
-        return Place(self, tenant, is_short=False) if self._places.take(tenant) else None
+    def _take(self, tenant: str) -> MessagePermit | None:
+        """Returns a permit for a tenant, or None if it may have none now."""
+        return MessagePermit(self, tenant, is_short=False) if self._permits.take(tenant) else None
 
     async def _read(self, read: Callable[[], Awaitable[Any]]) -> Any:
         reading = Reading(self._loop.time())
@@ -236,16 +237,16 @@ class MessageGate:
                 return
             reading.interrupt(MessageTimeout(limit_s))
 
-    async def _wait(self, tenant: str, queue: dict[_Waiter, None]) -> Place:
+    async def _wait(self, tenant: str, queue: dict[_Waiter, None]) -> MessagePermit:
         waiter = _Waiter(tenant, self._loop.create_future())
         queue[waiter] = None
         timer = self._loop.call_later(self._limits.wait_limit_s, self._end_wait_limit, waiter)
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                return await waiter.place
+                return await waiter.permit
         except BaseException as error:
-            if _is_granted(waiter.place):  # in the same turn of the event loop
-                waiter.place.result().release()
+            if _is_granted(waiter.permit):  # in the same turn of the event loop
+                waiter.permit.result().release()
             if isinstance(error, TimeoutError):
                 raise TooManyCalls("other messages are being received") from None
             raise
@@ -258,39 +259,39 @@ class MessageGate:
         self._grant()
 
     def _grant(self) -> None:
-        """Assign the free places to waiting calls."""
+        """Assigns the free permits to waiting calls."""
         for queue in self._queues:
-            self._assign(queue, self._with_places(queue))
+            self._assign(queue, self._with_permits(queue))
         for queue in self._queues:
-            self._assign(queue, self._with_short_places(queue))
+            self._assign(queue, self._with_short_permits(queue))
 
-    def _with_places(self, queue: dict[_Waiter, None]) -> list[tuple[_Waiter, Place]]:
-        granted: list[tuple[_Waiter, Place]] = []
+    def _with_permits(self, queue: dict[_Waiter, None]) -> list[tuple[_Waiter, MessagePermit]]:
+        granted: list[tuple[_Waiter, MessagePermit]] = []
         for waiter in queue:
-            if self._places.is_full:
+            if self._permits.is_full:
                 break
-            place = self._take(waiter.tenant)
-            if place is not None:
-                granted.append((waiter, place))
+            permit = self._take(waiter.tenant)
+            if permit is not None:
+                granted.append((waiter, permit))
         return granted
 
-    def _with_short_places(self, queue: dict[_Waiter, None]) -> list[tuple[_Waiter, Place]]:
-        granted: list[tuple[_Waiter, Place]] = []
+    def _with_short_permits(self, queue: dict[_Waiter, None]) -> list[tuple[_Waiter, MessagePermit]]:
+        granted: list[tuple[_Waiter, MessagePermit]] = []
         for waiter in reversed(queue):
-            if self._num_short >= self._limits.short_places:
+            if self._num_short >= self._limits.short_permits:
                 break
             if waiter.has_waited:
                 self._num_short += 1
-                granted.append((waiter, Place(self, waiter.tenant, is_short=True)))
+                granted.append((waiter, MessagePermit(self, waiter.tenant, is_short=True)))
         return granted
 
-    def _assign(self, queue: dict[_Waiter, None], granted: list[tuple[_Waiter, Place]]) -> None:
-        for waiter, place in granted:
+    def _assign(self, queue: dict[_Waiter, None], granted: list[tuple[_Waiter, MessagePermit]]) -> None:
+        for waiter, permit in granted:
             queue.pop(waiter, None)
-            if waiter.place.done():  # cancelled in this turn of the event loop
-                place.release()
+            if waiter.permit.done():  # cancelled in this turn of the event loop
+                permit.release()
             else:
-                waiter.place.set_result(place)
+                waiter.permit.set_result(permit)
 
     async def _read_with_short_timeout(self, read: Callable[[], Awaitable[Any]]) -> Any:
         reading = asyncio.ensure_future(read())
@@ -305,12 +306,13 @@ class MessageGate:
 
 
 class StreamGate:
-    """At most `limit` streams of requests wait for their next message at a time. Belongs to one event loop.
+    """Bounds the memory of messages that streams wait for: at most `limit` streams wait for their next message.
 
-    While a stream waits, a message of the largest size may arrive, and the transport does not tell when one begins.
-    Clients keep streams open between their requests, so waiting has no timeout. When `limit` streams wait, another
-    stream must wait until one of them has its message, or has waited for `rest_s` seconds. In the second case a
-    stream is ended to make room: of the tenant with the most such streams, the one that has waited longest.
+    While a stream waits, a message of the largest size may arrive, and the transport does not report when one
+    begins. Clients keep streams open between their requests, so waiting has no timeout. When `limit` streams wait,
+    another stream must wait until one of them has its message, or has waited for `rest_s` seconds. In the second
+    case the gate ends a stream: of the tenant with the most such streams, the one that has waited longest. Belongs
+    to one event loop.
     """
 
     def __init__(self, limit: int, rest_s: float = 1.0) -> None:
@@ -329,7 +331,7 @@ class StreamGate:
     async def receive(
         self, read: Callable[[], Awaitable[Any]], tenant: str, peer: Callable[[], str]
     ) -> tuple[Any, Releasable]:
-        """What `read` returns. The stream itself bounds the memory of messages that it has received.
+        """Returns the result of `read`. The stream itself bounds the memory of messages that it has received.
 
         Raises `StreamEvicted`, and `EngineUnavailable` once the gate is closed.
         """
@@ -347,7 +349,7 @@ class StreamGate:
                 self._wake_next()
 
     def close(self) -> None:
-        """Receive no further message; streams that wait for one end with `EngineUnavailable`."""
+        """Stops receiving messages; streams that wait for one end with `EngineUnavailable`."""
         self._is_closed = True
         for reading in self._waiting:
             reading.interrupt(_closed())
@@ -355,7 +357,7 @@ class StreamGate:
             self._wake_next()
 
     async def _wait_or_evict(self) -> None:
-        """End a stream that has waited long enough, or wait until one has, or until there is a place."""
+        """Ends a stream that has waited long enough, or waits until one has, or until another may wait."""
         rested = self._loop.time() - self._rest_s
         evictable = {reading: tenant for reading, tenant in self._waiting.items() if reading.started <= rested}
         if evictable:
@@ -365,13 +367,13 @@ class StreamGate:
             del self._waiting[oldest]
             oldest.interrupt(StreamEvicted())
             return
-        place = self._loop.create_future()
-        self._queue.append(place)
+        turn = self._loop.create_future()
+        self._queue.append(turn)
         try:
-            await asyncio.wait((place,), timeout=next(iter(self._waiting)).started - rested)
+            await asyncio.wait((turn,), timeout=next(iter(self._waiting)).started - rested)
         finally:
-            if place in self._queue:
-                self._queue.remove(place)
+            if turn in self._queue:
+                self._queue.remove(turn)
 
     def _wake_next(self) -> None:
         if self._queue:
@@ -379,7 +381,7 @@ class StreamGate:
 
 
 class _Nothing:
-    """No memory is taken."""
+    """Releases nothing: the stream counts the memory of its messages."""
 
     def release(self) -> None:
         pass
@@ -392,5 +394,5 @@ def _closed() -> EngineUnavailable:
     return EngineUnavailable("no messages are received any more")
 
 
-def _is_granted(place: asyncio.Future[Place]) -> bool:
-    return place.done() and not place.cancelled() and place.exception() is None
+def _is_granted(permit: asyncio.Future[MessagePermit]) -> bool:
+    return permit.done() and not permit.cancelled() and permit.exception() is None

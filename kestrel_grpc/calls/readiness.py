@@ -1,4 +1,4 @@
-"""Whether the server wants calls, as every health check reports it, and the death of its engine."""
+"""Tracks whether the server wants calls, as every health check reports it, and the death of its engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Readiness:
     def __init__(self, engine: Engine) -> None:
         self.is_ready = engine.status is EngineStatus.SERVING
         self.is_closed = False
-        """Whether streams that report the readiness must end."""
+        """True once streams that report the readiness must end."""
         self.changed = asyncio.Event()
         """Set at the next change; a new event takes its place."""
         self._loop = asyncio.get_running_loop()
@@ -26,12 +26,12 @@ class Readiness:
         engine.on_status_change(self._follow)
 
     def refuse(self) -> None:
-        """Be unready from now on, whatever the status of the engine is."""
+        """Makes the server unready from now on, regardless of the engine's status."""
         self._is_refusing = True
         self._update(is_serving=False)
 
     def close(self) -> None:
-        """Be unready, and have every stream that reports it end."""
+        """Makes the server unready, and ends every stream that reports the readiness."""
         self.is_closed = True
         self.refuse()
 
@@ -46,7 +46,7 @@ class Readiness:
 
 
 def death_of(engine: Engine) -> asyncio.Future[None]:
-    """Done, on the running event loop, once the engine is dead."""
+    """Returns a future of the running event loop that is done once the engine is dead."""
     loop = asyncio.get_running_loop()
     died: asyncio.Future[None] = loop.create_future()
 

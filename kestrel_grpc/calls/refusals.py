@@ -13,31 +13,31 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 _BURST, _PER_S = 50.0, 5.0
-"""Of one connection."""
+"""The bucket of one connection: its size, and the refusals added to it per second."""
 _SHARED_BURST, _SHARED_PER_S = 500.0, 200.0
 _MAX_DELAY_S = 10.0
 _MAX_CONNECTIONS = 4096
-# Each takes some kilobytes in gRPC. Beyond it refusals are told at once, as if there were no delay.
+# Each takes some kilobytes in gRPC. Above the limit, refusals are sent without delay.
 _MAX_HELD = 4096
 
 
 class Refusals:
-    """Belongs to one event loop."""
+    """Delays the refusals of all connections. Belongs to one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.connections: OrderedDict[str, _Bucket] = OrderedDict()
-        """By peer, the connections that were refused lately."""
+        """The buckets of connections that were refused recently, by peer."""
         self._clock = clock
         self._shared = _Bucket(_SHARED_BURST, _SHARED_PER_S, clock())
         self._held: set[asyncio.Future[None]] = set()
         self._is_closed = False
 
-    def forgive(self, peer: str) -> None:
-        """A call of this connection was answered: its bucket is full again."""
+    def reset(self, peer: str) -> None:
+        """Fills the bucket of a connection after a call of it was served."""
         self.connections.pop(peer, None)
 
     def delay_s(self, peer: str) -> float:
-        """Count one refusal of a connection; returns the seconds after which to tell it."""
+        """Counts one refusal of a connection; returns the delay before it is sent, in seconds."""
         now = self._clock()
         bucket = self.connections.get(peer)
         if bucket is None:
@@ -48,7 +48,7 @@ class Refusals:
         return max(bucket.take(now), self._shared.take(now))
 
     async def hold(self, peer: str) -> None:
-        """Count one refusal, and return when it may be told, or when the server closes."""
+        """Counts one refusal, and returns once it may be sent or the server closes."""
         delay_s = self.delay_s(peer)
         if delay_s <= 0.0 or self._is_closed or len(self._held) >= _MAX_HELD:
             return
@@ -63,14 +63,14 @@ class Refusals:
             self._held.discard(over)
 
     def close(self) -> None:
-        """Delay nothing from now on, and end the delays that there are."""
+        """Ends all delays, and delays nothing from now on."""
         self._is_closed = True
         for over in self._held:
             _finish(over)
 
 
 class _Bucket:
-    """Fills with time. It may owe as much as is paid back within the longest delay."""
+    """Holds refusals, whose number grows with time. It may owe what is paid back within the longest delay."""
 
     __slots__ = ("_at", "_burst", "_level", "_per_s")
 
@@ -79,7 +79,7 @@ class _Bucket:
         self._level, self._at = burst, now
 
     def take(self, now: float) -> float:
-        """Take one; returns the seconds until it is there."""
+        """Takes one refusal; returns the seconds until the bucket has it."""
         self._level = min(self._burst, self._level + (now - self._at) * self._per_s) - 1.0
         self._level = max(self._level, -_MAX_DELAY_S * self._per_s)
         self._at = now

@@ -26,7 +26,7 @@ _DEFAULT_MODEL_NAMES = ("moondream3-preview",)
 
 
 class Submission:
-    """Shared by all calls. Raises what the source of images and the store of images raise."""
+    """Submits the requests of all calls. Raises the errors of the image source and the image store."""
 
     def __init__(
         self,
@@ -36,7 +36,8 @@ class Submission:
         *,
         model_names: Collection[str] = (),
     ) -> None:
-        """Where `store` is None no images are stored. `model_names`: further names of the served model."""
+        """Creates a submission. With `store` None no images are stored. `model_names` are further names of the
+        served model."""
         self._engine = engine
         self._model_names = (*model_names, *_DEFAULT_MODEL_NAMES)
         self._images = images
@@ -44,10 +45,11 @@ class Submission:
         self._large_answers = asyncio.Lock()
 
     async def submit(self, request: Request, image: ImageReference | None, call: CallContext) -> Stream:
-        """The events of a request. If `image` is given, it names the image, and `request.image` is a placeholder.
+        """Returns the events of a request. If `image` is given, it names the image, and `request.image` is a
+        placeholder. If `image` is given, it names the image, and `request.image` is a placeholder.
 
-        A stored image is read now: the request keeps its bytes even if the stored image is deleted afterwards.
-        When this returns, only the engine refers to the image, apart from the store and the caller.
+        A stored image is read now: the request keeps its bytes even if the stored image is deleted afterwards. When
+        this returns, only the engine refers to the image, apart from the store and the caller.
         """
         (stream,) = await self.submit_samples(request, image, call)
         return stream
@@ -55,8 +57,10 @@ class Submission:
     async def submit_samples(
         self, request: Request, image: ImageReference | None, call: CallContext
     ) -> list[Stream]:
-        """As `submit`, with a stream for each of the samples that the request asks for. The streams raise what the
-        engine raises; if it refuses one of the samples, none runs."""
+        """Returns one stream of events for each sample that the request asks for; otherwise like `submit`.
+
+        The streams raise the errors of the engine; if it refuses one of the samples, none runs.
+        """
         request = await self._with_adapter(request)
         if call.max_priority is not request.options.max_priority:
             request = replace(request, options=replace(request.options, max_priority=call.max_priority))
@@ -71,23 +75,26 @@ class Submission:
         return streams
 
     async def rendered(self, finished: Finished, render: Callable[[], Rendered]) -> Rendered:
-        """Returns the answer that `render` makes. Large ones are made in a thread, one after the other, so that the
-        event loop serves other calls meanwhile."""
+        """Returns the answer that `render` makes.
+
+        Renders large answers in a thread, one after the other, so that the event loop serves other calls meanwhile.
+        """
         if not finished.is_large:
             return render()
         async with self._large_answers:
             return await asyncio.to_thread(render)
 
     async def adapter_of(self, model: str) -> str:
-        """Returns the adapter that requests get which name this model; "" for the served model itself.
+        """Returns the adapter of requests that name this model; "" for the served model itself.
 
-        An adapter is named as `model/name@step` or `name@step`. Raises `ModelNotFound` where there is none.
+        An adapter is named as `model/name@step` or `name@step`. Raises `ModelNotFound` if there is no such adapter.
         """
         adapter, _ = self._split(model)
         return await self._listed(adapter, model) if adapter else ""
 
     def _split(self, model: str) -> tuple[str, bool]:
-        """The name of the adapter in the name of a model, and whether the name of the served model precedes it."""
+        """Splits the name of a model: returns the adapter's name, and whether the served model's name precedes
+        it."""
         names = ("", *self._model_names, self._engine.info.model)
         if model in names:
             return "", True
@@ -103,7 +110,8 @@ class Submission:
         return adapter
 
     async def _with_adapter(self, request: Request) -> Request:
-        """The request with the served model, and the adapter that its model names. Raises `ModelNotFound`."""
+        """Returns the request with the served model, and the adapter that its model names. Raises
+        `ModelNotFound`."""
         options, served = request.options, self._engine.info.model
         if options.model in ("", served):
             return request
@@ -123,7 +131,7 @@ class Submission:
         return replace(request, image=await self._store.read(call.namespace, stored))
 
     async def _with_fetched_image(self, request: Request, uri: str, call: CallContext) -> Request:
-        """The request with its image, fetched once the engine has admitted the request to its queue."""
+        """Returns the request with its image, fetched once the engine has admitted the request to its queue."""
         if not is_embedded(uri):
             call.release()
         async with self._engine.expecting(request, deadline_s=call.remaining_s, tenant=call.principal):
@@ -131,7 +139,7 @@ class Submission:
 
 
 async def last_event(streams: Sequence[Stream], call: CallContext) -> Finished:
-    """Wait for the end of all samples of a request. The first has the others as alternatives."""
+    """Waits for the end of all samples of a request; returns the first with the others as its alternatives."""
     with ending_with(*streams):
         first, *others = [await stream.result() for stream in streams]
         call.finished = with_alternatives(first, others)
@@ -139,7 +147,7 @@ async def last_event(streams: Sequence[Stream], call: CallContext) -> Finished:
 
 
 def with_alternatives(first: Finished, others: Sequence[Finished]) -> Finished:
-    """The first sample with the others as its alternatives. The prompt is counted once."""
+    """Returns the first sample with the others as its alternatives. The prompt is counted once."""
     if not others:
         return first
     num_output_tokens = sum(finished.usage.num_output_tokens for finished in (first, *others))

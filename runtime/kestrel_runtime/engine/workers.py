@@ -64,7 +64,7 @@ class Job(Generic[Result]):
 
 
 class Workers:
-    """A pool of threads with a queue in front of it."""
+    """Bounds the memory of decoded images: runs jobs in a pool of threads, within a `MemoryBudget`."""
 
     def __init__(self, num_threads: int, name: str, budget: MemoryBudget, *, ageing_s: float = 10.0) -> None:
         self._num_threads = num_threads

@@ -56,7 +56,10 @@ class Cost:
 
 
 class QueueAdmission:
-    """Counts what is in the queue. Keys identify requests; all times are of one monotonic clock."""
+    """Bounds the engine's queue: the requests in it, their image bytes and their estimated tokens.
+
+    Keys identify requests; all times are of one monotonic clock.
+    """
 
     def __init__(self, limits: QueueLimits) -> None:
         self._num_requests = FairLimit(limits.requests)

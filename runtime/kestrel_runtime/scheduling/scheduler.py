@@ -71,9 +71,9 @@ class _Suspect(NamedTuple):
 
 
 class Scheduler:
-    """Waiting and active sequences.
+    """Bounds the rows of the batch and the pages of the KV cache: decides which waiting sequences use them.
 
-    Of each step: `schedule` plans it and allocates pages, `commit` records that it was launched, and `complete`
+    For each step, `schedule` plans it and allocates pages, `commit` records that it was launched, and `complete`
     takes the tokens that it sampled.
     """
 

@@ -1,4 +1,4 @@
-"""The gate alone: who gets a place, who waits, and what ends a message that does not come."""
+"""The gate alone: who gets a permit, who waits, and what ends a message that does not come."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kestrel_grpc.calls import message_gate
 from kestrel_grpc.calls.message_gate import (
     GateLimits,
     MessageGate,
+    MessagePermit,
     MessageTimeout,
-    Place,
     StreamEvicted,
     StreamGate,
     TooManyCalls,
@@ -24,9 +24,9 @@ FOREVER_S = 3600.0
 AT_ONCE_S = 0.0
 
 
-def new_gate(places: int = 1, short_places: int = 1, **limits: float) -> MessageGate:
+def new_gate(permits: int = 1, short_permits: int = 1, **limits: float) -> MessageGate:
     defaults = {"timeout_s": FOREVER_S, "wait_limit_s": FOREVER_S, "short_timeout_s": FOREVER_S}
-    return MessageGate(GateLimits(places, short_places, **{**defaults, **limits}))
+    return MessageGate(GateLimits(permits, short_permits, **{**defaults, **limits}))
 
 
 class Sender:
@@ -50,16 +50,16 @@ async def ready() -> bytes:
     return b"ready"
 
 
-async def stalled(gate: MessageGate, tenant: str = "") -> asyncio.Task[tuple[Any, Place]]:
-    """A call that has a place, and whose message does not come."""
+async def stalled(gate: MessageGate, tenant: str = "") -> asyncio.Task[tuple[Any, MessagePermit]]:
+    """A call that has a permit, and whose message does not come."""
     sender = Sender()
     task = asyncio.create_task(gate.receive(sender.read, tenant, peer))
     await sender.is_being_read.wait()
     return task
 
 
-async def waiting(gate: MessageGate, tenant: str = "") -> asyncio.Task[tuple[Any, Place]]:
-    """A call that waits for a place, with a message that has arrived."""
+async def waiting(gate: MessageGate, tenant: str = "") -> asyncio.Task[tuple[Any, MessagePermit]]:
+    """A call that waits for a permit, with a message that has arrived."""
     task = asyncio.create_task(gate.receive(ready, tenant, peer))
     await asyncio.sleep(0)  # one turn takes it as far as it gets
     return task
@@ -73,33 +73,33 @@ async def ended(*tasks: asyncio.Task[Any]) -> None:
 
 async def test_a_message_takes_up_a_place_until_it_is_released() -> None:
     gate = new_gate()
-    message, place = await gate.receive(ready, "", peer)
+    message, permit = await gate.receive(ready, "", peer)
     assert message == b"ready"
     second = await waiting(gate)
     assert not second.done()
-    place.release()
-    place.release()
-    _, place = await second
+    permit.release()
+    permit.release()
+    _, permit = await second
     third = await waiting(gate)
     assert not third.done()
-    place.release()
+    permit.release()
     await third
 
 
 async def test_places_go_to_those_that_have_waited_longest() -> None:
     gate = new_gate()
-    _, place = await gate.receive(ready, "", peer)
+    _, permit = await gate.receive(ready, "", peer)
     first, second = await waiting(gate), await waiting(gate)
     assert gate.num_waiting == 2
-    place.release()
-    _, place = await first
+    permit.release()
+    _, permit = await first
     assert not second.done()
-    place.release()
+    permit.release()
     await second
 
 
 async def test_a_tenant_leaves_a_place_for_others() -> None:
-    gate = new_gate(places=2)
+    gate = new_gate(permits=2)
     greedy = await stalled(gate, "greedy")
     more = await waiting(gate, "greedy")
     assert not more.done()
@@ -111,12 +111,12 @@ async def test_a_message_that_does_not_come_ends_its_call_and_frees_its_place() 
     gate = new_gate(timeout_s=0.01)
     with pytest.raises(MessageTimeout):
         await gate.receive(Sender().read, "", peer)
-    _, place = await gate.receive(ready, "", peer)
-    place.release()
+    _, permit = await gate.receive(ready, "", peer)
+    permit.release()
 
 
 async def test_messages_that_do_not_come_are_ended_each_in_its_time() -> None:
-    gate = new_gate(places=3, timeout_s=0.02)
+    gate = new_gate(permits=3, timeout_s=0.02)
     tasks = [await stalled(gate) for _ in range(3)]
     for task in tasks:
         with pytest.raises(MessageTimeout):
@@ -141,28 +141,28 @@ async def test_a_caller_that_hangs_up_while_it_waits_is_forgotten() -> None:
 
 async def test_a_caller_that_hangs_up_as_it_gets_a_place_passes_it_on() -> None:
     gate = new_gate()
-    _, place = await gate.receive(ready, "", peer)
+    _, permit = await gate.receive(ready, "", peer)
     second = await waiting(gate)
-    place.release()  # its place is granted; it has not noticed
+    permit.release()  # its permit is granted; it has not noticed
     await ended(second)
     await gate.receive(ready, "", peer)
 
 
 async def test_a_call_without_a_place_in_time_is_refused() -> None:
-    gate = new_gate(short_places=0, timeout_s=0.05)
-    _, place = await gate.receive(ready, "", peer)
+    gate = new_gate(short_permits=0, timeout_s=0.05)
+    _, permit = await gate.receive(ready, "", peer)
     with pytest.raises(TooManyCalls):
         await gate.receive(ready, "", peer)
-    place.release()
+    permit.release()
     await gate.receive(ready, "", peer)
 
 
 async def test_where_senders_stall_a_message_that_has_arrived_is_read_all_the_same() -> None:
-    gate = new_gate(places=3, wait_limit_s=0.01)
+    gate = new_gate(permits=3, wait_limit_s=0.01)
     tasks = [await stalled(gate) for _ in range(3)]
-    message, place = await gate.receive(ready, "", peer)
-    assert (message, place.is_short) == (b"ready", True)
-    place.release()
+    message, permit = await gate.receive(ready, "", peer)
+    assert (message, permit.is_short) == (b"ready", True)
+    permit.release()
     await ended(*tasks)
 
 
@@ -171,9 +171,9 @@ async def test_a_message_that_has_waited_and_still_has_not_arrived_is_refused() 
     first = await stalled(gate)
     with pytest.raises(TooManyCalls):
         await gate.receive(Sender().read, "", peer)
-    _, place = await gate.receive(ready, "", peer)  # the short place is free again
-    assert place.is_short
-    place.release()
+    _, permit = await gate.receive(ready, "", peer)  # the short permit is free again
+    assert permit.is_short
+    permit.release()
     await ended(first)
 
 
@@ -182,10 +182,10 @@ async def test_a_new_call_does_not_wait_for_all_that_stall() -> None:
     first = await stalled(gate)
     stalling = [asyncio.create_task(gate.receive(Sender().read, "", peer)) for _ in range(50)]
     await asyncio.sleep(0)
-    message, place = await gate.receive(ready, "", peer)
+    message, permit = await gate.receive(ready, "", peer)
     assert message == b"ready"
     assert sum(task.done() for task in stalling) <= 3
-    place.release()
+    permit.release()
     await ended(first, *stalling)
 
 
@@ -212,7 +212,7 @@ def busy_for(duration_s: float) -> None:
 
 
 async def test_a_gate_that_closes_ends_those_who_send_and_those_who_wait() -> None:
-    gate = new_gate(places=1)
+    gate = new_gate(permits=1)
     sends, waits = await stalled(gate), await waiting(gate)
     gate.close()
     for task in (sends, waits):
@@ -223,7 +223,7 @@ async def test_a_gate_that_closes_ends_those_who_send_and_those_who_wait() -> No
 
 
 async def test_a_caller_that_hangs_up_as_the_gate_closes_has_hung_up() -> None:
-    gate = new_gate(places=1)
+    gate = new_gate(permits=1)
     sends, waits = await stalled(gate), await waiting(gate)
     gate.close()
     for task in (sends, waits):
@@ -234,26 +234,26 @@ async def test_a_caller_that_hangs_up_as_the_gate_closes_has_hung_up() -> None:
 
 
 async def test_a_sender_of_an_unfinished_message_is_admitted_after_all_others() -> None:
-    gate = new_gate(places=1, short_places=1, wait_limit_s=AT_ONCE_S, short_timeout_s=0.01)
+    gate = new_gate(permits=1, short_permits=1, wait_limit_s=AT_ONCE_S, short_timeout_s=0.01)
     first = await stalled(gate)
     with pytest.raises(TooManyCalls):
         await gate.receive(Sender().read, "", lambda: "slow")
     short = asyncio.create_task(gate.receive(ready, "", peer))
-    _, place = await short
+    _, permit = await short
     slow_sender = asyncio.create_task(gate.receive(ready, "", lambda: "slow"))
     await asyncio.sleep(0)
     clean = asyncio.create_task(gate.receive(ready, "", lambda: "quick"))
     await asyncio.sleep(0)
-    first.cancel()  # its place goes to the later one, which is no slow_sender
+    first.cancel()  # its permit goes to the later one, which is no slow_sender
     _, other_place = await clean
     assert not slow_sender.done()
-    place.release()
+    permit.release()
     await slow_sender
     other_place.release()
 
 
 async def test_those_who_did_not_finish_share_half_of_the_places() -> None:
-    gate = new_gate(places=4, short_places=0, timeout_s=0.02)
+    gate = new_gate(permits=4, short_permits=0, timeout_s=0.02)
     for _ in range(2):
         with pytest.raises(MessageTimeout):
             await gate.receive(Sender().read, "", lambda: "slow")
@@ -266,7 +266,7 @@ async def test_those_who_did_not_finish_share_half_of_the_places() -> None:
 
 async def test_suspicion_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(message_gate, "_SLOW_SENDER_S", -1.0)
-    gate = new_gate(places=2, timeout_s=0.02)
+    gate = new_gate(permits=2, timeout_s=0.02)
     with pytest.raises(MessageTimeout):
         await gate.receive(Sender().read, "", peer)
     tasks = [asyncio.create_task(gate.receive(Sender().read, "", peer)) for _ in range(2)]

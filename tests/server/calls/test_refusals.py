@@ -40,11 +40,11 @@ def test_connections_that_each_make_few_wait_together():
     assert delays[-1] == pytest.approx(1.0)
 
 
-def test_a_connection_that_gets_an_answer_is_forgiven():
+def test_an_answer_fills_the_bucket_of_a_connection():
     refusals = Refusals(Clock())
     for _ in range(60):
         refusals.delay_s("1.2.3.4:5")
-    refusals.forgive("1.2.3.4:5")
+    refusals.reset("1.2.3.4:5")
     assert refusals.delay_s("1.2.3.4:5") == 0.0
 
 

@@ -173,7 +173,7 @@ async def test_metrics_that_fail_fail_no_call(engine, monkeypatch, caplog):
     async with Server(engine, WATCHED) as server, grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         answer = await VisionServiceStub(channel).CompleteQuery(wire.CompleteQueryRequest(question="?"))
     assert answer.result.answer == "a kestrel"
-    assert "cannot note the end of a call" in caplog.text
+    assert "cannot record the end of a call" in caplog.text
 
 
 def test_a_port_for_metrics_in_use_is_refused_before_the_model_is_loaded(capsys):
