@@ -194,7 +194,7 @@ class FakeEngine:
             stream.over.add_done_callback(lambda _, stream=stream: self._end(stream))
             self.num_submitted.release()
 
-    def on_acquitted(self, callback: Callable[[str], None]) -> None:
+    def on_cleared(self, callback: Callable[[str], None]) -> None:
         """As an engine core has it; nobody is suspected."""
 
     def _refusal(self, request: Request, num_samples: int) -> KestrelError | None:

@@ -31,7 +31,7 @@ PACKAGES = {
     *("kestrel_client", "kestrel_grpc.__main__", "kestrel_grpc.maintenance", "kestrel_grpc.server"),
     *(f"kestrel_grpc.{name}" for name in ("access", "config", "evaluation", "frontends", "images", "process")),
     "kestrel_grpc.telemetry",
-    *(f"kestrel_runtime.{name}" for name in ("adapters", "execution", "imaging", "loading", "memory", "models")),
+    *("kestrel_grpc.calls", "kestrel_runtime"),
 }
 """What has been read for its prose; what is not named here has not."""
 MODULES = [

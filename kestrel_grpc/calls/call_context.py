@@ -170,17 +170,17 @@ class CallContext:
 
     @property
     def duration_s(self) -> float:
-        """How long the call has taken so far."""
+        """Returns the seconds that the call has taken so far."""
         return time.monotonic() - self.arrived
 
     @property
     def remaining_s(self) -> float | None:
-        """How long it may still take; None where the caller set no deadline."""
+        """Returns the seconds that it may still take, or None if the caller set no deadline."""
         return None if self.deadline_s is None else max(0.0, self.deadline_s - self.duration_s)
 
     @property
     def is_late(self) -> bool:
-        """Whether its deadline has passed on the caller's clock, as far as can be told from here."""
+        """Returns True if its deadline has passed on the caller's clock, as far as this process can know."""
         if self.deadline_s is None:
             return False
         return self.duration_s >= self.deadline_s * (1.0 - _ROUNDED_UP) - _TRANSIT_S

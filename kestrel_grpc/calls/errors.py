@@ -92,7 +92,7 @@ class ResourceExists(Exception):
 
 
 class MethodUnknown(Exception):
-    """No method has this name. `allowed` lists the verbs that the path supports; empty if there is no such path."""
+    """The method does not exist. `allowed` lists the verbs that the path supports; empty if no path matches."""
 
     def __init__(self, name: str, allowed: tuple[str, ...] = ()) -> None:
         super().__init__(name)

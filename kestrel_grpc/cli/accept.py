@@ -208,10 +208,10 @@ class _Acceptance:
         print(reference.summary, flush=True)
         results: list[PrecisionResult] = []
         for name, config in configs.items():
-            tell = _told(name)
-            result = check_precision(self.folder, name, config, speed_s=_SPEED_S, tell=tell)
+            report = _reporter(name)
+            result = check_precision(self.folder, name, config, speed_s=_SPEED_S, report=report)
             for line in (*result.failures, *result.problems):
-                tell(line)
+                report(line)
             results.append(result)
         verdict = Verdict.of(results)
         facts = self._facts()
@@ -254,10 +254,10 @@ class _Acceptance:
                 print_error(line)
             why = f"{python} has no transformers" if status == _reference_not_installed() else f"status {status}"
             raise CheckpointError(f"the reference did not answer: {why}; --no-reference leaves it out")
-        told: dict[str, Any] = json.loads((self.folder / "reference.json").read_text())
-        versions = ", ".join(f"{package} {number}" for package, number in told["versions"].items())
+        known: dict[str, Any] = json.loads((self.folder / "reference.json").read_text())
+        versions = ", ".join(f"{package} {number}" for package, number in known["versions"].items())
         summary = f"Compared with the reference implementation: {name} {revision}".rstrip()
-        return ReferenceFacts(True, f"{summary}, in float32 on {told['device']}, with {versions}.", told["notes"])
+        return ReferenceFacts(True, f"{summary}, in float32 on {known['device']}, with {versions}.", known["notes"])
 
     def _device(self) -> str:
         from kestrel_runtime.models.loaded_model import device_type
@@ -309,7 +309,7 @@ class _Acceptance:
         return facts
 
 
-def _told(name: str) -> Callable[[str], None]:
+def _reporter(name: str) -> Callable[[str], None]:
     return lambda line: print(f"{name}: {line}", flush=True)
 
 
@@ -325,7 +325,7 @@ def _digest(path: Path) -> str:
 
 
 def _processor() -> str:
-    """The name of the processor, where the system tells it."""
+    """The name of the processor, if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -212,8 +212,8 @@ def _answer_cell(result: PrecisionResult, place: int, call: AnsweredCall) -> str
         return _cell(text)
     if call.answer is not None and place in result.uncertain:
         return _cell(f"{text} (differs; changes with the last bits of the weights, so not judged)", "warn")
-    is_judged = result.is_exact or call.answer is None
-    return _cell(f"{text} (differs)" if call.answer is not None else text, "bad" if is_judged else "warn")
+    is_wrong = result.is_exact or call.answer is None
+    return _cell(f"{text} (differs)" if call.answer is not None else text, "bad" if is_wrong else "warn")
 
 
 def _answer_text(answer: Mapping[str, Any]) -> str:

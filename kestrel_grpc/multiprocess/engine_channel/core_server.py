@@ -30,11 +30,11 @@ from kestrel_grpc.multiprocess.engine_channel import messages
 from kestrel_grpc.multiprocess.engine_channel.connection import Connection
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.messages import (
-    Acquitted,
     AdapterNames,
     Answer,
     Cancel,
     ClearCache,
+    Cleared,
     CoreState,
     Events,
     Expect,
@@ -104,7 +104,7 @@ class CoreServer:
         self._listener = self._new_listener()
         self._listen()
         self._engine.on_status_change(lambda _: self.call(self._publish_state))
-        self._engine.on_acquitted(lambda fingerprint: self.call(lambda: self._send_all(Acquitted(fingerprint))))
+        self._engine.on_cleared(lambda fingerprint: self.call(lambda: self._send_all(Cleared(fingerprint))))
         self.run(self._publish_states())
 
     def _new_listener(self) -> socket.socket:

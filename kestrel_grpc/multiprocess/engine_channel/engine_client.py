@@ -26,11 +26,11 @@ from kestrel_grpc.multiprocess.engine_channel import messages
 from kestrel_grpc.multiprocess.engine_channel.connection import Connection, shared_file
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.messages import (
-    Acquitted,
     AdapterNames,
     Answer,
     Cancel,
     ClearCache,
+    Cleared,
     CoreState,
     Events,
     Expect,
@@ -102,7 +102,7 @@ _IS_SILENT, _IS_BACK = 3, 4
 """After so many looks in a row without a word a core has stopped or is too slow; and it answers again after so many
 with one."""
 
-_ForClient = Events | NeedPixels | Acquitted
+_ForClient = Events | NeedPixels | Cleared
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class EngineClient:
         self._status = EngineStatus.RECOVERING
         self._is_draining = self._is_closed = False
         self._callbacks: list[Callable[[EngineStatus], None]] = []
-        self._evidence: dict[str, tuple[int, float]] = {}  # by fingerprint: how much, and since when
+        self._death_weights: dict[str, tuple[int, float]] = {}  # by fingerprint: how much, and since when
         self._refused: dict[str, None] = {}
         self._late: dict[int, asyncio.Task[None]] = {}
         """Connections to cores that have not answered at first, by index."""
@@ -205,7 +205,7 @@ class EngineClient:
         core = self._cores[index]
         self._forget_late(index)
         core.end()
-        self._judge(FlightRecord.read(core.flight_record), _FAULT if is_fault else _KILL)
+        self._count_death(FlightRecord.read(core.flight_record), _FAULT if is_fault else _KILL)
         self._update_status()
         for call in {call.ids: call for call in self._calls.values() if call.core is core}.values():
             fingerprint = call.fingerprint()
@@ -223,39 +223,39 @@ class EngineClient:
         self._warn(self._cores[index])
         self._update_status()
 
-    def _judge(self, in_flight: frozenset[str], weight: int) -> None:
-        """What follows from the requests that were in flight when the process of a core ended.
+    def _count_death(self, in_flight: frozenset[str], weight: int) -> None:
+        """Counts the death of a core against the requests that were in flight in it.
 
         They run alone until they have ended well: at once after a fault, after the second time where it was killed.
         One that was in flight alone is refused: after the second fault, or the fourth time.
         """
         now = time.monotonic()
-        for fingerprint in [name for name, (_, since) in self._evidence.items() if since < now - _SUSPECTED_S]:
-            del self._evidence[fingerprint]
+        for fingerprint in [name for name, (_, since) in self._death_weights.items() if since < now - _SUSPECTED_S]:
+            del self._death_weights[fingerprint]
         for fingerprint in in_flight:
-            before, _ = self._evidence.pop(fingerprint, (0, now))
-            self._evidence[fingerprint] = before + weight, now
+            before, _ = self._death_weights.pop(fingerprint, (0, now))
+            self._death_weights[fingerprint] = before + weight, now
             if len(in_flight) == 1 and before + weight >= _IS_REFUSED:
                 self._refused[fingerprint] = None
                 _log.error("%s has ended engine processes: it is refused from now on", fingerprint)
-        for known in (self._evidence, self._refused):
+        for known in (self._death_weights, self._refused):
             while len(known) > _MAX_REMEMBERED:
                 del known[next(iter(known))]
         for core in self._cores:
             self._warn(core)
 
     def _warn(self, core: _Core) -> None:
-        """Tell a core, before it gets their requests again."""
-        if suspects := [name for name, (weight, _) in self._evidence.items() if weight >= _RUNS_ALONE]:
+        """Sends a core the suspects and the refused, before it gets their requests again."""
+        if suspects := [name for name, (weight, _) in self._death_weights.items() if weight >= _RUNS_ALONE]:
             core.send(Suspect(tuple(suspects)))
         if self._refused:
             core.send(Refuse(tuple(self._refused)))
 
-    def _acquit(self, call: _Call) -> None:
-        """A request has ended well."""
-        if self._evidence:
-            for fingerprint in [name for name in self._evidence if name.startswith(call.fingerprint())]:
-                del self._evidence[fingerprint]
+    def _clear_suspect(self, call: _Call) -> None:
+        """Clears a request that has ended well."""
+        if self._death_weights:
+            for fingerprint in [name for name in self._death_weights if name.startswith(call.fingerprint())]:
+                del self._death_weights[fingerprint]
 
     @property
     def status(self) -> EngineStatus:
@@ -491,8 +491,8 @@ class EngineClient:
         if isinstance(message, NeedPixels):
             self._give_pixels(core, message)
             return
-        if isinstance(message, Acquitted):
-            self._evidence.pop(message.fingerprint, None)
+        if isinstance(message, Cleared):
+            self._death_weights.pop(message.fingerprint, None)
             return
         for item in message.of_requests:
             call = self._calls.get(item.id)
@@ -501,7 +501,7 @@ class EngineClient:
             call.has_events = True
             events, error = messages.events_in(item)
             if events and isinstance(events[-1], Finished):
-                self._acquit(call)
+                self._clear_suspect(call)
             call.stream(item.id).deliver(events, error)
 
     def _call_of(self, id: int) -> _Call | None:

@@ -462,7 +462,7 @@ class Events(Message):
     of_requests: tuple[EventsOf, ...]
 
 
-class Acquitted(Message):
+class Cleared(Message):
     """A suspect ran to its end."""
 
     fingerprint: str
@@ -485,7 +485,7 @@ class Answer(Message):
     adapter: AdapterInfo | None = None
 
 
-FromCore = Welcome | CoreState | Events | NeedPixels | Acquitted | Answer
+FromCore = Welcome | CoreState | Events | NeedPixels | Cleared | Answer
 
 _to_core_decoder = msgspec.msgpack.Decoder(list[ToCore])
 _from_core_decoder = msgspec.msgpack.Decoder(FromCore)

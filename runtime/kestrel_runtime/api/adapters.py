@@ -35,11 +35,11 @@ class AdapterInfo:
     digest: str
     """SHA-256 of its files, in hexadecimal digits."""
     slot: int
-    """From 1."""
+    """The number of the slot, from 1."""
     num_requests: int
     """Requests that use it now."""
     is_current: bool
-    """Whether new requests that name it get it. Else only requests that run still use it."""
+    """True if new requests that name it get it. Else only requests that run still use it."""
 
 
 @dataclass(frozen=True, slots=True)

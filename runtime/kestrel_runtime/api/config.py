@@ -31,7 +31,8 @@ INVARIANT = "invariant"
 """The backend that `deterministic` selects for text and images."""
 _MOST_MEMORY_BYTES = 2**50
 _HALF_BELOW, _QUARTER_BELOW = 12 * 1024 * MIB, 6 * 1024 * MIB
-"""Memory of a GPU beside the weights. Activations, graphs and images of the largest steps take five GiB of it."""
+"""Memory of a GPU in addition to the weights. Activations, graphs and images of the largest steps take five GiB of
+it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +219,7 @@ class EngineConfig:
         by_device=ByDevice(72, 4, shrinks=True),
     )
     # On a GPU a step takes less than a second. One core may take minutes to encode a large image with a model of
-    # two billion parameters; and there is no device beside it that could hang.
+    # two billion parameters; and there is no other device that could hang.
     step_timeout_s: float | None = option(
         None,
         seconds_above_zero,
@@ -230,13 +231,13 @@ class EngineConfig:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether requests may use adapters."""
+        """Returns True if requests may use adapters."""
         return self.adapters is not None or bool(self.adapter_repositories)
 
     def resolved(self, device_type: str, free_bytes: float | None = None) -> EngineConfig:
         """The settings with this device's values in place of None and "auto".
 
-        `device_type` is cpu or cuda. Steps are smaller on a CUDA device that has only `free_bytes` beside the
+        `device_type` is cpu or cuda. Steps are smaller on a CUDA device that has only `free_bytes` left by the
         weights. None and "auto" remain where the value depends on the model.
         """
         is_cuda = device_type == "cuda"

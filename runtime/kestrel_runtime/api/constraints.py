@@ -19,7 +19,7 @@ from kestrel_runtime.api.errors import Violation
 MAX_CHOICES = 256
 MAX_CHOICE_CHARS = 512
 MAX_CHOICES_CHARS = 16_384
-"""Of all choices together."""
+"""The bytes of all choices together."""
 
 MAX_REGEX_CHARS = 2_048
 MAX_WRITTEN_OUT = 1_000
@@ -33,21 +33,21 @@ MAX_SCHEMA_NODES = 4_096
 """Objects, lists, names and values in the text of a schema."""
 MAX_ENUM_VALUES = 1_024
 MAX_LITERAL_CHARS = 2_048
-"""Of a text in `const` or `enum`."""
+"""The length of a text in `const` or `enum`."""
 MAX_NAME_CHARS = 256
-"""Of a property."""
+"""The length of the name of a property."""
 MAX_PROPERTIES = 512
-"""Of all objects of a schema together."""
+"""The properties of all objects of a schema together."""
 MAX_ALTERNATIVES = 256
-"""In all lists of `anyOf` and `oneOf` together."""
+"""The alternatives in all lists of `anyOf` and `oneOf` together."""
 MAX_ALL_OF = 8
 """Schemas in one list of `allOf`."""
 MAX_COMBINATIONS = 64
-"""Of alternatives that must hold together, or within each other."""
+"""The combinations of alternatives that must hold together, or within each other."""
 MAX_MULTIPLE = 1_000
-"""Of `multipleOf`, without its zeros and its decimal point."""
+"""The digits of `multipleOf`, without its zeros and its decimal point."""
 _MAX_REFS = 64
-"""That lead to each other, one after the other."""
+"""The references that lead to each other, one after the other."""
 _SHOWN_CHARS = 32
 _MOST_PROBLEMS = 20
 _TOO_MANY_COMBINATIONS = f"must combine at most {MAX_COMBINATIONS} alternatives, by allOf or within each other"
@@ -181,14 +181,14 @@ def _repetition(pattern: str, start: int) -> tuple[int | None, int]:
 
 
 def _after_escape(pattern: str, start: int) -> int:
-    """Where the escape ends whose letter is at `start`: that of a property or a code point may have braces."""
+    """Returns the end of the escape whose letter is at `start`: properties and code points may have braces."""
     if pattern[start : start + 1] in ("p", "P", "x", "u", "U") and pattern[start + 1 : start + 2] == "{":
         return pattern.find("}", start) + 1 or len(pattern)
     return start + 1
 
 
 def _after_class(pattern: str, start: int) -> int:
-    """Where the class ends whose inside begins at `start`. Classes may be nested."""
+    """Returns where the class ends whose inside begins at `start`. Classes may be nested."""
     depth, place = 1, start
     if pattern[place : place + 1] == "^":
         place += 1
@@ -289,7 +289,7 @@ def pointer_step(name: str) -> str:
 
 
 def _nesting(text: str) -> int:
-    """How deep brackets are nested, also in texts, so that nothing recursive reads deeper ones."""
+    """Returns how deep brackets are nested, also in texts, so that nothing recursive reads deeper ones."""
     depth = most = 0
     for character in text:
         if character in "[{":

@@ -101,7 +101,7 @@ class EngineInfo:
     revision: str | None
     architecture: str
     skills: Mapping[str, SkillDefaults]
-    """By name, in the order in which clients are told them."""
+    """The skills by name, in the order in which clients see them."""
     device: str
     dtype: str
     max_context_tokens: int
@@ -109,7 +109,7 @@ class EngineInfo:
     num_parameters: int
     config: EngineConfig
     memory: MemoryPlan | None = None
-    """How the memory of its device was divided at start; None where nothing was."""
+    """The division of the memory of its device at start; None if nothing was divided."""
     device_uuid: str | None = None
     """Names the GPU to its driver, such as "1a2b3c4d-…"; None on the host."""
 
@@ -136,7 +136,7 @@ class CacheLoad:
     num_lookups: int = 0
     """Requests that looked into the cache."""
     num_hits: int = 0
-    """Of these, requests that found at least a part."""
+    """The number of these requests that found at least a part."""
     num_evictions: int = 0
     """Entries that were dropped to free memory for others."""
     used_bytes: int = 0
@@ -197,10 +197,10 @@ class CoreReading:
     """A reading of one engine core. An engine in this process is its only core."""
 
     index: int
-    """From 0."""
+    """The number of the core, from 0."""
     status: EngineStatus
     info: EngineInfo | None
-    """None until its process has told it for the first time."""
+    """None until its process has reported it for the first time."""
     load: Load | None
     """None while its process is started again."""
     process_id: int | None
@@ -217,7 +217,7 @@ class Engine(Protocol):
 
     @property
     def status(self) -> EngineStatus:
-        """Whether it takes requests now."""
+        """Returns True if it takes requests now."""
         ...
 
     def on_status_change(self, callback: Callable[[EngineStatus], None]) -> None:
@@ -276,7 +276,7 @@ class Engine(Protocol):
         ...
 
     def load(self) -> Load:
-        """How busy it is, all cores together."""
+        """Returns the load of all cores together."""
         ...
 
     def cores(self) -> Sequence[CoreReading]:

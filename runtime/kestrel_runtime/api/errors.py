@@ -68,7 +68,7 @@ class InvalidRequest(KestrelError):
 
 
 class ImageError(InvalidRequest):
-    """The image cannot be used. `too_large` tells a size limit from bytes that do not decode."""
+    """The image cannot be used. `too_large` distinguishes a size limit from bytes that do not decode."""
 
     def __init__(self, description: str, *, too_large: bool = False) -> None:
         super().__init__((Violation("image", description),))
@@ -136,7 +136,7 @@ class QueueBound(Enum):
     IMAGE_BYTES = "bytes of images"
     TOKENS = "tokens"
     CONSTRAINTS = "constraints"
-    """That are being compiled."""
+    """The number of constraints that are being compiled."""
     WAIT = "seconds of waiting"
     """The wait that is to be expected is longer than the caller's deadline or `max_queue_s`."""
 

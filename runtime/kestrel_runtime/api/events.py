@@ -27,7 +27,7 @@ class FinishReason(Enum):
 
 
 class TextChannel(Enum):
-    """Which text a delta belongs to."""
+    """Names the text that a delta belongs to."""
 
     ANSWER = auto()
     REASONING = auto()
@@ -101,7 +101,7 @@ class TextDelta(NamedTuple):  # not a dataclass: one is made for each token, in 
     token_index: int
     num_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Of those tokens, where the request asks for it."""
+    """The log probabilities of those tokens, if the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Reasoning:
     text: str
     groundings: tuple[Grounding, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """Of its tokens; None where none were asked for."""
+    """The log probabilities of its tokens; None if the request asks for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class QueryOutput:
     answer: str
     reasoning: Reasoning | None
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """Of the answer's tokens; None where none were asked for."""
+    """The log probabilities of the answer's tokens; None if the request asks for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class CaptionOutput:
 
     caption: str
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """Of its tokens; None where none were asked for."""
+    """The log probabilities of its tokens; None if the request asks for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class SegmentMask:
     svg_path: str
     box: Box
     is_partial: bool = False
-    """Whether the path is incomplete: the model wrote an invalid path, or was stopped before its end."""
+    """True if the path is incomplete: the model wrote an invalid path, or was stopped before its end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,12 +103,12 @@ class RemoteImage(ABC):
     """An image that another process has: digest and size are here, pixels are fetched if they are needed."""
 
     digest: bytes
-    """As of `image_digest`."""
+    """The digest, as `image_digest` computes it."""
     num_bytes: int
-    """Of the file, or of the pixels that came in its place."""
+    """The size of the file, or of the pixels that came in its place."""
     width_px: int
     height_px: int
-    """As its header declares them; a recorded orientation is not applied."""
+    """The width and height that its header declares; a recorded orientation is not applied."""
 
     def __len__(self) -> int:
         return self.num_bytes
@@ -136,7 +136,7 @@ _MAX_BYTES_HASHED_AT_ONCE = 2**18
 
 
 def is_hashed_at_once(image: Image) -> bool:
-    """Whether `image_digest` takes at most about 0.2 ms; a worker should call it for other images."""
+    """Returns True if `image_digest` takes at most about 0.2 ms; a worker should call it for other images."""
     return isinstance(image, HashedImage | RemoteImage) or len(image) <= _MAX_BYTES_HASHED_AT_ONCE
 
 

@@ -24,7 +24,7 @@ class ByDevice(NamedTuple):
     cuda: Any
     cpu: Any
     shrinks: bool = False
-    """Whether the first is divided on a GPU with little memory."""
+    """True if the first is divided on a GPU with little memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Option:
     """The facts about an option. `parse` raises `ValueError` with the reason."""
 
     name: str
-    """As in the configuration file; the flag of `max_queue` is `--max-queue`."""
+    """The name in the configuration file; the flag of `max_queue` is `--max-queue`."""
     help: str
     unit: str
     parse: Callable[[str], Any]

@@ -22,8 +22,8 @@ from kestrel_runtime.api.sampling_params import SamplingParams
 CAPTION_LENGTHS = ("short", "normal", "long")
 MAX_OBJECTS = 1_000
 MAX_TEXT_BYTES = 65_536
-"""Of a question or an object's name, in UTF-8: more than the contexts of the models hold. What exceeds a model's
-context is only known once it is tokenised, which takes as long as the text is."""
+"""The length of a question or an object's name, in UTF-8: more than the contexts of the models hold. What exceeds a
+model's context is only known once it is tokenised, which takes as long as the text is."""
 MAX_SPATIAL_REFS = 256
 
 
@@ -49,13 +49,13 @@ SpatialRef = PointRef | BoxRef
 
 
 class Priority(IntEnum):
-    """How soon a request should start, compared with others of its tenant that wait; the lower value goes first."""
+    """Orders when requests start, compared with others of its tenant that wait; the lower value goes first."""
 
     INTERACTIVE = 0
     """A person waits for the answer."""
     NORMAL = 1
     BATCH = 2
-    """No person waits for the answer: other requests go first, those of other tenants too."""
+    """A request for whose answer no person waits: other requests go first, those of other tenants too."""
 
 
 class CachePolicy(Enum):
@@ -219,7 +219,7 @@ class _ObjectRequest(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class Point(_ObjectRequest):
-    """Where each object of a kind is; `max_objects` None takes the default of 150."""
+    """Asks where each object of a kind is; `max_objects` None takes the default of 150."""
 
     skill: ClassVar[str] = "point"
 

@@ -1,4 +1,4 @@
-"""How tokens are sampled and when an answer ends, as the caller asks for it."""
+"""Defines how tokens are sampled and when an answer ends, as the caller asks for it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SamplingParams:
 
     @property
     def controls_tokens(self) -> bool:
-        """Whether it limits the choice of tokens by more than `top_p`, or adjusts logits."""
+        """Returns True if it limits the choice of tokens by more than `top_p`, or adjusts logits."""
         limits = self.top_k is not None or bool(self.min_p)
         penalties = self.repetition_penalty not in (None, 1.0) or self.presence_penalty or self.frequency_penalty
         return limits or bool(penalties) or bool(self.logit_bias)

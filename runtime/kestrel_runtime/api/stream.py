@@ -31,7 +31,7 @@ class Stream:
         """Done once no event will come any more: finished, failed or cancelled."""
         self.is_cancelled = False
         self.wants_only_end = False
-        """Whether the caller waits for `result`, so that earlier events need not be delivered."""
+        """True if the caller waits for `result`, so that earlier events need not be delivered."""
         self._events: deque[Event] = deque()
         self._error: KestrelError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -102,7 +102,7 @@ class Stream:
             on_cancel()
 
     def fail(self, error: KestrelError) -> None:
-        """From any thread: end with an error."""
+        """Ends with an error. May be called from any thread."""
         self.post(self.destination, [Delivery(self, [], error)])
 
     @property
@@ -112,7 +112,7 @@ class Stream:
 
     @staticmethod
     def post(destination: Any, deliveries: list[Delivery]) -> None:
-        """From any thread: deliver to streams of one destination. Nothing happens where it no longer exists."""
+        """Delivers to streams of one destination, from any thread. Does nothing if it no longer exists."""
         _post(destination, _deliver_all, deliveries)
 
     def _take_error(self) -> KestrelError:

@@ -33,7 +33,8 @@ from kestrel_runtime.loading.tokenizer import Tokenizer
 _NUM_THREADS = 4
 _THREADS_PER_TENANT = 2
 _MAX_S = 1.0
-"""How long a request waits for its constraint: ten times what it takes on a machine with a free processor."""
+"""The longest wait of a request for its constraint, in seconds: ten times what it takes on a machine with a free
+processor."""
 _NOTHING_IS_FORCED = '%llguidance {"no_forcing": true}\n'
 _JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _ESCAPED = frozenset("\\.+*?()|[]{}^$#&-~/")
@@ -79,7 +80,7 @@ class ConstraintCompiler:
         )
 
     def compiled(self, constraint: Constraint, end_id: int, tenant: str = "") -> CompiledConstraint:
-        """Of answers that `end_id` ends.
+        """Returns the compiled constraint of answers that `end_id` ends.
 
         Raises `InvalidRequest` where the constraint cannot be compiled, and `Overloaded` where too many others are.
         """

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_WHOLE_DIGITS, MAX_FRACTION_DIGITS, MAX_EXPONENT_DIGITS = 18, 17, 2
-"""Of a number: every whole number of so many digits is an int64, and every number is a finite double."""
+"""The most digits of a number: every whole number of so many digits is an int64, and every number is a finite
+double."""
 MAX_NESTING = 16
 """Lists and objects within each other, where the schema does not ask for more."""
 TEXT_SHARE = 4
@@ -28,7 +29,7 @@ TEXT_SHARE = 4
 _MAX_DIGITS = (MAX_WHOLE_DIGITS, MAX_FRACTION_DIGITS, MAX_EXPONENT_DIGITS)
 _BITS = 32
 _MAX_REST_TOKENS = 256
-"""That are told apart: finding them takes as many masks."""
+"""The number of places that are distinguished: finding them takes as many masks."""
 _QUOTE, _BACKSLASH, _COMMA = b'"\\,'
 _DIGITS, _OPENING, _CLOSING = b"0123456789", b"{[", b"}]"
 
@@ -65,7 +66,7 @@ def _mask_of(chosen: NDArray[np.bool_]) -> Mask:
 
 @dataclass(slots=True)
 class JsonAnswer:
-    """Where in its JSON an answer is.
+    """Describes where in its JSON an answer is.
 
     `max_tokens`: of the answer. `rest_tokens`: for so many an answer can end from wherever it is, about.
     `min_text_tokens`: texts may have as many in any case.
@@ -83,7 +84,7 @@ class JsonAnswer:
     """0 before the point, 1 after it, 2 in the exponent; None outside of a number."""
     _num_digits: int = 0
     _item_starts: list[int] = field(default_factory=list[int])
-    """Of each list and object that is open: the number of tokens before its latest item."""
+    """The number of tokens before the latest item of each list and object that is open."""
     _longest_item: int = 0
 
     def follow(self, token_id: int) -> None:
@@ -163,7 +164,8 @@ class JsonAnswer:
 
 
 def rest_tokens_of(library: llguidance.LLMatcher, tokens: JsonTokens, end_id: int) -> int:
-    """How many tokens an answer takes from wherever it is to its end, about: those of one that has all in it once.
+    """Returns about how many tokens an answer takes from wherever it is to its end: those of one that has all in it
+    once.
 
     Follows such an answer, spelled in the shortest tokens, for as long as is cheap.
     """

@@ -17,7 +17,7 @@ from kestrel_runtime.api.constraints import LISTS, NAMED, SUBSCHEMAS, pointed_at
 
 _GROUP, _MAX_TRIALS = 16, 64
 _MAX_S = 0.3
-"""How long a place is looked for: the request waits for a second at most."""
+"""The longest search for a place, in seconds: the request waits for a second at most."""
 _ROOT = "x-root"
 _HEAD = re.compile(r"at \d+\(\d+\): (?:failed to compile JSON schema: )?")
 _QUOTED_GRAMMAR = re.compile(r"\n +1 \| |\n<non-verbose/>")

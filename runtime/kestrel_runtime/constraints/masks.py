@@ -31,7 +31,7 @@ class CompiledConstraint:
     """A compiled constraint, for any number of answers."""
 
     library: llguidance.LLMatcher
-    """At the start of an answer, to be copied for each."""
+    """The matcher at the start of an answer, to be copied for each."""
     end_id: int
     json: JsonTokens | None = None
     """None where the answer is no JSON."""
@@ -65,7 +65,7 @@ class AnswerMatcher:
     def _restart(self) -> None:
         self._num_taken = 0
         self.is_in_answer = self._opens_answer is None
-        """Whether the next token belongs to the answer."""
+        """Returns True if the next token belongs to the answer."""
         self._json = self._compiled.new_json(self._max_tokens) if self.is_in_answer else None
 
     @property
@@ -113,8 +113,8 @@ class LibraryMasks:
         self._executor: llguidance.LLExecutor | None = None  # its threads are started with the first constraint
 
     def masks(self, requests: Sequence[MaskRequest]) -> list[NDArray[np.int32] | ConstraintFailed | None]:
-        """For each request an int32 array [ceil(vocabulary / 32)], where bit t % 32 of word t // 32 says that the
-        token t may come; None where every token may; or the `ConstraintFailed` of this request."""
+        """Returns for each request an int32 array [ceil(vocabulary / 32)], where bit t % 32 of word t // 32 says
+        that the token t may come; None where every token may; or the `ConstraintFailed` of this request."""
         results: list[NDArray[np.int32] | ConstraintFailed | None] = [None] * len(requests)
         table = np.zeros((len(requests), self._num_words), dtype=np.int32)
         asked: list[tuple[AnswerMatcher, int]] = []

@@ -66,7 +66,7 @@ class EngineParts:
     page_bytes: int
     embeddings: EmbeddingCache
     bytes_per_image: int
-    """Of the embeddings of one image."""
+    """The bytes of the embeddings of one image."""
     scheduler: Scheduler
     adapters: AdapterStore | None
     """None if the engine serves no adapters."""
@@ -260,7 +260,7 @@ def _preprocessor(
 def _is_cached(
     pages: PageManager, embeddings: EmbeddingCache, keys: PrefixKeys | None, embedding_key: EmbeddingKey | None
 ) -> bool:
-    """In a worker: whether the pages or the embeddings of an image are cached now."""
+    """Returns True if the pages or the embeddings of an image are cached now. Runs in a worker."""
     share_point = None if keys is None else keys.missing_share_point(0, pages.page_size)
     return (share_point is not None and pages.has(share_point)) or embedding_key in embeddings
 
@@ -301,7 +301,7 @@ def _loop(
 
 
 def _lease_again(adapters: AdapterStore, name: str, tenant: str) -> Future[Any]:
-    """For a request that has given its lease back. The future fails where the adapters are closed."""
+    """Leases again for a request that has given its lease back. The future fails where the adapters are closed."""
     try:
         return adapters.acquire(name, tenant)
     except EngineUnavailable as error:

@@ -24,7 +24,7 @@ class EndCheck:
         self._submit = submit
 
     def deliver(self, stream: Stream, events: list[Event]) -> None:
-        """From the engine thread: have a worker check the answer of the last event, and deliver what follows."""
+        """Has a worker check the answer of the last event and deliver what follows. For the engine thread."""
         try:
             self._submit(partial(self._deliver, stream, events))
         except RuntimeError:

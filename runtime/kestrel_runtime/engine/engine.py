@@ -50,9 +50,10 @@ _TRANSITIONS = {
 }
 _MAX_TOKENS_PER_REF = 3
 _CLOSE_TIMEOUT_S = 5.0
-"""How long `close` waits for the engine thread; a step of a slow device may take longer."""
+"""The longest wait of `close` for the engine thread, in seconds; a step of a slow device may take longer."""
 _ADAPTER_NAMES_S = 5.0
-"""For the folder of adapters to be read, which may be on a mount that does not answer."""
+"""The longest wait, in seconds, for the folder of adapters to be read, which may be on a mount that does not
+answer."""
 
 _log = logging.getLogger(__name__)
 
@@ -221,9 +222,9 @@ class LocalEngine:
         """These requests were in a step during which an engine's process ended: each runs alone once more."""
         self._offending_requests.suspect(fingerprints)
 
-    def on_acquitted(self, callback: Callable[[str], None]) -> None:
+    def on_cleared(self, callback: Callable[[str], None]) -> None:
         """Have `callback` run, in the engine thread, with the fingerprint of each suspect that ran to its end."""
-        self._offending_requests.on_acquitted(callback)
+        self._offending_requests.on_cleared(callback)
 
     def refuse(self, fingerprints: Iterable[str]) -> None:
         """These requests have ended an engine's process: they are refused from now on."""
@@ -291,7 +292,7 @@ class LocalEngine:
         return ImageInfo(f"image/{header.format.lower()}", header.width, header.height)
 
     def load(self) -> Load:
-        """How busy the engine is now."""
+        """Returns the load of the engine now."""
         return Load(
             num_running=self._loop.num_active,
             num_waiting=self._loop.num_waiting,
@@ -320,7 +321,7 @@ class LocalEngine:
             await asyncio.wait(own)
 
     def guard_steps(self) -> None:
-        """From now on, stop the engine if it makes no progress for the configured step timeout, and count the
+        """Stops the engine from now on if it makes no progress for the configured step timeout, and count the
         kernels that are compiled.
 
         Call it after the first steps: these compile kernels and allocate buffers, without a time limit.
@@ -349,7 +350,7 @@ class LocalEngine:
         self._preprocessor.close()
 
     def _stalled(self, activities: list[str]) -> None:
-        """In the watchdog's thread: a stalled step does not recover, so stop the engine."""
+        """Stops the engine, since a stalled step does not recover. Runs in the watchdog's thread."""
         in_flight = "; ".join(self._loop.in_flight()) or "none"
         _log.critical(
             "no progress for %g s (%s): the engine ends. Steps in flight: %s\n%s",
@@ -361,7 +362,7 @@ class LocalEngine:
         self._loop.stop()
 
     def _ended(self) -> None:
-        """In the watchdog's thread: the engine thread has ended, or never will."""
+        """Handles an engine thread that has ended, or never will. Runs in the watchdog's thread."""
         self._become(EngineStatus.DEAD)
         self._loop.finish()
         self._streams.close()
@@ -415,7 +416,7 @@ class LocalEngine:
         )
 
     def _prepared(self, preparation: Future[Sequence], stream: Stream) -> None:
-        """In a worker's thread or in the thread that cancelled the future. An error ends this request alone."""
+        """Takes a worker's result, in its thread or the one that cancelled. An error ends only this request."""
         with self._lock:
             self._num_preprocessing -= 1
         # Of a future that was cancelled the stream may be over already, and then ignores the error.

@@ -49,7 +49,7 @@ class FlightRecord:
 
     @staticmethod
     def read(path: Path) -> frozenset[str]:
-        """What was written last at `path`; empty where there is no record."""
+        """Returns what was written last at `path`; empty if there is no record."""
         try:
             content = path.read_bytes()
         except OSError:

@@ -112,10 +112,10 @@ class Isolation:
         if isinstance(error, torch.OutOfMemoryError):
             _log.error("out of memory: the features of all images are dropped, and made anew when needed")
             self._runner.empty_device_cache()
-        return self._judge(batch.sequences[0]) if is_alone else None
+        return self._offender(batch.sequences[0]) if is_alone else None
 
-    def _judge(self, suspect: Sequence) -> Sequence | None:
-        """The suspect if the evidence suffices to end it; else None, and it runs alone once more."""
+    def _offender(self, suspect: Sequence) -> Sequence | None:
+        """Returns the suspect if it failed alone often enough to be ended; else None: it runs alone once more."""
         if self._case is None or self._case.sequence_id != suspect.id:
             self._case = _Case(suspect.id)
         case = self._case

@@ -14,7 +14,7 @@ The life of a request in it:
        ▲                                                                       │
        └────────────────── waits here while there is no work ◀─────────────────┘
 
-Prefill steps and decode steps run beside each other, so a long prompt delays no other sequence. A sequence whose
+Prefill steps and decode steps run at the same time, so a long prompt delays no other sequence. A sequence whose
 prompt is complete decodes with the others from the next turn on. An asynchronous device gets its next steps before
 it has completed those in flight, so it never waits for output parsers.
 
@@ -79,9 +79,9 @@ _MAX_DECODES, _MAX_DECODES_BEFORE_PREFILL = 2, 5
 _RATE_INTERVAL_S, _RATE_INTERVALS = 0.1, 50
 _RATE_WINDOW_S = _RATE_INTERVALS * _RATE_INTERVAL_S
 _BLOCKED_S = 0.05
-"""How long the thread waits for an image that is being decoded before it looks at deadlines."""
+"""The longest wait for an image that is being decoded, in seconds, before the thread looks at deadlines."""
 _QUIET_S = 0.2
-"""How long there is no work before graphs are captured that the start has left, or that have been missed."""
+"""The idle time, in seconds, after which graphs are captured that the start has left or that were missed."""
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class InFlightStep(NamedTuple):
 class EngineLoop:
     """Owns scheduler and runner; only its thread touches what they hold.
 
-    Tells `admission` by stream who starts or leaves.
+    Reports to `admission` by stream who starts or leaves.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class EngineLoop:
     ) -> None:
         """`decode_again` has a worker decode the image of a sequence whose pages were cached and are evicted.
         `make_masks` makes the masks of sequences with constraints. `lease_adapter` has an adapter of a name loaded
-        for a tenant. Suspects of `offending_requests` run alone. `record` is told the fingerprints of the requests
+        for a tenant. Suspects of `offending_requests` run alone. `record` gets the fingerprints of the requests
         in flight, before each launch."""
         self._scheduler = scheduler
         self._runner = runner
@@ -178,7 +178,7 @@ class EngineLoop:
         self._thread.start()
 
     def add(self, sequence: Sequence, stream: Stream) -> None:
-        """From any thread: queue a prepared sequence."""
+        """Queues a prepared sequence. May be called from any thread."""
         if self._is_finished:
             self._admission.leave(stream)
             _end_lease(sequence)
@@ -188,11 +188,11 @@ class EngineLoop:
             self._inbox.put(_Arrival(sequence, stream))
 
     def cancel(self, stream: Stream) -> None:
-        """From any thread: drop the stream's sequence before the next step, if it is here."""
+        """Drops the stream's sequence, if any, before the next step. May be called from any thread."""
         self._inbox.put(stream)
 
     def forget_cached(self, namespace: str | None, image: bytes | None = None) -> Future[ClearedCache]:
-        """From any thread: before the next step, remove what is cached for a namespace, or for all.
+        """Removes what is cached for a namespace, or for all, before the next step. For any thread.
 
         With `image`, only what belongs to the image of this digest. The future may fail with `EngineUnavailable`.
         """
@@ -224,12 +224,12 @@ class EngineLoop:
         return self._answers.per_second(time.monotonic())
 
     def reclaim_adapters(self) -> None:
-        """From any thread: have sequences give back the leases of adapters that are reclaimed."""
+        """Has sequences give back the leases of adapters that are reclaimed. May be called from any thread."""
         self._reclaims_adapters = True
         self._inbox.put(None)
 
     def stop(self) -> None:
-        """From any thread: end after the current turn. Does not wait."""
+        """Ends after the current turn, without waiting. May be called from any thread."""
         self._is_stopping = True
         self._inbox.put(None)
 
@@ -252,13 +252,13 @@ class EngineLoop:
         return found
 
     def in_flight(self) -> list[str]:
-        """For the log, from any thread: the step that is being launched and those in flight."""
+        """Describes for the log the step that is being launched and those in flight. For any thread."""
         launching = self._launching
         found = [] if launching is None else [f"launching a {describe(launching)}"]
         return found + [str(step) for step in (*self._prefills.copy(), *self._decodes.copy())]
 
     def finish(self) -> None:
-        """From another thread, when this one has ended or hangs: post its remaining events, and accept no more.
+        """Posts the remaining events of a thread that has ended or hangs, and accepts no more. For another thread.
 
         Remaining sequences are dropped without an event: `OpenStreams` ends their streams.
         """
@@ -515,7 +515,7 @@ class EngineLoop:
 
     @staticmethod
     def _is_complete(step: InFlightStep) -> bool:
-        """Whether waiting for the step would return at once, or raise at once."""
+        """Returns True if waiting for the step would return at once, or raise at once."""
         try:
             return step.handle.is_complete()
         except Exception:  # the device reports an error where it is asked first; `_complete` meets it again
@@ -586,7 +586,7 @@ class EngineLoop:
             self._outbox.put(stream, events)
         if is_over:
             self._answers.add(now, 1)
-            self._offending_requests.acquit(sequence.fingerprint)
+            self._offending_requests.clear(sequence.fingerprint)
             self._remove(sequence)
 
     def _end_overflowed(self, sequence: Sequence) -> None:
@@ -662,7 +662,7 @@ def _timing(sequence: Sequence, now: float) -> Timing:
 
 
 class RecentRate:
-    """How many there were per second over the last seconds. One thread adds, any thread reads."""
+    """Counts how many there were per second over the last seconds. One thread adds, any thread reads."""
 
     def __init__(self) -> None:
         # Of each interval in which something came: its number, counted from time 0, and how many.

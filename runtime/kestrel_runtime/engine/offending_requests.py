@@ -24,7 +24,7 @@ _VALUES: Mapping[str, Callable[[Request], tuple[Any, ...]]] = MappingProxyType(
         for kind in REQUEST_TYPES
     }
 )
-"""The values of a request's fields that say what work it is, beside its image."""
+"""The values of a request's fields that say what work it is, in addition to its image."""
 _encoder = msgspec.msgpack.Encoder()
 _CAPACITY = 256
 
@@ -44,7 +44,7 @@ class OffendingRequests:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the one learned last at the end
-        self._on_acquitted: Callable[[str], None] = lambda fingerprint: None
+        self._on_cleared: Callable[[str], None] = lambda fingerprint: None
         self._suspects: OrderedDict[str, None] = OrderedDict()  # the one learned last at the end
         self._lock = Lock()
 
@@ -73,19 +73,19 @@ class OffendingRequests:
                 self._suspects.popitem(last=False)
 
     def is_suspect(self, fingerprint: str) -> bool:
-        """Whether the request is to run alone."""
+        """Returns True if the request is to run alone."""
         return fingerprint in self._suspects
 
-    def acquit(self, fingerprint: str) -> None:
+    def clear(self, fingerprint: str) -> None:
         """The request ran to its end."""
         if fingerprint in self._suspects:
             with self._lock:
                 self._suspects.pop(fingerprint, None)
-            self._on_acquitted(fingerprint)
+            self._on_cleared(fingerprint)
 
-    def on_acquitted(self, callback: Callable[[str], None]) -> None:
+    def on_cleared(self, callback: Callable[[str], None]) -> None:
         """Have `callback` run, in the engine thread, with each suspect that ran to its end."""
-        self._on_acquitted = callback
+        self._on_cleared = callback
 
     def forget_learned_before_restart(self) -> None:
         """The engine has restarted: forget all but those that survive it."""

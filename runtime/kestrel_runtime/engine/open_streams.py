@@ -76,7 +76,7 @@ class _Clearing(NamedTuple):
     image: bytes | None
     done: Future[ClearedCache]
     asked: float
-    """When, in seconds of the monotonic clock."""
+    """The time in seconds of the monotonic clock."""
 
 
 class CacheClearings:
@@ -101,7 +101,7 @@ class CacheClearings:
         return bool(self._waiting)
 
     def carry_out(self, forget: Callable[[str | None, bytes | None], ClearedCache]) -> None:
-        """In the engine thread: have `forget` remove each namespace, or image of a namespace."""
+        """Has `forget` remove each namespace, or image of a namespace. Runs in the engine thread."""
         while self._waiting:
             clearing = self._waiting[0]  # it stays there: where this raises, `close` resolves it
             removed = forget(clearing.namespace, clearing.image)
@@ -112,7 +112,7 @@ class CacheClearings:
                 self._waiting.popleft()
 
     def apply_to(self, sequence: Sequence) -> None:
-        """In the engine thread: a sequence publishes nothing that was removed after its request had come."""
+        """Keeps a sequence from publishing what was removed after its request came. Runs in the engine thread."""
         if self._concern(sequence):
             sequence.leave_caches()
 
@@ -128,7 +128,7 @@ class CacheClearings:
         return num_later == _NUM_REMEMBERED
 
     def close(self) -> None:
-        """From any thread, when the engine thread has ended or hangs: refuse all that waits and that will come."""
+        """Refuses all that waits and will arrive, once the engine thread has ended or hangs. For any thread."""
         self._is_closed = True
         while self._waiting:
             with contextlib.suppress(IndexError, InvalidStateError):

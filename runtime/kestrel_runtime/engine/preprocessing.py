@@ -177,7 +177,7 @@ class Preprocessor:
         ageing_s: float = 10.0,
     ) -> None:
         """`make_crops` turns an RGB image into what the engine takes; all the threads call it. Without `key_maker`
-        sequences use no cache; `prefix_cache` and `image_cache` tell which of the two they use with it. An image is
+        sequences use no cache; `prefix_cache` and `image_cache` say which of the two they use with it. An image is
         not decoded where `is_cached` says that its pages or embeddings are. Without `matchers` answers have no
         constraints.
 
@@ -332,7 +332,7 @@ class Preprocessor:
         adapter: AdapterLease | None,
         facts: ImageFacts,
     ) -> Sequence | None:
-        """What a worker would return, where preparing takes little time; None where it does not."""
+        """Returns what a worker would return if preparing takes little time, else None."""
         if len(request.text) > _MAX_TEXT_LENGTH_AT_ONCE or request.constraint is not None:
             return None
         if self._workers.is_closing:
@@ -423,7 +423,8 @@ class Preprocessor:
         return sequence, digest
 
     def _leaves_out_crops(self, sequence: Sequence, request: Request, facts: ImageFacts | None) -> bool:
-        """Whether the image is cached, and need not be decoded unless it is evicted before the sequence starts."""
+        """Returns True if the image is cached, and need not be decoded unless it is evicted before the sequence
+        starts."""
         image = request.image
         assert image is not None, "asked for requests with one"
         if request.options.cache is not CachePolicy.USE or sequence.image_size_px is None:

@@ -1,4 +1,4 @@
-"""What the engine remembers of recent requests: tokens of prompts and compiled constraints.
+"""Keeps what recent requests computed: tokens of prompts and compiled constraints.
 
 Repeated prompts and constraints are recognised within a namespace only, since the time that a request takes shows
 whether it was recognised.
@@ -24,7 +24,7 @@ from kestrel_runtime.output.output_parser import OutputParser, Token
 
 _MAX_PROMPTS = 1024
 _MAX_PROMPT_TOKENS = 128
-"""Of a prompt that is remembered: all prompts together take some 10 MB at most."""
+"""The longest prompt that is kept: all prompts together take some 10 MB at most."""
 _NOT_IN_PROMPTS = frozenset({"image", "sampling", "options", "constraint"})
 """Fields of requests that no prompt depends on."""
 _PROMPT_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -82,7 +82,7 @@ class Watchdog:
         return not self._thread.is_alive()
 
     def guard(self) -> None:
-        """From now on look for stalls; until then the end of the thread is all that is noticed."""
+        """Looks for stalls from now on; until then it only notices the end of the thread."""
         self._is_guarding = True
 
     def look(self) -> list[str]:

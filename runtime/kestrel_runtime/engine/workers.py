@@ -191,7 +191,7 @@ class Workers:
     def _can_pass(self, first: Job[Any], job: Job[Any]) -> bool:
         if not self._has_share(job) or not self._can_start(job):
             return False
-        # `first` waits for the jobs that ran before it came first, so it must fit beside all others.
+        # `first` waits for the jobs that ran before it came first, so it must fit together with all others.
         awaited = sum(other.num_bytes for other in self._running if other not in self._passing)
         return not job.num_bytes or self._budget.has_room(job.num_bytes + first.num_bytes - awaited)
 

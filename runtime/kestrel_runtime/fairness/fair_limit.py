@@ -30,11 +30,11 @@ class FairLimit:
         return self._taken_by.get(tenant, 0)
 
     def has_room(self, amount: int = 1) -> bool:
-        """Whether F1 leaves so many units."""
+        """Returns True if F1 leaves so many units."""
         return self.num_taken + amount <= self.limit
 
     def has_share(self, tenant: str) -> bool:
-        """Whether F2 lets a tenant take more."""
+        """Returns True if F2 lets a tenant take more."""
         return not tenant or self._taken_by.get(tenant, 0) < self.limit - self.num_taken
 
     def take(self, tenant: str, amount: int = 1) -> bool:

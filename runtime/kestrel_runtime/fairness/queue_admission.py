@@ -26,7 +26,7 @@ from kestrel_runtime.fairness.fair_limit import FairLimit
 
 _MIN_STARTS = 8
 _MAX_STARTS = 64
-_EVIDENCE_S = 60.0
+_WINDOW_S = 60.0
 _RETRY_UNKNOWN_S = 1.0
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 60.0
 
@@ -188,12 +188,12 @@ class _Pace:
         self._last_start = now
 
     def pause(self) -> None:
-        """No request waits: the time until the next start does not count."""
+        """Records that no request waits: the time until the next start does not count."""
         self._last_start = None
 
     def mean_s(self, now: float) -> float | None:
         """Returns the mean time between two starts; None without enough recent starts."""
-        while self._intervals and self._intervals[0][0] < now - _EVIDENCE_S:
+        while self._intervals and self._intervals[0][0] < now - _WINDOW_S:
             self._intervals_s -= self._intervals.popleft()[1]
         if len(self._intervals) < _MIN_STARTS:
             return None
@@ -201,7 +201,7 @@ class _Pace:
 
     def is_over(self, now: float) -> bool:
         """True once no request waits and no interval is recent."""
-        return self._last_start is None and (not self._intervals or self._intervals[-1][0] < now - _EVIDENCE_S)
+        return self._last_start is None and (not self._intervals or self._intervals[-1][0] < now - _WINDOW_S)
 
 
 def _line(cost: Cost) -> _Line:
@@ -209,5 +209,5 @@ def _line(cost: Cost) -> _Line:
 
 
 def _amounts(cost: Cost) -> tuple[int, int, int]:
-    """Of requests, image bytes and tokens."""
+    """The sums of requests, image bytes and tokens."""
     return 1, cost.image_bytes, cost.tokens

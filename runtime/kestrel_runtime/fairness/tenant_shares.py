@@ -82,7 +82,7 @@ class TenantShares(Generic[Holder]):
             holding.num_pages += self._pages_of(sequence)
 
     def share_of(self, tenant: str) -> float:
-        """From 0 to 1."""
+        """The share of the tenant, from 0 to 1."""
         holding = self._holdings.get(tenant)
         return 0.0 if holding is None else self._share(len(holding.rows), holding.num_pages)
 
@@ -93,9 +93,10 @@ class TenantShares(Generic[Holder]):
         suffice: Callable[[list[Holder]], bool],
         service_of: Callable[[str], float],
     ) -> list[Holder] | None:
-        """Which sequences yield so that a waiting sequence of `num_pages` pages can start; None if none may yield.
+        """Returns the sequences that yield so that a waiting sequence of `num_pages` pages can start; None if none
+        may yield.
 
-        `suffice` tells whether it can start without the given sequences, `service_of` what a tenant was served.
+        `suffice` says whether it can start without the given sequences, `service_of` what a tenant was served.
         """
         own = self._holdings.get(sequence.tenant) or _Holding[Holder]()
         share_then = self._share(len(own.rows) + 1, own.num_pages + num_pages)

@@ -1,4 +1,4 @@
-"""Which waiting item starts next. Pure decisions: no torch, no threads, no clock.
+"""Chooses the waiting item that starts next. Pure decisions: no torch, no threads, no clock.
 
 Rules
   W1  Each tenant has an order of its own. Items that return come first: preempted ones in the order in which they
@@ -53,7 +53,7 @@ class Waiter(Protocol):
 
     @property
     def submitted(self) -> float:
-        """When its request arrived, in seconds of a monotonic clock."""
+        """The arrival of its request, in seconds of a monotonic clock."""
         ...
 
     @property
@@ -82,7 +82,7 @@ class WaitingQueue(Generic[Item]):
 
     @property
     def has_one_tenant(self) -> bool:
-        """Whether no more than one tenant has been seen lately, waiting or served."""
+        """Returns True if no more than one tenant has been seen lately, waiting or served."""
         return len(self._tenants) <= 1
 
     def __iter__(self) -> Iterator[Item]:
@@ -116,7 +116,7 @@ class WaitingQueue(Generic[Item]):
     ) -> Item | None:
         """The item that starts next, or None.
 
-        `shares` makes a function that tells what a tenant holds (W3); it is called where several tenants wait. With
+        `shares` makes a function that says what a tenant holds (W3); it is called where several tenants wait. With
         `may_start`, the first item for which that returns True.
         """
         if self.has_one_tenant:

@@ -29,7 +29,7 @@ class Token(NamedTuple):
 
 
 class TokenRule(NamedTuple):
-    """What the next token of a sequence may be.
+    """Describes what the next token of a sequence may be.
 
     `allowed` None lets every token pass but the `suppressed` ones. With `is_spatial` a coordinate or size
     token is read by the region heads; without, it is a token like any other.
@@ -40,7 +40,7 @@ class TokenRule(NamedTuple):
     is_spatial: bool = False
 
     def lets_pass(self, token_id: int) -> bool:
-        """Whether the token may come."""
+        """Returns True if the token is allowed."""
         return token_id not in self.suppressed and (self.allowed is None or token_id in self.allowed)
 
 

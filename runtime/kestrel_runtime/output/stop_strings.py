@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 
 class StopMatcher:
-    """For one text. The time per character does not depend on the number and length of the strings.
+    """Finds stop strings in one text. The time per character does not depend on the number and length of the
+    strings.
 
     The automaton of Aho and Corasick ("Efficient string matching", 1975): a state for each beginning of a string,
     that of the longest beginning with which the text ends so far.
@@ -22,13 +23,13 @@ class StopMatcher:
         self._includes_match = includes_match
         self._following: list[dict[str, int]] = [{}]
         self._depths = [0]
-        """By state: the length of its beginning."""
+        """The length of the beginning, by state."""
         self._found: list[str | None] = [None]
-        """By state: the longest string that is complete in it."""
+        """The longest string that is complete, by state."""
         for string in strings:
             self._add(string)
         self._shorter = [0] * len(self._depths)
-        """By state: that of the longest shorter beginning with which this one ends."""
+        """The state of the longest shorter beginning with which this one ends, by state."""
         self._link()
         self._state = 0
         self._held = ""

@@ -29,7 +29,7 @@ class EncodeItem(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether these are the last crops of the image."""
+        """True if these are the last crops of the image."""
         return self.sequence.crops is not None and self.end_crop == self.sequence.crops.num_crops
 
     @classmethod

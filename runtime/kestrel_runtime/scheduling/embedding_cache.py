@@ -61,7 +61,7 @@ class EmbeddingCache:
         self.num_lookups = 0
         """Sequences that looked for the embeddings of their image."""
         self.num_hits = 0
-        """Of these, sequences that found them."""
+        """The number of these sequences that found them."""
         self.num_evictions = 0
         self._num_leases = num_leases
         self._num_cached = num_cached
@@ -73,12 +73,13 @@ class EmbeddingCache:
         self._filled: dict[StepId, list[_Lease]] = {}  # by the step that encodes the last crop
 
     def __contains__(self, key: EmbeddingKey | None) -> bool:
-        """Whether the embeddings of an image are published. Other threads may get an answer that is out of date."""
+        """Returns True if the embeddings of an image are published. Other threads may get an answer that is out of
+        date."""
         return key is not None and key.digest in self._index
 
     @property
     def num_leases_left(self) -> int:
-        """How many further sequences can lease an entry."""
+        """Returns the number of further sequences that can lease an entry."""
         return self._num_leases - len(self._leases)
 
     @property
@@ -87,7 +88,7 @@ class EmbeddingCache:
         return len(self._index)
 
     def oldest_published_at(self) -> float | None:
-        """When the oldest published entry was published; None where there is none. From any thread."""
+        """Returns when the oldest published entry was published, or None. May be called from any thread."""
         while True:
             try:
                 entry = next(iter(self._index.values()), None)

@@ -22,7 +22,7 @@ class StepBounds:
     """The limit for prompt tokens of tenants that were served more than another active tenant; None: no such
     limit."""
     shares_prefixes: bool = False
-    """Whether prompts may begin with pages of other sequences."""
+    """True if prompts may begin with pages of other sequences."""
     cuts_at_share_points: bool = False
     """True if a new chunk begins where the image of a prompt ends. The text then reads the image's positions from
     pages, as it does with shared pages."""

@@ -1,4 +1,4 @@
-"""Which sequence holds which page of the KV cache, and which published pages can be found again by their content.
+"""Records which sequence holds which page of the KV cache, and finds published pages by their content.
 
 A page is `page_size` positions of keys and values of all layers.
 
@@ -38,7 +38,7 @@ class PrefixMatch(NamedTuple):
     pages: tuple[PageId, ...] = ()
     num_positions: int = 0
     is_partial_last: bool = False
-    """Whether the last page is shared up to a share point inside it, so that a new owner needs a copy."""
+    """True if the last page is shared up to a share point inside it, so that a new owner needs a copy."""
 
 
 class PageCopy(NamedTuple):
@@ -60,9 +60,9 @@ class _Page:
     references: int = 0
     keys: list[Digest] = field(default_factory=list)
     scope: CacheScope = EVERYBODY
-    """Of its content, where it has keys."""
+    """The keys of its content, if it has any."""
     published_at: float = 0.0
-    """When the page got the first of its keys."""
+    """The time when the page got the first of its keys."""
     writing: set[StepId] = field(default_factory=set)
     """Prefill steps in flight: the page is quarantined until they are complete."""
 
@@ -108,15 +108,15 @@ class PageManager:
         return self.num_pages - self.num_available
 
     def pages_for(self, num_positions: int) -> int:
-        """How many pages hold `num_positions` positions."""
+        """Returns how many pages hold `num_positions` positions."""
         return -(-num_positions // self.page_size)
 
     def has(self, key: Digest) -> bool:
-        """Whether a page is published under a key. From any thread: the answer may be out of date when it comes."""
+        """Returns True if a page is published under a key. For any thread; the answer may be out of date."""
         return key in self._index
 
     def oldest_published_at(self) -> float | None:
-        """When the oldest findable page was published; None if there is none. From any thread."""
+        """Returns when the oldest findable page was published, or None. May be called from any thread."""
         while True:
             try:
                 page = next(iter(self._index.values()), None)
@@ -143,7 +143,7 @@ class PageManager:
         return PrefixMatch(tuple(pages[: matched // self.page_size]), matched)
 
     def num_needed(self, match: PrefixMatch, num_positions: int) -> int:
-        """How much of `num_available` an allocation takes: new pages, a copy, and cached pages that become
+        """Returns how much of `num_available` an allocation takes: new pages, a copy, and cached pages that become
         held."""
         num_shared = len(match.pages) - match.is_partial_last
         num_revived = sum(map(self._cached.__contains__, match.pages))
@@ -177,7 +177,7 @@ class PageManager:
         return self._grow(self._owners[owner], num_positions)
 
     def num_freed(self, owner: SequenceId, dropped: Counter[PageId]) -> int:
-        """How many pages become available when a sequence gives its pages back.
+        """Returns how many pages become available when a sequence gives its pages back.
 
         `dropped` counts references that are given up before; those of this sequence are added. Pages that steps in
         flight write are not counted.

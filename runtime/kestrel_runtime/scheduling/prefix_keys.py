@@ -68,7 +68,7 @@ class CacheScope(NamedTuple):
 
 
 EVERYBODY = CacheScope()
-"""No image, in the only namespace of a server that does not distinguish callers."""
+"""The keys without an image, in the only namespace of a server that does not distinguish callers."""
 
 
 class EmbeddingKey(NamedTuple):
@@ -186,7 +186,7 @@ class PrefixKeyMaker:
 
 
 def key_parts(config: EngineConfig, **others: object) -> dict[str, str]:
-    """The parts of an engine's keys besides namespace, tokens and images.
+    """The parts of an engine's keys other than namespace, tokens and images.
 
     All fields of its configuration that may change a result, and `others`, such as the model's own configuration.
     """

@@ -56,8 +56,8 @@ _NEXT_REQUEST_S = 1.0
 
 
 class _Start(NamedTuple):
-    """How a waiting sequence can start: the cached pages that it uses, and the active sequences that yield to
-    it."""
+    """Describes how a waiting sequence can start: the cached pages that it uses, and the active sequences that
+    yield to it."""
 
     match: PrefixMatch
     yielding: list[Sequence]
@@ -117,7 +117,7 @@ class Scheduler:
         self.num_lookups = 0
         """Sequences that searched the prefix cache at their first start."""
         self.num_hits = 0
-        """Of these, sequences that found cached positions."""
+        """The number of these sequences that found cached positions."""
 
     @property
     def num_waiting(self) -> int:
@@ -141,12 +141,12 @@ class Scheduler:
 
     @property
     def is_isolating(self) -> bool:
-        """Whether the last or the next plan is an isolation run, of one sequence alone."""
+        """Returns True if the last or the next plan is an isolation run, of one sequence alone."""
         return bool(self._suspects)
 
     @property
     def can_look_ahead(self) -> bool:
-        """Whether the next steps can be planned while tokens are pending."""
+        """Returns True if the next steps can be planned while tokens are pending."""
         if self._suspects or self._alone or self._some_yield():
             return False
         if len(self._active) <= self._pages.num_available:  # a step needs at most a page for each
@@ -156,7 +156,7 @@ class Scheduler:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether any sequence decodes in the next step."""
+        """Returns True if any sequence decodes in the next step."""
         return any(sequence.has_room for sequence in self._active)
 
     def sequences(self) -> Iterator[Sequence]:
@@ -444,7 +444,7 @@ class Scheduler:
         return self._waiting.first(self._now, lambda: self._shares().share_of)
 
     def _has_others(self, tenant: str) -> bool:
-        """Whether a sequence of another tenant is active."""
+        """Returns True if a sequence of another tenant is active."""
         return len(self._num_active_of) > (tenant in self._num_active_of)
 
     def _some_yield(self) -> bool:
@@ -477,7 +477,7 @@ class Scheduler:
         return True
 
     def _possible_start(self, sequence: Sequence, match: PrefixMatch) -> _Start | None:
-        """How a waiting sequence can start now, with its cached pages or without; None if it must wait."""
+        """Returns how a waiting sequence can start now, with its cached pages or without; None if it must wait."""
         start = self._start_with(sequence, match)
         if start is None and match.is_partial_last:
             # Copying a page takes one page more than computing everything again, and maybe no further page becomes
@@ -486,7 +486,7 @@ class Scheduler:
         return start
 
     def _start_with(self, sequence: Sequence, match: PrefixMatch) -> _Start | None:
-        """How it can start with these cached pages.
+        """Returns how it can start with these cached pages.
 
         There must be pages for its next token, and a page in reserve for each active sequence; otherwise it would
         be preempted at once.
@@ -649,7 +649,7 @@ class Scheduler:
 
 
 class SharedPrefills:
-    """Which sequence computes which prefix, and which ones are parked until it is published or its filler leaves.
+    """Records which sequence computes a prefix, and which are parked until it is published or its filler leaves.
 
     A sequence fills one key at most, and is parked under one key at most.
     """
@@ -666,7 +666,7 @@ class SharedPrefills:
             yield from sequences
 
     def is_filled(self, key: Digest) -> bool:
-        """Whether a sequence computes what the key names."""
+        """Returns True if a sequence computes what the key names."""
         return key in self._parked
 
     def begin(self, key: Digest, filler: Sequence) -> None:

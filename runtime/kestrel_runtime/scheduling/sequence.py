@@ -98,7 +98,7 @@ class AdapterLease(Protocol):
 
     @property
     def is_reclaimed(self) -> bool:
-        """Whether another tenant needs the slot: the request gives the lease back and asks for another one."""
+        """Returns True if another tenant needs the slot: the request gives the lease back and asks again."""
         ...
 
     @property
@@ -225,12 +225,12 @@ class Sequence:
 
     @property
     def is_full(self) -> bool:
-        """Whether the known tokens are as many as it may have."""
+        """Returns True if the known tokens are as many as it may have."""
         return len(self.tokens) + self.num_image_tokens >= self.max_context
 
     @property
     def has_room(self) -> bool:
-        """Whether it decodes and may have a token beyond those known and pending."""
+        """Returns True if it decodes and may have a token beyond those known and pending."""
         return self.state is SequenceState.RUNNING and self.length < self.max_context
 
     @property
@@ -245,7 +245,7 @@ class Sequence:
         return self.crops.num_crops - self.num_encoded_crops
 
     def lacks_crops(self, num_cached: int) -> bool:
-        """Whether its image must be decoded, or found encoded, before it can start behind so many cached
+        """Returns True if its image must be decoded, or found encoded, before it can start behind so many cached
         positions."""
         return self.crops is None and self.crop_job is not None and num_cached < self.prefix_length
 
@@ -254,7 +254,8 @@ class Sequence:
         return None if self.keys is None else self.keys.missing_share_point(num_positions, page_size)
 
     def belongs_to(self, namespace: str | None, image: bytes | None) -> bool:
-        """Whether it would publish pages or embeddings of a namespace, or of an image in it. None means all."""
+        """Returns True if it would publish pages or embeddings of a namespace, or of an image in it. None means
+        all."""
         keys = self.keys or self.embedding_key
         return keys is not None and keys.scope.is_part_of(namespace, image)
 

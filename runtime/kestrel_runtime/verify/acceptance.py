@@ -1,7 +1,7 @@
 """Accepts a checkpoint: compares one precision after another with recorded answers, and measures how fast it is.
 
-Float32 is judged by tensors and answers, shorter formats by tensors alone: their answers are only counted, because
-one rounding may change a greedy answer.
+Float32 is measured by tensors and answers, shorter formats by tensors alone: their answers are only counted,
+because one rounding may change a greedy answer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Verdict(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     INCOMPLETE = "incomplete"
-    """Nothing differs, but something could not be compared."""
+    """Means that nothing differs, but something could not be compared."""
 
     @classmethod
     def of(cls, results: Sequence[PrecisionResult]) -> Verdict:
@@ -71,19 +71,19 @@ class PrecisionResult:
     setup: str
     """Device, types and paths."""
     is_exact: bool
-    """Whether everything was computed in float32, so that answers are judged."""
+    """True if everything was computed in float32, so that answers are compared."""
     cases: tuple[Case, ...]
     """Tensors, pixels and prompts."""
     answers: tuple[AnsweredCall, ...]
     uncertain: frozenset[int]
-    """The places of answers that change with the last bits of the weights. These answers are not judged."""
+    """The places of answers that change with the last bits of the weights. These answers are not compared."""
     speeds: tuple[Speed, ...]
     problems: tuple[str, ...]
-    """What could not be compared, and why."""
+    """The cases that could not be compared, and why."""
 
     @property
     def failures(self) -> list[str]:
-        """Where the model differs from the reference, or refuses what the reference answers."""
+        """The cases in which the model differs from the reference, or refuses what the reference answers."""
         failed = [f"{case.name}: {case.complaint}" for case in self.cases if case.complaint is not None]
         for place, call in enumerate(self.answers):
             if call.complaint and (call.answer is None or (self.is_exact and place not in self.uncertain)):
@@ -92,19 +92,19 @@ class PrecisionResult:
 
     @property
     def agreement(self) -> Agreement:
-        """How near the answers are to the reference's."""
+        """The distance of the answers from the reference's."""
         return Agreement.of(
             (call.answer or {}, call.call["expect"]) for call in self.answers if "expect" in call.call
         )
 
 
 def check_precision(
-    folder: Path, name: str, config: EngineConfig, *, speed_s: float, tell: Callable[[str], None]
+    folder: Path, name: str, config: EngineConfig, *, speed_s: float, report: Callable[[str], None]
 ) -> PrecisionResult:
     """Compare the model of `config` with the answers recorded in `folder`, and measure its speed.
 
     The speed is measured for about `speed_s` seconds with one caller, and again with as many as a batch holds.
-    `tell` gets a line for each stage. Raises `CheckpointError` where the model cannot be loaded.
+    `report` gets a line for each stage. Raises `CheckpointError` where the model cannot be loaded.
     """
     cases: list[Case] = []
     answers: list[AnsweredCall] = []
@@ -112,22 +112,22 @@ def check_precision(
     problems: list[str] = []
     uncertain: frozenset[int] = frozenset()
     _free_memory()
-    tell("loading")
+    report("loading")
     fixture = ReferenceFixture(folder, config, has_checkpoint=False)
     is_exact, setup = fixture.is_exact, _setup(fixture)
-    tell("comparing tensors")
+    report("comparing tensors")
     try:
         cases.extend(fixture.tensor_cases())
     except torch.OutOfMemoryError:
         problems.append("tensors were not compared: the memory of the device is too small for it")
     _free_memory()
     try:
-        tell("comparing answers")
+        report("comparing answers")
         serving = replace(fixture.config, num_kv_pages=config.num_kv_pages)
         engine = LocalEngine(fixture.loaded, serving, owns_model=True)
         try:
             answers = _without_unsupported(asyncio.run(fixture.answers(engine)), engine)
-            tell("measuring the speed")
+            report("measuring the speed")
             speeds = asyncio.run(_speeds(engine, _timed_requests(fixture, folder), speed_s))
         finally:
             engine.close()
@@ -135,7 +135,7 @@ def check_precision(
         if is_exact and differing:
             del engine
             _free_memory()
-            tell("asking again with slightly changed weights where answers differ")
+            report("asking again with slightly changed weights where answers differ")
             uncertain = _uncertain(fixture, serving, answers) & differing
     except torch.OutOfMemoryError:
         problems.append("answers or speed: the memory of the device is too small")

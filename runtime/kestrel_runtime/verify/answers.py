@@ -104,7 +104,7 @@ def _matches(actual: Any, expected: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How near answers are to those of a reference."""
+    """Measures how near answers are to those of a reference."""
 
     num_answers: int
     num_equal: int
@@ -117,7 +117,7 @@ class Agreement:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Agreement:
-        """Of pairs (answer, expected)."""
+        """Returns the measure of pairs (answer, expected)."""
         pairs = list(pairs)
         distances, overlaps = [], []
         for answer, expected in pairs:

@@ -71,7 +71,7 @@ def record_expected(folder: Path, config: EngineConfig) -> tuple[int, int]:
     """Write `expected.json` and `expected.safetensors`: answers and tensors of the plain backend in float32.
 
     Calls of skills that the model lacks are left out. So is a call whose greedy answer changes with the last bits
-    of the weights: it tells nothing about another path. Returns the number of calls with and without those.
+    of the weights: it says nothing about another path. Returns the number of calls with and without those.
     Raises `CheckpointError`.
     """
     config = plain_float32(config)

@@ -47,7 +47,8 @@ class AnsweredCall:
 
     @property
     def complaint(self) -> str | None:
-        """How the answer differs from the reference's; None if it does not, or if the reference has no answer."""
+        """Returns how the answer differs from the reference's; None if it does not, or if the reference has no
+        answer."""
         if self.answer is None:
             return self.refused
         return answer_differs(self.answer, self.call["expect"]) if "expect" in self.call else None
@@ -80,7 +81,7 @@ class ReferenceFixture:
 
     @property
     def is_exact(self) -> bool:
-        """Whether everything is computed in float32, so that answers must be equal, too."""
+        """True if everything is computed in float32, so that answers must be equal, too."""
         return self._verification.is_exact
 
     def run(self, print_line: Callable[[str], None]) -> tuple[int, int]:

@@ -45,7 +45,7 @@ def check(recorded: Path, folder: Path) -> Check:
 
     def run(dtype: str = "float32") -> PrecisionResult:
         config = EngineConfig(model=str(recorded), device="cpu", dtype=dtype, max_batch_size=2)
-        return check_precision(folder, dtype, config, speed_s=0.0, tell=lambda line: None)
+        return check_precision(folder, dtype, config, speed_s=0.0, report=lambda line: None)
 
     return run
 
