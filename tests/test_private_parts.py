@@ -19,7 +19,7 @@ assert _TABLE is not None
 ROWS = [[cell.strip() for cell in row.strip("|").split("|")] for row in _TABLE[1].splitlines()]
 """The part, why it is used, the bound and the test."""
 NOT_COUNTED = {"_fork_exec", "driver"}
-"""Parts that `tools.structure` does not find: one of the standard library, and modules that are imported by name."""
+"""Parts that `tools.structure` does not find: of the standard library, and modules that are imported by name."""
 
 
 def test_the_table_lists_the_private_parts_that_the_code_uses():
