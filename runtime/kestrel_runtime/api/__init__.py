@@ -1,1 +1,4 @@
-"""The public types of the engine: requests, events, errors, configuration and the engine protocol. No torch."""
+"""Defines the public types of the engine: requests, events, errors, configuration and the engine protocol.
+
+Users of the engine import from here; nothing here imports torch.
+"""

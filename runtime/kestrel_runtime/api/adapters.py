@@ -1,4 +1,4 @@
-"""Adapters as users of the engine see them: their names, and what is known about those that are loaded."""
+"""Defines the names of adapters, and the facts that an engine reports about its adapters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _NAME = re.compile(rf"(?P<path>{_PART}(?:/{_PART}){{0,3}})(?:@(?P<step>{_PART}))
 
 @dataclass(frozen=True, slots=True)
 class AdapterName:
-    """A well-formed name: a path of up to four parts and, behind an @, the step of a training."""
+    """A well-formed name of an adapter: a path of up to four parts and, after an "@", the step of a training."""
 
     path: str
     step: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> AdapterName | None:
-        """None where `text` is no name of an adapter."""
+        """Returns the name that `text` spells, or None if `text` is not the name of an adapter."""
         match = _NAME.fullmatch(text) if len(text) <= MAX_NAME_CHARS else None
         return None if match is None else cls(match["path"], match["step"])
 
@@ -29,31 +29,31 @@ class AdapterName:
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """An adapter in a slot."""
+    """An adapter that is loaded into a slot."""
 
     name: str
     digest: str
-    """SHA-256 of its files, in hexadecimal digits."""
+    """SHA-256 of the adapter's files, as hexadecimal digits."""
     slot: int
-    """The number of the slot, from 1."""
+    """The number of its slot, from 1."""
     num_requests: int
-    """Requests that use it now."""
+    """Running requests that use the adapter."""
     is_current: bool
-    """True if new requests that name it get it. Else only requests that run still use it."""
+    """True if new requests for this name get this adapter; if False, only running requests still use it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoad:
-    """A reading of the slots. Counts are since the engine started."""
+    """A reading of the adapter slots. Counts start at the start of the engine."""
 
     num_slots: int = 0
     num_filled_slots: int = 0
     num_used_slots: int = 0
-    """Slots that requests use now."""
+    """Slots that running requests use."""
     num_loads: int = 0
     num_failures: int = 0
-    """Loads that failed."""
+    """Loads of adapters that failed."""
     num_evictions: int = 0
-    """Adapters that were dropped for others."""
+    """Adapters that were dropped to free their slots for others."""
     num_waiting: int = 0
-    """Adapters that requests wait for."""
+    """Adapters that requests are waiting for."""

@@ -1,6 +1,6 @@
-"""The settings of an engine: names, types, defaults, ranges and help, each in one place.
+"""Defines the settings of an engine: names, types, defaults, ranges and help, each in one place.
 
-The server's flags, variables and documentation of these settings follow from `EngineConfig`.
+The server's flags, environment variables and documentation of these settings follow from `EngineConfig`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,23 @@ from kestrel_runtime.api.options import (
 
 MIB = 2**20
 BUILT_IN_MODEL = "moondream-nano"
-"""Ships inside the package: a small model of a toy world; its card lies in `nano/`."""
+"""Name of the small model of a toy world that the package includes; its model card is in `nano/`."""
 INVARIANT = "invariant"
 """The backend that `deterministic` selects for text and images."""
 _MOST_MEMORY_BYTES = 2**50
 _HALF_BELOW, _QUARTER_BELOW = 12 * 1024 * MIB, 6 * 1024 * MIB
-"""Memory of a GPU in addition to the weights. Activations, graphs and images of the largest steps take five GiB of
-it."""
+"""Memory of a GPU in bytes, without the weights, below which steps get a half or a quarter of their size.
+
+Activations, graphs and images of the largest steps take five GiB.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one engine. None and "auto" leave a setting to the device or the model; see `resolved`."""
+    """The settings of one engine.
+
+    None and "auto" leave a setting to the device or the model; see `resolved`.
+    """
 
     model: str = option(
         BUILT_IN_MODEL, some_text, "the built-in toy model, a local folder or file, or a name on the hub"
@@ -231,14 +236,14 @@ class EngineConfig:
 
     @property
     def has_adapters(self) -> bool:
-        """Returns True if requests may use adapters."""
+        """True if requests may use adapters."""
         return self.adapters is not None or bool(self.adapter_repositories)
 
     def resolved(self, device_type: str, free_bytes: float | None = None) -> EngineConfig:
-        """The settings with this device's values in place of None and "auto".
+        """Returns the settings with this device's values in place of None and "auto".
 
-        `device_type` is cpu or cuda. Steps are smaller on a CUDA device that has only `free_bytes` left by the
-        weights. None and "auto" remain where the value depends on the model.
+        `device_type` is cpu or cuda. `free_bytes` is the memory that the weights leave on a CUDA device: steps are
+        smaller if that is little. None and "auto" remain where the value depends on the model.
         """
         is_cuda = device_type == "cuda"
         part = 1
@@ -256,7 +261,11 @@ class EngineConfig:
         return replace(self, **chosen)
 
     def contradictions(self, device_type: str | None = None) -> Iterator[str]:
-        """Problems of settings that are valid separately, but not together, or not on this kind of device."""
+        """Yields the problems of settings that are valid separately, but not together or not on this kind of
+        device.
+
+        `device_type` None takes the type in `device`.
+        """
         device_type = device_type or self.device
         is_plain = self.text_backend == "plain" and not self.deterministic
         if self.cuda_graphs and (device_type == "cpu" or is_plain):

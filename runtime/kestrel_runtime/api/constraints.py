@@ -1,8 +1,7 @@
-"""The constraint of an answer: one of several texts, a regular expression, or a JSON schema.
+"""Defines the constraint of an answer: one of several texts, a regular expression, or a JSON schema.
 
-Bounds keep the work that a constraint causes small before anything is compiled: the size of an expression with its
-repetitions written out; the properties of a schema, its alternatives, and their combinations, which `allOf`
-multiplies.
+Bounds limit the work of a constraint before anything is compiled: the size of an expression with its repetitions
+written out; the properties of a schema, its alternatives, and their combinations, which `allOf` multiplies.
 """
 
 from __future__ import annotations
@@ -19,35 +18,38 @@ from kestrel_runtime.api.errors import Violation
 MAX_CHOICES = 256
 MAX_CHOICE_CHARS = 512
 MAX_CHOICES_CHARS = 16_384
-"""The bytes of all choices together."""
+"""The most characters of all choices together."""
 
 MAX_REGEX_CHARS = 2_048
 MAX_WRITTEN_OUT = 1_000
-"""Characters and classes of an expression with repetitions written out. What `?` and `*` follow counts twice."""
+"""The most characters and classes of an expression with its repetitions written out.
+
+An operand of `?` or `*` counts twice.
+"""
 MAX_GROUP_DEPTH = 16
 _CLASS_SIZES = {"p": 8, "P": 8, "w": 4, "W": 4}
 
 MAX_SCHEMA_BYTES = 65_536
 MAX_SCHEMA_DEPTH = 32
 MAX_SCHEMA_NODES = 4_096
-"""Objects, lists, names and values in the text of a schema."""
+"""The most objects, lists, names and values in the text of a schema."""
 MAX_ENUM_VALUES = 1_024
 MAX_LITERAL_CHARS = 2_048
-"""The length of a text in `const` or `enum`."""
+"""The most characters of a text in `const` or `enum`."""
 MAX_NAME_CHARS = 256
-"""The length of the name of a property."""
+"""The most characters in the name of a property."""
 MAX_PROPERTIES = 512
-"""The properties of all objects of a schema together."""
+"""The most properties of all objects of a schema together."""
 MAX_ALTERNATIVES = 256
-"""The alternatives in all lists of `anyOf` and `oneOf` together."""
+"""The most alternatives in all lists of `anyOf` and `oneOf` together."""
 MAX_ALL_OF = 8
-"""Schemas in one list of `allOf`."""
+"""The most schemas in one list of `allOf`."""
 MAX_COMBINATIONS = 64
-"""The combinations of alternatives that must hold together, or within each other."""
+"""The most combinations of alternatives that must hold together, or that contain each other."""
 MAX_MULTIPLE = 1_000
-"""The digits of `multipleOf`, without its zeros and its decimal point."""
+"""The largest `multipleOf`, without its trailing zeros and its decimal point."""
 _MAX_REFS = 64
-"""The references that lead to each other, one after the other."""
+"""The longest chain of references that lead to each other."""
 _SHOWN_CHARS = 32
 _MOST_PROBLEMS = 20
 _TOO_MANY_COMBINATIONS = f"must combine at most {MAX_COMBINATIONS} alternatives, by allOf or within each other"
@@ -76,17 +78,17 @@ _ANNOTATIONS = frozenset(
     )
 )
 _EXPONENTS = range(-324, 309)
-"""The exponents of numbers in a schema lie within those of doubles."""
+"""Exponents of numbers that a schema may contain: those of doubles."""
 _BEYOND_DOUBLES = 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """Exactly one of the three.
+    """The form that an answer must have. Exactly one of the three fields is set.
 
-    `choices`: the answer is one of these texts. `regex`: all of it matches, in the syntax of Rust's `regex`, which
-    has neither look-around nor back references. `json_schema`: it is JSON, with one space after each comma and
-    colon, that is valid under this schema, which is given as text.
+    `choices`: the answer is one of these texts. `regex`: the whole answer matches, in the syntax of Rust's `regex`,
+    which has neither look-around nor back references. `json_schema`: the answer is JSON, with one space after each
+    comma and colon, that is valid under this schema (given as text).
     """
 
     choices: tuple[str, ...] = ()
@@ -94,7 +96,7 @@ class Constraint:
     json_schema: str | None = None
 
     def violations(self) -> Iterator[Violation]:
-        """Every breach, with paths below `constraint`."""
+        """Yields every violation of the contract, with paths that begin with `constraint`."""
         if bool(self.choices) + (self.regex is not None) + (self.json_schema is not None) != 1:
             yield Violation("constraint", "must be exactly one of choices, regex and json_schema")
         yield from self._choice_violations()
@@ -121,7 +123,7 @@ class Constraint:
 
 
 def regex_violation(pattern: str) -> str | None:
-    """The violation of the size limit by an expression, or None. Its syntax is checked elsewhere."""
+    """Returns the violation of the size limit by an expression, or None. The syntax is not checked here."""
     if len(pattern) > MAX_REGEX_CHARS:
         return f"must be at most {MAX_REGEX_CHARS} characters long"
     try:
@@ -138,7 +140,10 @@ class _TooDeepError(Exception):
 
 
 def _written_out(pattern: str) -> int:
-    """Sizes of open groups are on a stack; `last` is the size of what a repetition that follows repeats."""
+    """Returns the size of an expression with its repetitions written out.
+
+    A stack holds the sizes of open groups; `last` is the size of the operand of a repetition that follows.
+    """
     totals, last, place = [0], 0, 0
     while place < len(pattern):
         character = pattern[place]
@@ -171,7 +176,8 @@ def _written_out(pattern: str) -> int:
 
 
 def _repetition(pattern: str, start: int) -> tuple[int | None, int]:
-    """The most repetitions of `{m}`, `{m,}` or `{m,n}` whose inside begins at `start`, and where it ends."""
+    """Returns the maximum of the repetition `{m}`, `{m,}` or `{m,n}` whose inside begins at `start`, and its
+    end."""
     end = pattern.find("}", start)
     least, comma, most = pattern[start:end].replace(" ", "").partition(",") if end > 0 else ("", "", "")
     if not least.isdecimal() or (most and not most.isdecimal()):
@@ -181,14 +187,14 @@ def _repetition(pattern: str, start: int) -> tuple[int | None, int]:
 
 
 def _after_escape(pattern: str, start: int) -> int:
-    """Returns the end of the escape whose letter is at `start`: properties and code points may have braces."""
+    """Returns the end of the escape whose letter is at `start`; a property or a code point may have braces."""
     if pattern[start : start + 1] in ("p", "P", "x", "u", "U") and pattern[start + 1 : start + 2] == "{":
         return pattern.find("}", start) + 1 or len(pattern)
     return start + 1
 
 
 def _after_class(pattern: str, start: int) -> int:
-    """Returns where the class ends whose inside begins at `start`. Classes may be nested."""
+    """Returns the end of the class whose inside begins at `start`. Classes may be nested."""
     depth, place = 1, start
     if pattern[place : place + 1] == "^":
         place += 1
@@ -209,7 +215,7 @@ def _after_class(pattern: str, start: int) -> int:
 
 
 def schema_problems(text: str) -> list[str]:
-    """The first twenty problems of a schema, each with its JSON pointer."""
+    """Returns the first twenty problems of a schema, each with its JSON pointer."""
     if len(text) > MAX_SCHEMA_BYTES or len(text.encode(errors="replace")) > MAX_SCHEMA_BYTES:
         return [f"must be at most {MAX_SCHEMA_BYTES} bytes long"]
     if _nesting(text) > MAX_SCHEMA_DEPTH:
@@ -245,7 +251,8 @@ def parse_schema(text: str) -> Any:
 
 
 def decimal_of(text: str) -> Decimal:
-    """Returns a number of a JSON text; one whose exponent no decimal can have stays as far beyond every double."""
+    """Returns the value of a number in a JSON text. A number whose exponent no decimal can have becomes one that is
+    as far beyond every double."""
     try:
         return Decimal(text)
     except InvalidOperation:
@@ -262,7 +269,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def is_annotation(keyword: str) -> bool:
-    """Returns whether a keyword has no effect on which values are valid."""
+    """Returns True if a keyword has no effect on which values are valid."""
     return keyword in _ANNOTATIONS or keyword.startswith("x-")
 
 
@@ -289,7 +296,10 @@ def pointer_step(name: str) -> str:
 
 
 def _nesting(text: str) -> int:
-    """Returns how deep brackets are nested, also in texts, so that nothing recursive reads deeper ones."""
+    """Returns the depth of nested brackets, those inside of texts included.
+
+    Recursive functions read only texts that have passed this bound.
+    """
     depth = most = 0
     for character in text:
         if character in "[{":
@@ -310,7 +320,7 @@ def _num_nodes(value: Any) -> int:
 
 
 def _halves(value: Any, path: str) -> Iterator[str]:
-    """A problem for each name and text with half of a surrogate pair, which is no Unicode."""
+    """Yields a problem for each name and text with half of a surrogate pair, which is not valid Unicode."""
     if isinstance(value, dict):
         for name, item in cast("dict[str, Any]", value).items():
             written = escaped_halves(name)
@@ -326,12 +336,13 @@ def _halves(value: Any, path: str) -> Iterator[str]:
 
 
 def escaped_halves(text: str) -> str:
-    """Returns the text with an escape such as `\\ud800` for each half of a surrogate pair, which is no Unicode."""
+    """Returns the text with an escape such as `\\ud800` for each half of a surrogate pair, which is not valid
+    Unicode."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """The schemas within a schema: keyword, path below the schema, value. Definitions too."""
+    """Yields the schemas within a schema, definitions included: keyword, path below the schema, value."""
     for name in NAMED:
         named = schema.get(name)
         if isinstance(named, dict):
@@ -349,7 +360,7 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 class _Walk:
-    """Looks at each schema within a schema once, and collects what is wrong."""
+    """Visits each schema within a schema once and collects the problems."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -381,7 +392,7 @@ class _Walk:
 
 
 def _keyword_problem(name: str, value: Any) -> str | None:
-    """The problem of a keyword and its value, apart from the schemas in it."""
+    """Returns the problem of a keyword and its value, without the schemas in it."""
     if is_annotation(name):
         return None
     if name == "not":
@@ -410,7 +421,7 @@ def _keyword_problem(name: str, value: Any) -> str | None:
 
 
 def _longest_text(value: Any) -> int:
-    """Characters of the longest text within a value, names included."""
+    """Returns the number of characters of the longest text within a value, names included."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -449,7 +460,7 @@ class _TooManyError(Exception):
 
 
 class _Combinations:
-    """Counts in how many ways alternatives can be combined, since the parts of `allOf` are merged."""
+    """Counts the ways to combine alternatives, since the parts of `allOf` are merged."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
@@ -457,7 +468,7 @@ class _Combinations:
         self._open_refs: list[str] = []
 
     def problem(self) -> str | None:
-        """Why the schema has too many combinations; None where it has not."""
+        """Returns the reason why the schema has too many combinations, or None if it has not."""
         try:
             self._count(self._root)
         except _TooManyError as error:
@@ -467,7 +478,7 @@ class _Combinations:
         return None
 
     def _count(self, schema: Any) -> int:
-        """Combinations of a schema itself, or of the part of it that has the most."""
+        """Returns the number of combinations of a schema itself, or of the part of it that has the most."""
         if not isinstance(schema, dict):
             return 1
         known = self._known.get(id(cast(Any, schema)))

@@ -1,4 +1,4 @@
-"""The protocol of an engine, and the facts that it reports about itself."""
+"""Defines the protocol of an engine, and the facts that an engine reports about itself."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _GIB = 2**30
 
 
 class EngineStatus(Enum):
-    """The state of the engine towards new requests."""
+    """Says what the engine does with new requests."""
 
     SERVING = auto()
     DRAINING = auto()
-    """Refuses new requests, finishes those it has."""
+    """Refuses new requests and finishes the current ones."""
     RECOVERING = auto()
-    """Refuses new requests while it restarts after a failure; those it has go on afterwards."""
+    """Refuses new requests while it restarts after a failure; the current ones continue afterwards."""
     DEAD = auto()
     """Closed, or stopped by a failure."""
 
@@ -37,43 +37,45 @@ class SkillDefaults:
     temperature: float
     top_p: float
     max_tokens: int | None = None
-    """None where the number of objects limits the answer."""
+    """The most tokens that are generated; None where the number of objects limits the answer."""
     max_objects: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The division of the memory at start. The sum of all terms is `total_bytes`.
+    """The division of the memory at start, in bytes. The sum of all terms is `total_bytes`.
 
-    On a CUDA device the memory is the device's; elsewhere it is what the host and its control groups allow.
+    On a CUDA device the memory is the device's; elsewhere it is the amount that the host and its control groups
+    allow.
     """
 
     total_bytes: int
     utilization: float
-    """Share of the memory that may be taken."""
+    """Share of the memory that may be taken, from 0 to 1."""
     weight_bytes: int
     """Weights in the layout that runs, with the static buffers that belong to them."""
     cache_bytes: int
-    """Key-value cache."""
+    """The KV cache."""
     activation_bytes: int
-    """Activations of the largest step that runs without a captured graph, and what penalties keep of sequences."""
+    """Activations of the largest step that runs without a captured graph, and the state of sequences with
+    penalties."""
     graph_bytes: int
-    """Captured CUDA graphs and the pools that they compute in; 0 without graphs."""
+    """Captured CUDA graphs and their memory pools; 0 without graphs."""
     image_bytes: int
-    """Images and their crops: on a CUDA device those that are there, on the host all that are decoded."""
+    """Images and their crops: those on the device for a CUDA device, all decoded ones on a host."""
     other_bytes: int
-    """Taken by others: other processes, and the context and the libraries of this one."""
+    """Memory that is taken otherwise: by other processes, and by the context and the libraries of this process."""
     margin_bytes: int
-    """Kept free for static inputs and for what drivers allocate later."""
+    """Memory that is kept free for static inputs and later allocations of drivers."""
     free_bytes: int
-    """Planned for nothing."""
+    """Memory that has no planned use."""
     image_cache_bytes: int = 0
     """Image embeddings that are kept for later requests."""
     adapter_bytes: int = 0
     """Slots of adapters."""
 
     def terms(self) -> list[tuple[str, int]]:
-        """Name and bytes of each term, in the order of a table."""
+        """Yields the name and the bytes of each term, in the order of a table."""
         return [
             ("weights", self.weight_bytes),
             ("KV cache", self.cache_bytes),
@@ -88,7 +90,7 @@ class MemoryPlan:
         ]
 
     def table(self) -> str:
-        """A line for each term, in GiB, and one for the total."""
+        """Returns a line for each term, in GiB, and a line for the total."""
         rows = [*self.terms(), ("total", self.total_bytes)]
         return "\n".join(f"{name:40} {num_bytes / _GIB:8.2f} GiB" for name, num_bytes in rows)
 
@@ -101,7 +103,7 @@ class EngineInfo:
     revision: str | None
     architecture: str
     skills: Mapping[str, SkillDefaults]
-    """The skills by name, in the order in which clients see them."""
+    """The defaults of each skill by its name, in the order in which clients see the skills."""
     device: str
     dtype: str
     max_context_tokens: int
@@ -109,12 +111,12 @@ class EngineInfo:
     num_parameters: int
     config: EngineConfig
     memory: MemoryPlan | None = None
-    """The division of the memory of its device at start; None if nothing was divided."""
+    """The division of the device's memory at start; None where no memory was divided."""
     device_uuid: str | None = None
-    """Names the GPU to its driver, such as "1a2b3c4d-…"; None on the host."""
+    """The GPU's identifier for its driver, such as "1a2b3c4d-…"; None on the host."""
 
     def check(self, request: Request) -> None:
-        """Raise `ModelNotFound`, `SkillUnsupported` or `ImageError` for a request that this model cannot serve."""
+        """Raises `ModelNotFound`, `SkillUnsupported` or `ImageError` for a request that this model cannot serve."""
         if request.options.model not in ("", self.model):
             raise ModelNotFound(request.options.model)
         if request.skill not in self.skills:
@@ -123,7 +125,7 @@ class EngineInfo:
             self.check_image(request.image)
 
     def check_image(self, image: Image) -> None:
-        """Raise `ImageError` for an image of too many bytes."""
+        """Raises `ImageError` for an image of too many bytes."""
         num_bytes = image.padded_bytes if isinstance(image, RawImage) else len(image)
         if num_bytes > self.config.max_image_bytes:
             raise ImageError(f"the image must not exceed {self.config.max_image_bytes} bytes", too_large=True)
@@ -131,20 +133,20 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class CacheLoad:
-    """A reading of one cache. Counts are since the engine started; a cache that is off has `total_bytes` 0."""
+    """A reading of one cache. Counts start at the start of the engine; a cache that is off has `total_bytes` 0."""
 
     num_lookups: int = 0
     """Requests that looked into the cache."""
     num_hits: int = 0
-    """The number of these requests that found at least a part."""
+    """Requests that found at least a part of their content."""
     num_evictions: int = 0
     """Entries that were dropped to free memory for others."""
     used_bytes: int = 0
-    """Memory of entries that can be found, in use or not."""
+    """Memory of entries that can be found, whether they are in use or not."""
     total_bytes: int = 0
     """The most memory that entries can take."""
     oldest_age_s: float | None = None
-    """Time since the oldest entry was stored, 0 where there is none; None for a cache that is off."""
+    """Seconds since the oldest entry was stored, 0 for an empty cache; None for a cache that is off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +161,10 @@ class ClearedCache:
 
 @dataclass(frozen=True, slots=True)
 class ImageInfo:
-    """The declarations of an image file's header; a recorded orientation is not applied."""
+    """The facts in the header of an image file. A recorded orientation is not applied to the size."""
 
     media_type: str
-    """Such as "image/jpeg"."""
+    """The media type, such as "image/jpeg"."""
     width_px: int
     height_px: int
 
@@ -185,11 +187,11 @@ class Load:
     """Image embeddings that later requests can use."""
     adapters: AdapterLoad = field(default_factory=AdapterLoad)
     num_compilations_awaited: int = 0
-    """Kernels that were compiled, or loaded from the folder of compiled ones, since the engine is ready."""
+    """Kernels that were compiled, or loaded from the folder of compiled kernels, since the engine was ready."""
     num_captures_awaited: int = 0
-    """Captures of CUDA graphs during which a request came."""
+    """Captures of CUDA graphs during which a request arrived."""
     requests_per_second: float = 0.0
-    """Requests that got their whole answer, over the last seconds."""
+    """Requests per second that got their whole answer, over the last seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,59 +199,66 @@ class CoreReading:
     """A reading of one engine core. An engine in this process is its only core."""
 
     index: int
-    """The number of the core, from 0."""
+    """The index of the core, from 0."""
     status: EngineStatus
     info: EngineInfo | None
-    """None until its process has reported it for the first time."""
+    """The served model and its limits; None until the core's process reports them for the first time."""
     load: Load | None
-    """None while its process is started again."""
+    """The latest reading; None while the core's process restarts."""
     process_id: int | None
-    """None while its process is started again."""
+    """The core's process; None while it restarts."""
 
 
 class Engine(Protocol):
-    """An engine that has been started."""
+    """An engine that has been started, in this process or in others: its users need not know where it runs."""
 
     @property
     def info(self) -> EngineInfo:
-        """The served model and its limits. Never changes."""
+        """The served model and its limits. They never change."""
         ...
 
     @property
     def status(self) -> EngineStatus:
-        """Returns True if it takes requests now."""
+        """The status of the engine towards new requests."""
         ...
 
     def on_status_change(self, callback: Callable[[EngineStatus], None]) -> None:
-        """Call `callback` at every change, in any thread."""
+        """Registers a function that is called at every change of `status`, in any thread."""
         ...
 
     def submit_samples(
         self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
     ) -> list[Stream]:
-        """Queue a request that must end within `deadline_s` seconds from now, with a stream for each sample.
+        """Queues a request that must end within `deadline_s` seconds from now, with a stream for each sample.
 
-        Refusals are raised by the streams, before any event; if one sample is refused, none runs. Tenants share
-        the engine evenly. Requests of different namespaces never share what is cached.
+        The streams raise refusals, before any event; if one sample is refused, none runs. Tenants share the engine
+        evenly. Requests of different namespaces never share cached data.
         """
         ...
 
     def expecting(
         self, request: Request, *, deadline_s: float | None = None, tenant: str = ""
     ) -> AbstractAsyncContextManager[None]:
-        """Entering takes a request, whose image is still being fetched, into the queue or raises why not; leaving
-        takes it out."""
+        """Returns a context that holds a place in the queue for a request whose image is still being fetched.
+
+        The request may have any image until then. Entering raises `EngineUnavailable`, `ModelNotFound`,
+        `SkillUnsupported`, `ImageError` and `Overloaded`.
+        """
         ...
 
     async def clear_cache(self, namespace: str | None = None) -> ClearedCache:
-        """Remove what is cached for a namespace, or for all. Requests that run go on and cache nothing more.
+        """Removes the cached data of a namespace, or of all namespaces if it is None, and returns the amounts.
 
-        On an event loop; returns when the engine's thread has done it. Raises `EngineUnavailable`.
+        Running requests continue and cache nothing more. Returns once the engine's thread has removed the data.
+        Raises `EngineUnavailable`.
         """
         ...
 
     async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
-        """The same for one image of a namespace. `digest`: the SHA-256 of its encoded bytes."""
+        """Removes the cached data of one image of a namespace, like `clear_cache`.
+
+        `digest`: the SHA-256 of the image's encoded bytes.
+        """
         ...
 
     def inspect_image(self, data: bytes) -> ImageInfo:
@@ -257,36 +266,36 @@ class Engine(Protocol):
         ...
 
     def adapters(self) -> Sequence[AdapterInfo]:
-        """The loaded adapters."""
+        """Returns the loaded adapters."""
         ...
 
     async def adapter_names(self) -> Sequence[str]:
-        """The names of adapters that requests may use, at most 1,000, in order."""
+        """Returns the names of adapters that requests may use, at most 1,000, in order."""
         ...
 
     async def load_adapter(self, name: str) -> AdapterInfo:
-        """Read an adapter's files anew, and load them where their content is new.
+        """Reads an adapter's files again, loads them if their content is new, and returns the loaded adapter.
 
         Raises `AdapterNotFound`, `AdapterInvalid` and `EngineUnavailable`.
         """
         ...
 
     async def unload_adapter(self, name: str) -> AdapterInfo:
-        """Free an adapter's slot once no request uses it. Raises `AdapterNotFound` where it is not loaded."""
+        """Frees an adapter's slot once no request uses it. Raises `AdapterNotFound` if it is not loaded."""
         ...
 
     def load(self) -> Load:
-        """Returns the load of all cores together."""
+        """Returns a reading of the load of all cores together."""
         ...
 
     def cores(self) -> Sequence[CoreReading]:
-        """Each of its cores, in the order of their indices."""
+        """Returns a reading of each core, in the order of their indices."""
         ...
 
     async def drain(self) -> None:
-        """Take no more requests, and return when those that run have ended."""
+        """Refuses new requests, and returns when the current ones have ended."""
         ...
 
     def close(self) -> None:
-        """End everything. Blocks."""
+        """Ends all requests and stops the engine. Blocks until it has stopped."""
         ...

@@ -1,4 +1,4 @@
-"""The errors of the engine, independent of any transport.
+"""Defines the errors of the engine, independent of any transport.
 
 KestrelError
 ├── InvalidRequest          the caller's input; carries every violation
@@ -32,7 +32,7 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One thing wrong with a request. `field` is a path such as `sampling.temperature`."""
+    """One violation of a request's contract. `field` is a path such as `sampling.temperature`."""
 
     field: str
     description: str
@@ -42,10 +42,10 @@ _MAX_COMPARED_CHARS, _MAX_COMPARED_WORDS = 48, 32
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown word: the known word that is most like it, or "".
+    """Returns the end of a message about an unknown word: the known word that is most similar, or "".
 
     Takes a few milliseconds at most: of many words, only those with the same first letter and the most similar
-    length are compared, and long ones by their beginning alone.
+    length are compared, and long words are compared by their beginning alone.
     """
     nearest = heapq.nsmallest(
         _MAX_COMPARED_WORDS, words, key=lambda known: (known[:1] != word[:1], abs(len(known) - len(word)))
@@ -56,7 +56,7 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 
 class KestrelError(Exception):
-    """The root of everything the engine raises on purpose."""
+    """The root of all errors that the engine raises on purpose."""
 
 
 class InvalidRequest(KestrelError):
@@ -89,7 +89,7 @@ class ModelNotFound(KestrelError):
     """The request names a model that this engine does not serve."""
 
     def __init__(self, model: str, hint: str = "") -> None:
-        """`hint`: the end of the message, such as what may have been meant."""
+        """Creates the error. `hint`: the end of the message, such as the name that was probably meant."""
         super().__init__(f"no model named {model!r}{hint}")
         self.model = model
         self.hint = hint
@@ -99,7 +99,7 @@ class AdapterNotFound(KestrelError):
     """There is no adapter of this name, or the server uses no adapters."""
 
     def __init__(self, name: str, hint: str = "") -> None:
-        """`hint`: the end of the message, such as what may have been meant."""
+        """Creates the error. `hint`: the end of the message, such as the name that was probably meant."""
         super().__init__(name, hint)
         self.name = name
         self.hint = hint
@@ -130,22 +130,23 @@ class SkillUnsupported(KestrelError):
 
 
 class QueueBound(Enum):
-    """The bound that keeps a request out of the queue; the value names it for people."""
+    """The bound that keeps a request out of the queue; the value is its name in messages."""
 
     REQUESTS = "requests"
     IMAGE_BYTES = "bytes of images"
     TOKENS = "tokens"
     CONSTRAINTS = "constraints"
-    """The number of constraints that are being compiled."""
+    """Constraints that are being compiled."""
     WAIT = "seconds of waiting"
-    """The wait that is to be expected is longer than the caller's deadline or `max_queue_s`."""
+    """The expected wait is longer than the caller's deadline or `max_queue_s`."""
 
 
 class Overloaded(KestrelError):
-    """The queue is full. `bound` names the exceeded limit, `retry_after_s` estimates when to try again.
+    """The queue is full. `bound` names the exceeded limit, `retry_after_s` estimates when to try again, in seconds.
 
     `limit` is the value of the limit for all requests together; with `is_tenant_share` the tenant has exceeded its
-    share of it. For `QueueBound.WAIT` it is the wait limit of the request, and `retry_after_s` the expected wait.
+    share of it. For `QueueBound.WAIT` it is the wait limit of the request, and `retry_after_s` is the expected
+    wait.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class Overloaded(KestrelError):
 
 
 class RequestRefused(KestrelError):
-    """An equal request made the engine fail before, so the engine does not run this one."""
+    """An equal request made the engine fail before, so the engine refuses this one."""
 
 
 class ConstraintFailed(KestrelError):
@@ -192,7 +193,7 @@ class AnswerOutsideSchema(KestrelError):
     """The complete answer has a number, or another value, that its schema does not allow."""
 
     def __init__(self, place: str) -> None:
-        """`place`: its JSON pointer within the answer."""
+        """Creates the error. `place`: the JSON pointer of the value within the answer."""
         super().__init__(f"the answer has a value at {place or 'its root'} that its schema does not allow")
         self.place = place
 
@@ -214,7 +215,7 @@ class EngineUnavailable(KestrelError):
 
 
 class InternalError(KestrelError):
-    """A request met a bug of ours; `__cause__` is what was raised."""
+    """A request met a bug of the engine; `__cause__` is the original exception."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__("internal error")
@@ -229,22 +230,22 @@ class CheckpointError(KestrelError):
 
 
 def clear_locals(error: BaseException) -> None:
-    """Drop the local variables of all frames that ended with `error` or with an error that led to it.
+    """Drops the local variables of all frames that raised `error` or an error that led to it.
 
-    Lines and functions stay, for logs. A frame that still runs keeps its variables.
+    Lines and functions stay, for logs. A frame that is still running keeps its variables.
     """
     for item in _chain(error):
         traceback.clear_frames(item.__traceback__)
 
 
 def drop_tracebacks(error: BaseException) -> None:
-    """Forget where `error` and the errors that led to it were raised, for errors whose message says all."""
+    """Drops the tracebacks of `error` and of the errors that led to it, for errors whose message is sufficient."""
     for item in _chain(error):
         item.__traceback__ = None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and those that led to it, each once."""
+    """Yields the error and those that led to it, each once."""
     met: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

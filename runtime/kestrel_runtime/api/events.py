@@ -1,6 +1,6 @@
-"""The events of a stream: one `Started`, the answer in pieces, one `Finished`. Plain values.
+"""Defines the events of a stream: one `Started`, the answer in pieces, one `Finished`. All are plain values.
 
-The pieces are `TextDelta`s; those of an outline come behind its `OutlineBox`.
+The pieces are `TextDelta`s; those of an outline follow its `OutlineBox`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ _MANY_LOGPROBS = 1_000
 
 
 class FinishReason(Enum):
-    """Why generation ended."""
+    """The reason why generation ended."""
 
     STOP = auto()
-    """The model said it was done."""
+    """The model ended the answer."""
     LENGTH = auto()
     """`max_tokens` or the end of the context was reached."""
     MAX_OBJECTS = auto()
     """`max_objects` was reached."""
     STOP_SEQUENCE = auto()
-    """One of the request's stop strings came."""
+    """The answer reached one of the request's stop strings."""
 
 
 class TextChannel(Enum):
-    """Names the text that a delta belongs to."""
+    """The text that a delta belongs to."""
 
     ANSWER = auto()
     REASONING = auto()
@@ -62,23 +62,23 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt is in the cache and the first token is known to come."""
+    """The prompt is in the cache and the first token follows."""
 
     usage: Usage
 
 
 class TopLogprob(NamedTuple):
-    """A token that might have come, with its natural logarithm of probability."""
+    """A likely token at a position of a text, with its natural logarithm of probability."""
 
     id: int
     text: str
-    """Its bytes as UTF-8, with U+FFFD for incomplete characters."""
+    """The token's bytes as UTF-8, with U+FFFD for incomplete characters."""
     bytes: builtins.bytes
     logprob: float
 
 
 class TokenLogprob(NamedTuple):
-    """A token that came, and the most likely ones in its place, the most likely first.
+    """A generated token, and the most likely tokens in its place, the most likely first.
 
     Probabilities are those of the model: before temperature, penalties, biases and forbidden tokens.
     """
@@ -91,9 +91,9 @@ class TokenLogprob(NamedTuple):
 
 
 class TextDelta(NamedTuple):  # not a dataclass: one is made for each token, in half the time
-    """The next piece of text, whole characters only.
+    """The next piece of text. It has whole characters only.
 
-    `token_index` counts the tokens of this channel before the delta, `num_tokens` those that made it.
+    `token_index` counts the tokens of this channel before the delta, `num_tokens` the tokens of the delta.
     """
 
     text: str
@@ -101,7 +101,7 @@ class TextDelta(NamedTuple):  # not a dataclass: one is made for each token, in 
     token_index: int
     num_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
-    """The log probabilities of those tokens, if the request asks for them."""
+    """Logprobs of the delta's tokens, if the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Grounding:
-    """The places that characters `start_char` to `end_char` (exclusive, in code points) of a text speak of."""
+    """The places that characters `start_char` to `end_char` (exclusive, in code points) of a text refer to."""
 
     start_char: int
     end_char: int
@@ -133,31 +133,31 @@ class Grounding:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The reasoning before the answer."""
+    """The text of the reasoning before an answer."""
 
     text: str
     groundings: tuple[Grounding, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """The log probabilities of its tokens; None if the request asks for none."""
+    """Logprobs of the reasoning's tokens; None if the request does not ask for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryOutput:
-    """An answer; `reasoning` is None where none was asked for."""
+    """The answer to a question; `reasoning` is None if the request does not ask for it."""
 
     answer: str
     reasoning: Reasoning | None
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """The log probabilities of the answer's tokens; None if the request asks for none."""
+    """Logprobs of the answer's tokens; None if the request does not ask for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptionOutput:
-    """A description."""
+    """The description of an image."""
 
     caption: str
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """The log probabilities of its tokens; None if the request asks for none."""
+    """Logprobs of the caption's tokens; None if the request does not ask for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,8 @@ class SegmentMask:
     svg_path: str
     box: Box
     is_partial: bool = False
-    """True if the path is incomplete: the model wrote an invalid path, or was stopped before its end."""
+    """True if the path is incomplete: the model wrote an invalid path, or was stopped before the end of the
+    path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,33 +204,33 @@ Output = QueryOutput | CaptionOutput | PointOutput | DetectOutput | SegmentOutpu
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The whole answer. For text skills its text equals the concatenated deltas of each channel."""
+    """The whole answer. The text of a text skill equals the concatenated deltas of each channel."""
 
     output: Output
     finish_reason: FinishReason
     usage: Usage
     timing: Timing
     stop_sequence: str | None = None
-    """The stop string that came; None where generation ended for another reason."""
+    """The stop string that ended the answer; None if generation ended for another reason."""
     image_size_px: tuple[int, int] | None = None
-    """Width and height of the upright image, which coordinates are fractions of. None without an image."""
+    """Width and height of the upright image, to which coordinates are relative; None without an image."""
     alternatives: tuple[Finished, ...] = ()
-    """Further samples, where a call has asked for several. `usage` then has the output tokens of all of them."""
+    """Further samples, if a call asks for several. `usage` then has the output tokens of all of them."""
 
     @property
     def num_decoded(self) -> int:
-        """Returns how many tokens `timing.decode_s` is the time of: those of this sample after its first."""
+        """The tokens that were generated in `timing.decode_s`: those of this sample after its first."""
         num_others = sum(other.usage.num_output_tokens for other in self.alternatives)
         return max(0, self.usage.num_output_tokens - num_others - 1)
 
     @property
     def is_large(self) -> bool:
-        """Returns whether its logprobs are so many that rendering it takes more than a few milliseconds."""
+        """True if rendering the logprobs takes more than a few milliseconds."""
         return self.num_logprobs > _MANY_LOGPROBS
 
     @property
     def num_logprobs(self) -> int:
-        """The number of tokens with a logprob: those that came, and the most likely ones in their places."""
+        """The number of tokens with a logprob: the generated ones, and the most likely ones in their places."""
         texts: list[tuple[TokenLogprob, ...] | None] = []
         for each in (self, *self.alternatives):
             if isinstance(each.output, QueryOutput | CaptionOutput):

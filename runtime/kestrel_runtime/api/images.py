@@ -1,4 +1,4 @@
-"""The image of a request: an encoded file, with or without its digest, or pixels."""
+"""Defines the forms of a request's image: an encoded file, with or without its digest, or pixels."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ _DIGEST_PREFIX = b"kestrel raw image\0"
 
 
 class HashedImage(bytes):
-    """An encoded image whose SHA-256 is known, so that it is not computed for each request."""
+    """An encoded image whose SHA-256 is known, so that requests need not compute it."""
 
     sha256: bytes
 
     def __new__(cls, data: bytes, sha256: bytes) -> Self:
-        """A copy of `data`. The caller has computed `sha256` from it; another value would mix up cached images."""
+        """Returns a copy of `data`. The caller has computed `sha256` from it; a wrong value would mix up cached
+        images."""
         image = super().__new__(cls, data)
         image.sha256 = sha256
         return image
 
 
 class PixelFormat(Enum):
-    """The channels of a pixel in their order, 8 bits each; the value is how many there are in bytes, and a name."""
+    """The channels of a pixel in their order, 8 bits each; the value is the number of bytes, and a name."""
 
     RGB8 = (3, "RGB")
     BGR8 = (3, "BGR")
     RGBA8 = (4, "RGBA")
-    """The last is the opacity, not premultiplied."""
+    """Red, green, blue and the opacity, not premultiplied."""
     GRAY8 = (1, "L")
 
     @property
@@ -43,9 +44,10 @@ class PixelFormat(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RawImage:
-    """Rows from the top, each from the left. `row_stride_bytes` is from the start of a row to that of the next.
+    """The pixels of an image: rows from the top, pixels from the left.
 
-    After the last row the padding may be missing. Its length is that of `pixels`.
+    `row_stride_bytes` is the distance of the starts of two rows. The padding after the last row may be missing. The
+    length of the image is that of `pixels`.
     """
 
     pixels: bytes
@@ -59,16 +61,16 @@ class RawImage:
 
     @property
     def padded_bytes(self) -> int:
-        """The bytes of all rows with their padding, also where that of the last row is missing."""
+        """The bytes of all rows with their padding, even if that of the last row is missing."""
         return self.row_stride_bytes * self.height_px
 
     @classmethod
     def packed(cls, pixels: bytes, width_px: int, height_px: int, format: PixelFormat) -> RawImage:
-        """An image whose rows follow each other without padding."""
+        """Returns the same image without padding between its rows."""
         return cls(pixels, width_px, height_px, format, width_px * format.pixel_bytes)
 
     def violations(self) -> Iterator[Violation]:
-        """Every breach, with paths below `image.raw`."""
+        """Yields every violation of the contract, with paths that begin with `image.raw`."""
         wrong = list(side_violations(self.width_px, self.height_px))
         yield from wrong
         row_bytes = self.width_px * self.format.pixel_bytes
@@ -82,7 +84,7 @@ class RawImage:
                 yield Violation("image.raw.pixels", f"must be {bounds} bytes long")
 
     def digest(self) -> bytes:
-        """The SHA-256 of the image with its format and shape, 32 bytes; no file has the same."""
+        """The SHA-256 (32 bytes) of the image with its format and shape, which differs from that of every file."""
         shape = struct.pack(">QQQ", self.width_px, self.height_px, self.row_stride_bytes)
         name = self.format.name.encode()
         digest = hashlib.sha256(_DIGEST_PREFIX + struct.pack(">B", len(name)) + name + shape)
@@ -92,7 +94,8 @@ class RawImage:
 
 @dataclass(frozen=True, slots=True)
 class DecodedPixels:
-    """A decoded image: upright rows from the top without gaps, four bytes a pixel: red, green, blue and padding."""
+    """A decoded image: upright rows from the top without padding, four bytes a pixel: red, green, blue and
+    unused."""
 
     pixels: memoryview
     width_px: int
@@ -100,48 +103,48 @@ class DecodedPixels:
 
 
 class RemoteImage(ABC):
-    """An image that another process has: digest and size are here, pixels are fetched if they are needed."""
+    """An image in another process. Digest and size are known here; pixels are fetched only if they are needed."""
 
     digest: bytes
-    """The digest, as `image_digest` computes it."""
+    """The digest that `image_digest` returns for the image."""
     num_bytes: int
-    """The size of the file, or of the pixels that came in its place."""
+    """The size of the file, or of the pixels that were sent instead of a file."""
     width_px: int
     height_px: int
-    """The width and height that its header declares; a recorded orientation is not applied."""
+    """The height in the image's header; a recorded orientation is not applied."""
 
     def __len__(self) -> int:
         return self.num_bytes
 
     @abstractmethod
     def fetch(self, check_wanted: Callable[[], None]) -> DecodedPixels:
-        """Returns the decoded image. Blocks. `check_wanted` is called now and then and may raise.
+        """Returns the decoded image. Blocks. `check_wanted` is called repeatedly and may raise to give up.
 
-        Raises `ImageError`, and `EngineUnavailable` if the other process has gone.
+        Raises `ImageError`, and `EngineUnavailable` if the other process has ended.
         """
 
 
 def side_violations(width_px: int, height_px: int) -> Iterator[Violation]:
-    """The breaches of the size of an image, whatever its format."""
+    """Yields the violations of the limits on the size of an image, whatever its format."""
     for name, side_px in (("width_px", width_px), ("height_px", height_px)):
         if side_px < 1:
             yield Violation(f"image.raw.{name}", "must be positive")
 
 
 Image = bytes | RawImage | RemoteImage
-"""An encoded file, pixels, or an image of another process."""
+"""An encoded file, pixels, or an image in another process."""
 
 
 _MAX_BYTES_HASHED_AT_ONCE = 2**18
 
 
 def is_hashed_at_once(image: Image) -> bool:
-    """Returns True if `image_digest` takes at most about 0.2 ms; a worker should call it for other images."""
+    """Returns True if `image_digest` takes at most about 0.2 ms; for other images a worker should call it."""
     return isinstance(image, HashedImage | RemoteImage) or len(image) <= _MAX_BYTES_HASHED_AT_ONCE
 
 
 def image_digest(image: Image) -> bytes:
-    """The key of an image in the caches: SHA-256 of the file, or of pixels with their format and shape."""
+    """Returns the key of an image in the caches: SHA-256 of the file, or of pixels with their format and shape."""
     if isinstance(image, RemoteImage):
         return image.digest
     if isinstance(image, RawImage):

@@ -1,7 +1,8 @@
-"""Options: fields of a dataclass that operators set as text, each described once with its range, unit and help.
+"""Describes options: fields of a dataclass that operators set as text, each with its range, unit and help.
 
 `EngineConfig` and the server's configuration are such dataclasses. Flags, environment variables, the configuration
-file and the documentation follow from the descriptions. A parser raises `ValueError` with what a text must be.
+file and the documentation follow from the descriptions. A parser raises `ValueError` whose message says what the
+text must be.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ class ByDevice(NamedTuple):
     cuda: Any
     cpu: Any
     shrinks: bool = False
-    """True if the first is divided on a GPU with little memory."""
+    """True if the value for CUDA is divided on a GPU with little memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The facts about an option. `parse` raises `ValueError` with the reason."""
+    """The description of an option. `parse` raises `ValueError` with the reason."""
 
     name: str
     """The name in the configuration file; the flag of `max_queue` is `--max-queue`."""
@@ -50,9 +51,9 @@ def option(
     name: str = "",
     by_device: ByDevice | None = None,
 ) -> Any:
-    """A field of a dataclass. `name` is that of the option where the field has another one.
+    """Returns a field of a dataclass. `name` is the option's name if the field has another one.
 
-    Help and documentation show its default as `default_text`, or as `by_device`, where these are given.
+    Help and documentation show its default as `default_text`, or as `by_device`, if these are given.
     """
     if default_text is None:
         default_text = shown(default) if by_device is None else _device_text(default, by_device)
@@ -60,7 +61,7 @@ def option(
 
 
 def options_of(kind: Any) -> Iterator[tuple[str, Option]]:
-    """The options of a dataclass, each with the name of its field."""
+    """Yields the options of a dataclass, each with the name of its field."""
     for item in fields(kind):
         found: Option | None = item.metadata.get(_OPTION)
         if found is not None:
@@ -68,7 +69,7 @@ def options_of(kind: Any) -> Iterator[tuple[str, Option]]:
 
 
 def shown(value: Any) -> str:
-    """A value as help and documentation show it."""
+    """Returns a value as help and documentation show it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,7 @@
-"""The requests: one frozen value per skill, checked when it is made.
+"""Defines the requests: one frozen value per skill, checked when it is made.
 
-Each constructor raises `InvalidRequest` with every violation at once. Defaults follow the peer engine's published
-ones.
+Each constructor raises `InvalidRequest` with every violation at once. Defaults follow the published ones of the
+models' own engine.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from kestrel_runtime.api.sampling_params import SamplingParams
 CAPTION_LENGTHS = ("short", "normal", "long")
 MAX_OBJECTS = 1_000
 MAX_TEXT_BYTES = 65_536
-"""The length of a question or an object's name, in UTF-8: more than the contexts of the models hold. What exceeds a
-model's context is only known once it is tokenised, which takes as long as the text is."""
+"""The most bytes of a question or an object's name, in UTF-8: more than the contexts of the models hold.
+
+A text that exceeds a model's context is only known once it is tokenised, which takes time in proportion to its
+length.
+"""
 MAX_SPATIAL_REFS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class PointRef:
-    """A place in the image to talk about; `x` and `y` in [0, 1] from the top left corner."""
+    """A place in the image to ask about; `x` and `y` are in [0, 1] from the top left corner."""
 
     x: float
     y: float
@@ -37,7 +40,7 @@ class PointRef:
 
 @dataclass(frozen=True, slots=True)
 class BoxRef:
-    """A region of the image to talk about; every side in [0, 1] from the top left corner."""
+    """A region of the image to ask about; every side is in [0, 1] from the top left corner."""
 
     x_min: float
     y_min: float
@@ -49,31 +52,31 @@ SpatialRef = PointRef | BoxRef
 
 
 class Priority(IntEnum):
-    """Orders when requests start, compared with others of its tenant that wait; the lower value goes first."""
+    """The urgency of a request among the waiting requests of its tenant; the lowest value starts first."""
 
     INTERACTIVE = 0
-    """A person waits for the answer."""
+    """A person is waiting for the answer."""
     NORMAL = 1
     BATCH = 2
-    """A request for whose answer no person waits: other requests go first, those of other tenants too."""
+    """Other requests go first, those of other tenants included: a program waits for the answer, not a person."""
 
 
 class CachePolicy(Enum):
-    """The use of the caches of prompts and image embeddings by a request."""
+    """Says how a request uses the caches of prompts and image embeddings."""
 
     USE = auto()
-    """It uses what is cached, and what it computes is cached."""
+    """The request uses cached data, and the data that it computes is cached."""
     REFRESH = auto()
-    """It computes everything anew, and that replaces what is cached."""
+    """The request computes everything again, and replaces the cached data."""
     BYPASS = auto()
-    """It neither uses the caches nor adds to them."""
+    """The request neither uses the caches nor adds to them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Options that all skills share.
+    """The options that all skills share.
 
-    `model` "" takes the served model, `adapter` "" none; `max_queue_s` None waits without bound.
+    `model` "" takes the served model, `adapter` "" takes none; `max_queue_s` None waits without bound.
     """
 
     model: str = ""
@@ -82,15 +85,15 @@ class RequestOptions:
     cache: CachePolicy = CachePolicy.USE
     adapter: str = ""
     max_priority: Priority = Priority.NORMAL
-    """The highest priority that the request may have between tenants. The caller does not choose it."""
+    """The highest priority that the request may have between tenants. Callers cannot choose it."""
 
     @property
     def standing(self) -> Priority:
-        """Its priority compared with requests of other tenants."""
+        """The priority of the request compared with requests of other tenants."""
         return max(self.priority, self.max_priority)
 
     def violations(self) -> Iterator[Violation]:
-        """Every breach, with paths below `options`."""
+        """Yields every violation of the contract, with paths that begin with `options`."""
         if self.max_queue_s is not None and not (self.max_queue_s > 0.0 and math.isfinite(self.max_queue_s)):
             yield Violation("options.max_queue_duration", "must be positive")
         if self.adapter and AdapterName.parse(self.adapter) is None:
@@ -98,7 +101,7 @@ class RequestOptions:
 
 
 class _Checked(ABC):
-    """Runs `violations` at birth and raises all of them together."""
+    """Checks a request when it is made and raises all violations together, as `InvalidRequest`."""
 
     __slots__ = ()
 
@@ -110,7 +113,7 @@ class _Checked(ABC):
     @classmethod
     @abstractmethod
     def example(cls, image: bytes, sampling: SamplingParams) -> Self:
-        """A small request, which an engine runs before it serves callers."""
+        """Returns a small request, which an engine runs before it serves callers."""
 
     @property
     @abstractmethod
@@ -119,14 +122,14 @@ class _Checked(ABC):
 
     @abstractmethod
     def violations(self) -> Iterator[Violation]:
-        """Every breach."""
+        """Yields every violation of the request's contract."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query(_Checked):
-    """A question, about an image or about nothing; `image` is an encoded file's bytes, or pixels.
+    """A question, with or without an image; `image` is an encoded file's bytes, or pixels.
 
-    `constraint` says what the answer must look like; reasoning before it is free.
+    `constraint` defines the form of the answer; the reasoning before it is free.
     """
 
     question: str
@@ -161,7 +164,7 @@ class Query(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class Caption(_Checked):
-    """A description of an image; `length` is one of `CAPTION_LENGTHS`."""
+    """A request for a description of an image; `length` is one of `CAPTION_LENGTHS`."""
 
     image: Image
     length: str = "normal"
@@ -219,28 +222,28 @@ class _ObjectRequest(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class Point(_ObjectRequest):
-    """Asks where each object of a kind is; `max_objects` None takes the default of 150."""
+    """A request for the place of each object of a kind; `max_objects` None takes the default of 150."""
 
     skill: ClassVar[str] = "point"
 
 
 @dataclass(frozen=True, slots=True)
 class Detect(_ObjectRequest):
-    """A box around each object of a kind; `max_objects` None takes the default of 150."""
+    """A request for a box around each object of a kind; `max_objects` None takes the default of 150."""
 
     skill: ClassVar[str] = "detect"
 
 
 @dataclass(frozen=True, slots=True)
 class Segment(_ObjectRequest):
-    """The outline of one object of a kind; being one, it is not touched by `max_objects`."""
+    """A request for the outline of one object of a kind. `max_objects` does not apply to it."""
 
     skill: ClassVar[str] = "segment"
 
 
 @dataclass(frozen=True, slots=True)
 class Gaze(_Checked):
-    """The point that a person looks at; `eye` is the position of an eye or the middle of both."""
+    """A request for the point that a person looks at; `eye` is the position of an eye or the middle of both."""
 
     image: Image
     eye: PointRef
@@ -290,7 +293,7 @@ def _image(value: Image) -> Iterator[Violation]:
 
 
 def too_many_spatial_refs() -> Violation:
-    """The breach of more than `MAX_SPATIAL_REFS` of them, whatever they are."""
+    """Returns the violation of a request with more than `MAX_SPATIAL_REFS` references."""
     return Violation("spatial_refs", f"must be at most {MAX_SPATIAL_REFS}")
 
 

@@ -1,4 +1,4 @@
-"""Defines how tokens are sampled and when an answer ends, as the caller asks for it."""
+"""Defines the caller's settings of how tokens are sampled and when an answer ends."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ MAX_LOGIT_BIASES = 300
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 16
 MAX_LOGPROBS_IN_ALL = 2**18
-"""Bounds the numbers of an answer: one for each token of its samples, and one for each of the most likely ones.
-They take tens of megabytes in JSON. All samples of the default length may have all logprobs."""
+"""The most logprobs of an answer: one for each token of its samples, and one for each of the most likely ones.
+
+They take tens of megabytes in JSON. All samples of the default length may have all logprobs.
+"""
 RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "temperature": (0.0, 100.0),
@@ -33,7 +35,7 @@ RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
         "n": (1, MAX_SAMPLES),
     }
 )
-"""The least and the greatest value of each setting, where both are allowed."""
+"""The least and the greatest value of each setting, both inclusive."""
 _NUMBERS_OF_TEXT = tuple(name for name in RANGES if name not in ("temperature", "max_tokens"))
 _TEXT_FIELDS = ("stop", "include_stop", *_NUMBERS_OF_TEXT, "logit_bias")
 _TEXT_ONLY = "is for queries and captions only"
@@ -41,20 +43,19 @@ _TEXT_ONLY = "is for queries and captions only"
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """`None` takes the skill's default.
+    """The sampling settings of a request. `None` takes the skill's default.
 
-    `temperature` 0 is greedy. `top_p` keeps the smallest set of tokens whose probability reaches it.
-    `max_tokens` bounds the generated tokens (of the reasoning and of the answer, each on its own). `seed`
-    makes a draw repeatable; without one it is random. The answer or the caption ends before the first of the
-    strings `stop`, or behind it with `include_stop`.
+    `temperature` 0 is greedy. `top_p` keeps the smallest set of tokens whose probability reaches it. `max_tokens`
+    bounds the generated tokens of the reasoning and of the answer, each separately. `seed` makes a draw repeatable;
+    without one it is random. The answer or the caption ends before the first of the strings `stop`, or after it
+    with `include_stop`.
 
     `top_k` keeps the most likely tokens, `min_p` those with at least this share of the largest probability; both
-    come before `top_p`, and count for text only, not for coordinates in a reasoning. What the penalties and
-    `logit_bias` (pairs of a token's id and what is added to its logit) do is defined in
-    `execution.logits`. With `logprobs` the tokens of a text come with their logprobs, and with
-    those of so many of the most likely ones.
+    apply before `top_p`, and to text only, not to coordinates in a reasoning. `execution.logits` defines the effect
+    of the penalties and of `logit_bias` (pairs of a token's id and the number that is added to its logit). With
+    `logprobs` the tokens of a text have their logprobs, and those of as many of the most likely tokens.
 
-    `n` asks for as many samples. The engine answers with one: frontends submit a request of its own for each
+    `n` asks for as many samples. The engine answers with one: frontends submit a separate request for each
     (`samples`).
     """
 
@@ -75,26 +76,28 @@ class SamplingParams:
 
     @property
     def controls_tokens(self) -> bool:
-        """Returns True if it limits the choice of tokens by more than `top_p`, or adjusts logits."""
+        """True if the settings limit the choice of tokens by more than `top_p`, or adjust logits."""
         limits = self.top_k is not None or bool(self.min_p)
         penalties = self.repetition_penalty not in (None, 1.0) or self.presence_penalty or self.frequency_penalty
         return limits or bool(penalties) or bool(self.logit_bias)
 
     def samples(self) -> tuple[SamplingParams, ...]:
-        """The settings of each of the `n` samples. The first has the seed itself, others one derived from it."""
+        """Returns the settings of each of the `n` samples. The first has the seed itself, others one derived from
+        it."""
         if self.n is None or self.n == 1:
             return (self,)
         return tuple(replace(self, n=None, seed=_seed_of_sample(self.seed, index)) for index in range(self.n))
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise `InvalidRequest` for biases of tokens that the model does not have."""
+        """Raises `InvalidRequest` for biases of tokens that the model does not have."""
         unknown = [token_id for token_id, _ in self.logit_bias if not 0 <= token_id < vocab_size]
         if unknown:
             description = f"is no token: this model has {vocab_size}"
             raise InvalidRequest(tuple(Violation(f"sampling.logit_bias[{name}]", description) for name in unknown))
 
     def violations(self, *, is_text: bool = True) -> Iterator[Violation]:
-        """Every breach, with paths below `sampling`. `is_text`: whether the answer is a text."""
+        """Yields every violation, with paths that begin with `sampling`. `is_text`: True if the answer is a
+        text."""
         yield from self._range_violations("temperature")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             yield Violation("sampling.top_p", "must be above 0 and at most 1")

@@ -1,4 +1,4 @@
-"""The bridge from the engine's thread to one asyncio caller: the only hop outward.
+"""Carries events from the engine's thread to one asyncio caller: the only hop outward.
 
 The engine thread collects a step's events in an `Outbox` and posts them once to each destination, usually an event
 loop, on which each `Stream` hands them to its caller.
@@ -15,20 +15,21 @@ from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Event, Finished, TextDelta
 
 _MAX_JOINED_LOGPROBS = 64
-"""Bounds the tokens in one delta: more would be rendered for longer than other callers should wait."""
+"""The most tokens in one delta: rendering more would delay other callers for too long."""
 
 
 class Stream:
-    """One request's events, in order: `Started`, `TextDelta`s, `Finished`; or an error, raised by the iteration.
+    """One request's events, in order: `Started`, `TextDelta`s, `Finished`. The iteration raises the request's
+    error.
 
-    Pending deltas are merged for a slow reader: passing on a delta costs the same at any length.
-    A stream belongs to the event loop that it was made on; only `fail` may be called from another thread.
+    Pending deltas are merged for a slow reader: passing on a delta costs the same at any length. A stream belongs
+    to the event loop that it was made on; only `fail` and `post` may be called from another thread.
     """
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = self.loop.create_future()
-        """Done once no event will come any more: finished, failed or cancelled."""
+        """Done once no further event follows: the request has finished, failed or been cancelled."""
         self.is_cancelled = False
         self.wants_only_end = False
         """True if the caller waits for `result`, so that earlier events need not be delivered."""
@@ -52,9 +53,9 @@ class Stream:
         return self._joined(event) if isinstance(event, TextDelta) else event
 
     async def result(self) -> Finished:
-        """Wait for the end, woken by nothing before it. Raises what the iteration raises, once.
+        """Waits for the end and returns the last event, without waking for earlier ones, which are dropped.
 
-        Events that come from now on are dropped, but for the last.
+        Raises the error of the request, once, and `asyncio.CancelledError` if the stream was cancelled.
         """
         self.wants_only_end = True
         if not self.over.done():
@@ -67,11 +68,11 @@ class Stream:
         raise asyncio.CancelledError("the stream was cancelled before its end, or has raised its error before")
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Have `callback` run, on the event loop, if the caller cancels."""
+        """Registers a function that is called on the event loop if the caller cancels."""
         self._on_cancel = callback
 
     def cancel(self) -> None:
-        """End the request; its pages are freed within one step. A stream that has ended is left alone."""
+        """Ends the request; its pages are freed within one step. Has no effect on a stream that has ended."""
         if self.over.done():
             return
         self.is_cancelled = True
@@ -81,7 +82,7 @@ class Stream:
             on_cancel()
 
     def deliver(self, events: list[Event], error: KestrelError | None = None) -> None:
-        """On the event loop: take what the engine sent."""
+        """Accepts events of the engine. Called on the event loop."""
         if self.over.done():
             return
         self._events.extend(events)
@@ -92,7 +93,8 @@ class Stream:
             self._waiter.set_result(None)
 
     def refuse(self, error: KestrelError) -> None:
-        """On the event loop: end with an error before any event, and cancel the request's preparation."""
+        """Ends the stream with an error before any event, and cancels the request's preparation. Called on the
+        event loop."""
         if self.over.done():
             return
         on_cancel = self._on_cancel
@@ -102,27 +104,27 @@ class Stream:
             on_cancel()
 
     def fail(self, error: KestrelError) -> None:
-        """Ends with an error. May be called from any thread."""
+        """Ends the stream with an error. May be called from any thread."""
         self.post(self.destination, [Delivery(self, [], error)])
 
     @property
     def destination(self) -> Hashable:
-        """Streams with the same destination are posted to together."""
+        """The key of this stream's destination: streams with equal keys are posted to together."""
         return self.loop
 
     @staticmethod
     def post(destination: Any, deliveries: list[Delivery]) -> None:
-        """Delivers to streams of one destination, from any thread. Does nothing if it no longer exists."""
+        """Delivers to streams of one destination, from any thread. Has no effect if the destination has ended."""
         _post(destination, _deliver_all, deliveries)
 
     def _take_error(self) -> KestrelError:
-        """Hand the error out, once: its traceback refers to frames of the caller, which refer to this stream."""
+        """Returns the error, once: its traceback refers to frames of the caller, which refer to this stream."""
         error, self._error = self._error, None
         assert error is not None, "asked for where there is one"
         return error
 
     def _joined(self, piece: TextDelta) -> TextDelta:
-        """A piece of text, with those of the same channel that wait right behind it."""
+        """Returns a piece of text, joined with the pieces of the same channel that directly follow it."""
         pieces, num_logprobs = [piece], len(piece.logprobs)
         while self._events and isinstance(later := self._events[0], TextDelta) and later.channel is piece.channel:
             num_logprobs += len(later.logprobs)
@@ -146,7 +148,7 @@ class Stream:
 
 
 class Delivery(NamedTuple):
-    """The next events of a stream; with an error nothing follows."""
+    """The next events of a stream. No event follows an error."""
 
     stream: Stream
     events: list[Event]
@@ -160,11 +162,11 @@ class Outbox:
         self._pending: dict[Hashable, list[Delivery]] = {}
 
     def put(self, stream: Stream, events: list[Event]) -> None:
-        """Add a stream's events of this step."""
+        """Adds a stream's events of this step."""
         self._pending.setdefault(stream.destination, []).append(Delivery(stream, events))
 
     def post(self) -> None:
-        """Send everything: once to each destination."""
+        """Posts all collected events, once to each destination."""
         while self._pending:  # each entry is removed first: if posting raises, nothing is sent twice
             destination, deliveries = self._pending.popitem()
             deliveries[0].stream.post(destination, deliveries)
@@ -176,7 +178,7 @@ def _deliver_all(deliveries: list[Delivery]) -> None:
 
 
 def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: Any) -> None:
-    """Have an event loop call `callback`. Where it is closed nothing happens."""
+    """Schedules a call of `callback` on an event loop. Has no effect if the loop is closed."""
     try:
         loop.call_soon_threadsafe(callback, *arguments)
     except RuntimeError:

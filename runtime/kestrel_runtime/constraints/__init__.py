@@ -1,1 +1,1 @@
-"""Constrained answers: compiles constraints, follows answers, and makes masks of the tokens that may come next."""
+"""Compiles the constraints of answers, follows the answers, and makes masks of the tokens that are allowed next."""

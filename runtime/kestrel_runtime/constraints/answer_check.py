@@ -1,7 +1,7 @@
 """Checks the numbers of complete answers under a schema, as exact integers and decimals.
 
-The grammar library computes with doubles, so the numbers of an answer are compared with the schema once more, in a
-worker. Python's `re` never runs the expressions of callers: patterns and formats are taken to match.
+The grammar library computes with doubles, so a worker compares the numbers of an answer with the schema again.
+Python's `re` never runs the expressions of callers: patterns and formats are assumed to match.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any, cast
 from kestrel_runtime.api.constraints import NUMBER_BOUNDS, decimal_of, pointed_at
 
 _MAX_SHIFT = 1_000
-"""Decimal places between the last digits of a number and of `multipleOf`."""
+"""The most decimal places between the last digits of a number and of `multipleOf`."""
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a JSON value is a number; booleans are none."""
+    """Returns True if a JSON value is a number; booleans are not."""
     return isinstance(value, int | Decimal) and not isinstance(value, bool)
 
 
 def is_whole(value: Any) -> bool:
-    """Returns whether a JSON value is a number without a fraction, such as 1, 1.0 or 1e3."""
+    """Returns True if a JSON value is a number without a fraction, such as 1, 1.0 or 1e3."""
     return is_number(value) and (isinstance(value, int) or value == value.to_integral_value())
 
 
@@ -49,7 +49,8 @@ def bounds_of(schema: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
 class Validator:
     """Validates values under the schemas within `root`, except for patterns, formats and names of properties.
 
-    So a value that is valid is never called invalid. Values and schemas must outlive the validator.
+    Since these are assumed to match, no valid value is called invalid. Values and schemas must outlive the
+    validator.
     """
 
     def __init__(self, root: Any) -> None:
@@ -58,7 +59,7 @@ class Validator:
         self._enums: dict[int, frozenset[Any]] = {}  # by the identity of the list
 
     def is_valid(self, schema: Any, value: Any) -> bool:
-        """Returns whether the value is valid, as far as this class looks."""
+        """Returns True if the value is valid, as far as this class checks."""
         if not isinstance(schema, dict):
             return schema is not False
         key = (id(cast(Any, schema)), id(value))
@@ -79,7 +80,8 @@ class Validator:
         return ""
 
     def _parts(self, schema: dict[str, Any], value: Any) -> Iterator[tuple[list[Any], Any, str]]:
-        """Yields alternatives, of which one must hold for a part of the value, that part, and the step to it."""
+        """Yields groups of alternatives: schemas of which one must hold for a part of the value, that part, and the
+        step to it."""
         for name in ("anyOf", "oneOf"):
             if isinstance(schema.get(name), list):
                 yield schema[name], value, ""
@@ -101,7 +103,7 @@ class Validator:
                 yield [first[index] if index < len(first) else rest], item, f"/{index}"
 
     def _is_own_valid(self, schema: dict[str, Any], value: Any) -> bool:
-        """Returns whether the value is valid under the keywords that hold no schemas."""
+        """Returns True if the value is valid under the keywords that hold no schemas."""
         types = schema.get("type")
         if types is not None:
             names = cast("list[Any]", types) if isinstance(types, list) else [types]
@@ -168,7 +170,7 @@ def _has_numbers(value: Any) -> bool:
 
 
 def _bounds_numbers(schema: Any) -> bool:
-    """Returns whether a schema, or one within it, says which numbers there may be. Data are taken for schemas."""
+    """Returns True if a schema, or one within it, restricts numbers. Data within it count as schemas."""
     if isinstance(schema, list):
         return any(map(_bounds_numbers, cast("list[Any]", schema)))
     if not isinstance(schema, dict):
@@ -181,21 +183,21 @@ def _bounds_numbers(schema: Any) -> bool:
 
 
 class AnswerCheck:
-    """The numbers that a schema allows, for any number of answers and in any thread."""
+    """Checks the numbers that a schema allows, for any number of answers and in any thread."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
-        """`schema`: as the caller wrote it, with decimals instead of floats."""
+        """Creates a check. `schema`: as the caller wrote it, with decimals instead of floats."""
         self._schema = schema
 
     @classmethod
     def of(cls, schema: dict[str, Any]) -> AnswerCheck | None:
-        """Returns the check of answers under the schema, or None where it says nothing about numbers."""
+        """Returns the check of answers under the schema, or None if the schema does not restrict numbers."""
         return cls(schema) if _bounds_numbers(schema) else None
 
     def miss(self, answer: str) -> str | None:
         """Returns the JSON pointer of the first part of a complete answer that is not valid, or None.
 
-        Raises ValueError if the answer is no JSON.
+        Raises ValueError if the answer is not JSON.
         """
         value = json.loads(answer, parse_float=decimal_of)
         validator = Validator(self._schema)

@@ -1,11 +1,11 @@
 """Compiles constraints with the grammar library, within limits of time and size.
 
-The library limits the work of a mask, but not its search for forced text, which it would follow to its end. So the
-search is switched off. Then all work is limited: for a constraint that passes the checks of `Constraint`, compiling
-takes about 100 ms of a processor at most, and a mask about 2 ms.
+The library limits the work of a mask, but not its search for forced text, so that search is disabled. Then all work
+is limited: for a constraint that passes the checks of `Constraint`, compiling takes about 100 ms of a processor at
+most, and a mask about 2 ms.
 
-Compiling holds no interpreter lock. It runs in threads of its own, of which a tenant has half at most, so that a
-constraint that the limits have missed delays no other tenant, and every wait is bounded.
+Compiling holds no interpreter lock. It runs in separate threads, of which a tenant has half at most, so that a
+constraint that exceeds the expected time delays no other tenant, and every wait is bounded.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from kestrel_runtime.loading.tokenizer import Tokenizer
 _NUM_THREADS = 4
 _THREADS_PER_TENANT = 2
 _MAX_S = 1.0
-"""The longest wait of a request for its constraint, in seconds: ten times what it takes on a machine with a free
-processor."""
+"""The longest wait for a compiled constraint, in seconds: ten times its duration on an idle processor."""
 _NOTHING_IS_FORCED = '%llguidance {"no_forcing": true}\n'
 _JSON_FORM = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _ESCAPED = frozenset("\\.+*?()|[]{}^$#&-~/")
@@ -57,7 +56,8 @@ class _Job(NamedTuple):
 
 
 class ConstraintCompiler:
-    """Compiles for any thread. `new_vocabulary` describes the tokens of the model, given the end token."""
+    """Compiles constraints in any thread. `new_vocabulary` describes the tokens of the model, given the end
+    token."""
 
     def __init__(self, new_vocabulary: Callable[[int], Vocabulary]) -> None:
         self._new_vocabulary = new_vocabulary
@@ -82,7 +82,8 @@ class ConstraintCompiler:
     def compiled(self, constraint: Constraint, end_id: int, tenant: str = "") -> CompiledConstraint:
         """Returns the compiled constraint of answers that `end_id` ends.
 
-        Raises `InvalidRequest` where the constraint cannot be compiled, and `Overloaded` where too many others are.
+        Raises `InvalidRequest` if the constraint cannot be compiled, and `Overloaded` if too many others are being
+        compiled.
         """
         job = _Job(Future(), constraint, self._vocabulary(end_id), tenant)
         with self._lock:
@@ -130,7 +131,7 @@ class ConstraintCompiler:
                     del self._num_running[tenant]
 
     def _take(self) -> _Job:
-        """The oldest job of those whose tenant runs fewest, once there is one whose tenant may run another."""
+        """Returns the oldest job of the tenant that runs fewest, once there is one whose tenant may run another."""
         with self._lock:
             while True:
                 job = min(self._waiting, key=lambda job: self._num_running[job.tenant], default=None)
@@ -174,7 +175,7 @@ class ConstraintCompiler:
         return CompiledConstraint(library, vocabulary.end_id, vocabulary.json, rest_tokens, longest, check)
 
     def _exact_library(self, schema: dict[str, Any], vocabulary: Vocabulary) -> llguidance.LLMatcher | None:
-        """Returns the grammar by our own rules around the library's; None where they cannot express the schema."""
+        """Returns the grammar of our rules around the library's, or None if they cannot express the schema."""
         try:
             library = self._new_library(exact_rules(schema, _JSON_FORM), vocabulary)
         except NotExpressibleError:
@@ -199,7 +200,7 @@ def _rules(schema: dict[str, Any]) -> str:
 
 
 def _longest_text(schema: Any) -> int:
-    """The largest `maxLength` of the schemas within one: 0 where there is none."""
+    """Returns the largest `maxLength` of the schemas within one, or 0."""
     if isinstance(schema, list):
         return max(map(_longest_text, cast("list[Any]", schema)), default=0)
     if not isinstance(schema, dict):
@@ -211,7 +212,7 @@ def _longest_text(schema: Any) -> int:
 
 
 def _literal(text: str) -> str:
-    """An expression that matches this text alone."""
+    """Returns a regular expression that matches this text alone."""
     return "".join(f"\\{character}" if character in _ESCAPED else character for character in text)
 
 
@@ -222,9 +223,10 @@ def _refused(constraint: Constraint, *problems: str) -> InvalidRequest:
 
 
 def new_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_id: int) -> Vocabulary:
-    """All ids below `vocab_size`; `end_id` ends an answer. Takes about 0.15 s for 50,000 tokens.
+    """Returns the vocabulary of all ids below `vocab_size`; `end_id` ends an answer. Takes about 0.15 s for 50,000
+    tokens.
 
-    Control tokens, and ids that the tokenizer does not have, never come in an answer.
+    Answers never contain control tokens, or ids that the tokenizer does not have.
     """
     spelled = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
     spelled[end_id] = b""
@@ -237,7 +239,7 @@ def new_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_id: int) -> Vocabu
 
 
 class _Described:
-    """The attributes that `llguidance.TokenizerWrapper` reads."""
+    """Provides the attributes that `llguidance.TokenizerWrapper` reads."""
 
     def __init__(self, tokens: list[bytes], special: list[int], end_id: int) -> None:
         self.tokens = tokens
@@ -246,5 +248,5 @@ class _Described:
         self.bos_token_id = None
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a forced text. Never called, since no text is forced."""
+        """Returns the tokens of a forced text. Never called, since no text is forced."""
         raise NotImplementedError

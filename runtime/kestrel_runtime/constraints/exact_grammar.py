@@ -1,7 +1,7 @@
-"""Writes grammars of schemas with numbers that the library would round.
+"""Writes grammars of schemas with numbers that the library would change by rounding.
 
-The library takes rules around its own schemas. So the objects, lists and alternatives that lead to such a number
-become rules here, and everything else stays a schema for the library.
+The library accepts rules around its own schemas. So the objects, lists and alternatives that lead to such a number
+become rules here, and everything else remains a schema for the library.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Any, cast
 from kestrel_runtime.api.constraints import pointed_at
 
 EXACT = "x-exact"
-"""Holds, in a schema for the library, the expressions of its values, in the syntax of rules."""
+"""The keyword of a schema for the library that holds the expressions of its values, in the syntax of rules."""
 _MAX_CHARS, _MAX_RULES = 2**18, 512
-"""Bound the size of a grammar."""
+"""The largest size of a grammar, in characters and in rules."""
 _MAX_PART = 64
-"""Items of a list that are written out."""
+"""The most items of a list that are written out."""
 _DEFINITIONS = ("$defs", "definitions")
 _CHARACTER = r'(\\["\\bfnrt]|[^"\\\x00-\x1F\x7F])'
 
 
 class NotExpressibleError(Exception):
-    """Keywords next to such a number, or around it, that only the library knows."""
+    """A schema has keywords next to such a number, or around it, that only the library supports."""
 
 
 def exact_rules(schema: dict[str, Any], form: dict[str, Any]) -> str:
     """Returns the rules of a schema for the library in which some schemas have `EXACT`.
 
-    `form` says how the library separates what it writes. Raises `NotExpressibleError`.
+    `form` defines the separators that the library writes. Raises `NotExpressibleError`.
     """
     writer = _Writer(schema, form)
     start = writer.rule(schema)
@@ -45,7 +45,7 @@ def whole_numbers(least: int, most: int) -> str:
 
 
 def literal(value: Any) -> str:
-    """Returns an expression of a JSON value, in the pieces in which the library would write it."""
+    """Returns an expression of a JSON value, divided as the library would write it."""
     if isinstance(value, dict):
         members = cast("dict[str, Any]", value).items()
         return '"{" ' + ' ", " '.join(f'{literal(name)} ": " {literal(item)}' for name, item in members) + ' "}"'
@@ -56,7 +56,7 @@ def literal(value: Any) -> str:
 
 
 def _ranges(least: int, most: int) -> list[str]:
-    """Returns expressions without a sign of the whole numbers from `least`, not below 0, to `most`."""
+    """Yields expressions without a sign of the whole numbers from `least`, which is not below 0, to `most`."""
     found: list[str] = []
     while least <= most:
         # The largest block of numbers that begin alike, from the least one on.
@@ -122,7 +122,7 @@ class _Writer:
         return f"%json {json.dumps({**own, 'x-guidance': self._form}, default=float)}"
 
     def _has_exact(self, schema: Any) -> bool:
-        """Returns whether a schema, or one that it leads to, has `EXACT`. Definitions count where they are used."""
+        """Returns True if a schema, or one that it leads to, has `EXACT`. Definitions count at their references."""
         if isinstance(schema, list):
             return any(map(self._has_exact, cast("list[Any]", schema)))
         if not isinstance(schema, dict):

@@ -1,12 +1,12 @@
-"""Ends JSON answers within their tokens, whatever the model would go on with.
+"""Ends JSON answers within their tokens, whatever the model would generate.
 
 A schema seldom bounds everything: a model that does not end by itself writes digits, texts and lists until its
-tokens are used up, and the answer is no JSON. So the allowed tokens are narrowed, and some always remain:
+tokens are used up, and the answer is not JSON. So the allowed tokens are restricted further; some always remain:
 
   always                              numbers have the digits of an int64 or a double, and nesting is bounded
-  a text is long                      it ends as soon as it may
+  a text is long                      the text ends as soon as it may
   too few tokens for another item     lists and objects end as soon as they may
-  tokens for the rest only            texts and numbers do so too, and nothing is opened that need not be
+  tokens for the rest only            texts and numbers do so too, and only required parts are opened
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_WHOLE_DIGITS, MAX_FRACTION_DIGITS, MAX_EXPONENT_DIGITS = 18, 17, 2
-"""The most digits of a number: every whole number of so many digits is an int64, and every number is a finite
+"""The most digits of a number's parts: every whole number within them is an int64, and every number is a finite
 double."""
 MAX_NESTING = 16
-"""Lists and objects within each other, where the schema does not ask for more."""
+"""The most lists and objects within each other, unless the schema requires more."""
 TEXT_SHARE = 4
-"""A text has at most this part of an answer's tokens, where the schema has no `maxLength` that is larger."""
+"""The divisor of an answer's tokens that gives the longest text, unless the schema has a larger `maxLength`."""
 _MAX_DIGITS = (MAX_WHOLE_DIGITS, MAX_FRACTION_DIGITS, MAX_EXPONENT_DIGITS)
 _BITS = 32
 _MAX_REST_TOKENS = 256
-"""The number of places that are distinguished: finding them takes as many masks."""
+"""The largest rest of an answer that is measured, in tokens: each token takes a mask."""
 _QUOTE, _BACKSLASH, _COMMA = b'"\\,'
 _DIGITS, _OPENING, _CLOSING = b"0123456789", b"{[", b"}]"
 
@@ -37,22 +37,22 @@ Mask = NDArray[np.int32]
 
 
 class JsonTokens:
-    """Classes of tokens by their effect in JSON, each a mask: bit t % 32 of word t // 32 stands for token t."""
+    """The classes of tokens by their effect in JSON, each a mask: bit t % 32 of word t // 32 stands for token t."""
 
     def __init__(self, spelled: Sequence[bytes]) -> None:
-        """`spelled` gives the bytes of each token, none for those that are no text."""
+        """Creates the classes. `spelled` gives the bytes of each token, b"" for those without text."""
         self.spelled = spelled
         self.ends_text = self._of(rb'"[]}]*')
         self.closes = self._of(rb"[]}]+")
         self.opens_object = self._of(rb"\{")
         self.opens_list = self._of(rb"\[")
         self.opens = self._of(rb'[^"]*[\[{].*')
-        """Outside of a text. Those that end a text and open something are not among them."""
+        """Tokens that open a list or object outside of a text. Tokens that end a text first are not included."""
         self.continues_number = self._of(rb"[0-9.eE+-].*")
         self.has_long_exponent = self._of(rb"[0-9.]*[eE][+-]?[0-9]{3,}.*")
         num_digits = np.array([len(text) - len(text.lstrip(_DIGITS)) for text in spelled])
         self.begins_with_digits = [_mask_of(num_digits > least) for least in range(num_digits.max(initial=1))]
-        """The i-th: with more than i of them."""
+        """Tokens by digits: those at index i begin with more than i digits."""
 
     def _of(self, pattern: bytes) -> Mask:
         matches = re.compile(pattern, re.DOTALL).fullmatch
@@ -66,10 +66,10 @@ def _mask_of(chosen: NDArray[np.bool_]) -> Mask:
 
 @dataclass(slots=True)
 class JsonAnswer:
-    """Describes where in its JSON an answer is.
+    """Tracks the position of an answer in its JSON.
 
-    `max_tokens`: of the answer. `rest_tokens`: for so many an answer can end from wherever it is, about.
-    `min_text_tokens`: texts may have as many in any case.
+    `max_tokens`: the most tokens of the answer. `rest_tokens`: about as many tokens suffice to end an answer from
+    any position. `min_text_tokens`: texts may always have as many.
     """
 
     tokens: JsonTokens
@@ -81,14 +81,14 @@ class JsonAnswer:
     _is_escaped: bool = False
     _text_tokens: int = 0
     _number_part: int | None = None
-    """0 before the point, 1 after it, 2 in the exponent; None outside of a number."""
+    """The part of the number: 0 before the point, 1 after it, 2 in the exponent; None outside of a number."""
     _num_digits: int = 0
     _item_starts: list[int] = field(default_factory=list[int])
-    """The number of tokens before the latest item of each list and object that is open."""
+    """The number of tokens before the latest item of each open list and object."""
     _longest_item: int = 0
 
     def follow(self, token_id: int) -> None:
-        """One more token of the answer."""
+        """Follows one more token of the answer."""
         self.num_tokens += 1
         text = self.tokens.spelled[token_id]
         if self.is_in_text and not self._is_escaped and _QUOTE not in text and _BACKSLASH not in text:
@@ -130,7 +130,7 @@ class JsonAnswer:
                     self._item_starts.append(self.num_tokens)
 
     def narrow(self, mask: Mask) -> None:
-        """Remove tokens that keep the answer from its end; some tokens always remain."""
+        """Removes tokens that delay the end of the answer; some tokens always remain."""
         num_left = self.max_tokens - self.num_tokens
         rest_tokens = min(self.rest_tokens, self.max_tokens // 2)
         is_last = num_left <= rest_tokens
@@ -152,7 +152,7 @@ class JsonAnswer:
                 remove(mask, self.tokens.begins_with_digits[num_more])
 
     def lead(self, mask: Mask) -> None:
-        """Keep only tokens of an answer that opens every optional part and has one item in each list."""
+        """Keeps only tokens of an answer that opens every optional part and has one item in each list."""
         if not self.is_in_text:
             if self._item_starts and self._item_starts[-1] == self.num_tokens:  # nothing has come since it began
                 remove(mask, self.tokens.closes)
@@ -164,10 +164,10 @@ class JsonAnswer:
 
 
 def rest_tokens_of(library: llguidance.LLMatcher, tokens: JsonTokens, end_id: int) -> int:
-    """Returns about how many tokens an answer takes from wherever it is to its end: those of one that has all in it
+    """Returns about how many tokens suffice to end an answer from any position: those of one that has every part
     once.
 
-    Follows such an answer, spelled in the shortest tokens, for as long as is cheap.
+    Follows such an answer, spelled in the shortest tokens, for as long as that is cheap.
     """
     answer, library = JsonAnswer(tokens, max_tokens=0, rest_tokens=0), library.deep_copy()
     while answer.num_tokens < _MAX_REST_TOKENS:
@@ -188,7 +188,7 @@ def _lowest_bit(word: int) -> int:
 
 
 def keep(mask: Mask, tokens: Mask) -> bool:
-    """Allow these alone, if any of them is allowed. Says whether one is."""
+    """Allows only these tokens, if any of them is allowed. Returns True if one is."""
     kept = mask & tokens
     if not kept.any():
         return False
@@ -197,7 +197,7 @@ def keep(mask: Mask, tokens: Mask) -> bool:
 
 
 def remove(mask: Mask, tokens: Mask) -> None:
-    """Allow none of these, if any other is allowed."""
+    """Removes these tokens, if any other is allowed."""
     kept = mask & ~tokens
     if kept.any():
         mask[:] = kept

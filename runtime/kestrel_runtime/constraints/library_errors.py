@@ -1,7 +1,7 @@
 """Says why and where the grammar library refuses a constraint, in our words or in those of its known errors.
 
-The library names no place. So the schemas within a refused one are compiled one after the other, until none within
-the last is refused.
+The library names no place. So the schemas within a refused one are compiled one after the other, until no schema
+within the last is refused.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _ref_of(steps: tuple[str, ...]) -> str:
 
 
 def _moved(schema: Any) -> Any:
-    """Returns a schema whose references lead to where it is put, below `_ROOT`."""
+    """Returns a schema whose references are valid in its new place, below `_ROOT`."""
     if not isinstance(schema, dict):
         return schema
     own = dict(cast("dict[str, Any]", schema))
@@ -121,9 +121,9 @@ def _moved(schema: Any) -> Any:
 
 
 def _parts(schema: dict[str, Any], steps: tuple[str, ...], *, is_unsatisfiable: bool) -> Iterator[tuple[str, ...]]:
-    """Yields the steps from the root to each schema within one that may be the reason why it is refused.
+    """Yields the steps from the root to each schema within one that may be the reason for its refusal.
 
-    That nothing satisfies a part is no reason where the part may be absent.
+    A part that nothing satisfies is no reason if the part may be absent.
     """
     ref = schema.get("$ref")
     if is_unsatisfiable and isinstance(ref, str) and ref.startswith("#/"):

@@ -1,8 +1,9 @@
-"""Rewrites schemas for the grammar library, which computes with doubles and takes a part of JSON schema only.
+"""Rewrites schemas for the grammar library, which computes with doubles and supports a part of JSON schema only.
 
 Annotations are dropped. Bounds are rounded to doubles inwards and never outwards, since the library compares
-doubles and their decimals. `oneOf` becomes `anyOf` where its parts exclude each other; expressions with look-around
-that pydantic and zod write become equal ones without. What cannot be rewritten is a problem with its place.
+doubles and their decimals. `oneOf` becomes `anyOf` if its parts exclude each other; expressions with look-around
+that pydantic and zod write become equal ones without. A schema that cannot be rewritten is a problem with its
+place.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ _FORMATS = frozenset(("date-time", "time", "date", "duration", "email", "hostnam
 _SIZES = frozenset(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"))
 _TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _MAX_INT = 2**63 - 1024
-"""The largest double that is an int64: larger bounds are lowered to it."""
+"""The largest double that is an int64. Larger bounds are lowered to it."""
 _MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
 _UNREACHED = Decimal("1e117")
-"""Larger than any number of an answer."""
+"""A number that is larger than any number of an answer."""
 _DIGITS_OF_DOUBLES = 15
-"""So many digits are not lost in a double, however it is read."""
+"""The number of digits that a double always preserves, however it is read."""
 _MAX_FRACTIONAL = 10**_DIGITS_OF_DOUBLES
 _MAX_SCALE = 308
 _MAX_STEPS = 20_000
-"""Bounds the search whether alternatives exclude each other: some 50 ms."""
+"""The most steps of the search for alternatives that exclude each other: about 50 ms."""
 _MAX_DEPTH = 8
 _CANNOT = "is a number that the grammar cannot express exactly"
 _OVERLAPS = "cannot be used: its parts must exclude each other, such as by type or by a const that is required"
@@ -80,10 +81,10 @@ _PATTERNS: Mapping[str, str] = MappingProxyType(
 
 
 class LibrarySchema(NamedTuple):
-    """A schema for the library, and what cannot be expressed: a JSON pointer and a description each.
+    """A schema for the library, and the problems: a JSON pointer and a description each.
 
-    `inexact`: numbers that the library does not take, but `exact_rules` may. `is_narrowed`: the library takes
-    bounds, and excludes some numbers next to them that `exact_rules` may allow.
+    `inexact`: numbers that the library does not support, but `exact_rules` may. `is_narrowed`: the library supports
+    the bounds, and excludes some numbers next to them that `exact_rules` may allow.
     """
 
     schema: dict[str, Any]
@@ -93,9 +94,9 @@ class LibrarySchema(NamedTuple):
 
 
 def library_schema(schema: dict[str, Any], *, may_narrow: bool = False) -> LibrarySchema:
-    """Rewrites a schema whose floats are decimals, and which `schema_problems` finds nothing wrong with.
+    """Rewrites a schema whose floats are decimals, and in which `schema_problems` finds no problem.
 
-    With `may_narrow`, bounds are left to the library wherever it takes them.
+    With `may_narrow`, bounds are left to the library wherever it supports them.
     """
     rewriter = _Rewriter(schema, may_narrow=may_narrow)
     rewritten = rewriter.rewritten(schema, "")
@@ -157,7 +158,7 @@ class _Rewriter:
     # Numbers
 
     def _rewrite_constants(self, own: dict[str, Any], made: dict[str, Any], path: str) -> None:
-        """Write numbers exactly. Their type is left out, since the library rounds large ones by it."""
+        """Writes numbers exactly. Their type is left out, since the library rounds large numbers by it."""
         for name in ("const", "enum"):
             values = [own[name]] if name == "const" and name in own else own.get(name)
             if not isinstance(values, list):
@@ -177,7 +178,7 @@ class _Rewriter:
                 made[EXACT] = [literal(value) for value in values if Validator(siblings).is_valid(siblings, value)]
 
     def _exact(self, value: Any, path: str) -> Any:
-        """Returns a constant with numbers that the library spells as they are."""
+        """Returns a constant with numbers that the library spells without change."""
         if isinstance(value, dict):
             members = cast("dict[str, Any]", value)
             return {key: self._exact(item, f"{path}/{pointer_step(key)}") for key, item in members.items()}
@@ -227,7 +228,7 @@ class _Rewriter:
     def _bound_exactly(
         self, own: dict[str, Any], made: dict[str, Any], lower: _Bound | None, upper: _Bound | None, problem: str
     ) -> None:
-        """Write int64 bounds that no doubles are for rules of our own; others are a problem."""
+        """Writes int64 bounds that are not doubles for our own rules; other bounds are a problem."""
         types = {own.get("type")} if isinstance(own.get("type"), str) else set(_texts(own.get("type")))
         least, most = _whole(lower, upper)
         is_outside = (lower is not None and lower.value > _MAX_INT64) or (
@@ -248,7 +249,7 @@ class _Rewriter:
     # Objects and alternatives
 
     def _rewrite_names(self, own: dict[str, Any], made: dict[str, Any], path: str) -> None:
-        """Write what `propertyNames` allows as properties, or as a pattern of them."""
+        """Writes the names that `propertyNames` allows as properties, or as a pattern of them."""
         parts = list(self._apart.parts_of(own.get("propertyNames", True)))
         if any(part is False for part in parts):
             made["maxProperties"] = 0
@@ -336,7 +337,7 @@ class _Bound(NamedTuple):
 
     @classmethod
     def tightest(cls, schema: dict[str, Any], ending: str) -> _Bound | None:
-        """Returns the bound that excludes most, of `minimum` and `exclusiveMinimum` or of the other two."""
+        """Returns the tightest of two bounds: `minimum` and `exclusiveMinimum`, or the other two."""
         found = [cls(name, Decimal(value), hard) for name, value, hard in bounds_of(schema) if ending in name]
         if ending == "inimum":
             return max(found, key=lambda bound: (bound.value, bound.is_exclusive), default=None)
@@ -344,7 +345,7 @@ class _Bound(NamedTuple):
 
 
 def _whole(lower: _Bound | None, upper: _Bound | None) -> tuple[int, int]:
-    """Returns the least and the most whole number within bounds, which are those of int64 unless narrower."""
+    """Returns the least and the most whole number within bounds; a missing or wider bound is that of int64."""
     least, most = _MIN_INT64, _MAX_INT64
     if lower is not None and _MIN_INT64 <= lower.value <= _MAX_INT64:
         whole = int(lower.value.to_integral_value(ROUND_CEILING))
@@ -356,7 +357,7 @@ def _whole(lower: _Bound | None, upper: _Bound | None) -> tuple[int, int]:
 
 
 def _is_narrower(lower: _Bound | None, upper: _Bound | None, least: float | None, most: float | None) -> bool:
-    """Returns whether doubles exclude whole numbers that the bounds allow.
+    """Returns True if doubles exclude whole numbers that the bounds allow.
 
     The last numbers of int64 do not count: its whole range is far more common than an answer that needs them.
     """
@@ -367,9 +368,9 @@ def _is_narrower(lower: _Bound | None, upper: _Bound | None, least: float | None
 
 
 def _rounded(lower: _Bound | None, upper: _Bound | None, *, is_integer: bool) -> tuple[float | None, float | None]:
-    """Returns the least and the most number that may come, both allowed; None where nothing bounds it.
+    """Returns the least and the most number, both allowed; None for a missing bound.
 
-    All bounds become inclusive: the library lets exclusive ones pass where both have one whole part.
+    All bounds become inclusive: the library does not apply exclusive bounds that have the same whole part.
     """
     least = None if lower is None else _least(lower.value, lower.is_exclusive, is_integer=is_integer)
     most = None if upper is None else _least(upper.value.copy_negate(), upper.is_exclusive, is_integer=is_integer)
@@ -384,9 +385,9 @@ def _rounded(lower: _Bound | None, upper: _Bound | None, *, is_integer: bool) ->
 
 
 def _least(bound: Decimal, is_exclusive: bool, *, is_integer: bool) -> float | None:
-    """Returns the least number at or above the bound that the library takes as it is; whole ones as an int.
+    """Returns the least number at or above the bound that the library reads exactly; whole numbers as an int.
 
-    None where every number of an answer is above the bound.
+    Returns None if every number of an answer is above the bound.
     """
     if bound < -_MAX_INT:
         if not is_integer and bound <= -_UNREACHED:
@@ -416,7 +417,7 @@ def _is_empty(lower: _Bound, upper: _Bound, *, is_integer: bool) -> bool:
 
 
 def _as_read(value: float) -> float:
-    """Returns the double that the library reads where Python writes this one: it rounds twice."""
+    """Returns the double that the library reads for the decimal that Python writes: it rounds twice."""
     _, digits, exponent = Decimal(repr(value)).as_tuple()
     scale = float(f"1e{abs(cast(int, exponent))}") if abs(cast(int, exponent)) <= _MAX_SCALE else math.nan
     whole = math.copysign(float(int("".join(map(str, digits)))), value)
@@ -424,7 +425,7 @@ def _as_read(value: float) -> float:
 
 
 def _is_taken_as_step(step: float) -> bool:
-    """Returns whether the library, which multiplies by ten until nothing is left, finds the digits of a step."""
+    """Returns True if the library finds the digits of a step. It multiplies by ten until no fraction is left."""
     while step != math.floor(step):
         step *= 10
     return step < 2**32
@@ -438,7 +439,7 @@ class _GaveUpError(Exception):
 
 
 class _Apartness:
-    """Finds out whether schemas exclude each other, within a bounded number of steps."""
+    """Finds out if schemas exclude each other, within a bounded number of steps."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
@@ -446,7 +447,7 @@ class _Apartness:
         self._num_steps = 0
 
     def all_apart(self, schemas: list[Any]) -> bool:
-        """Returns whether no value is valid under two of the schemas, as far as it is visible."""
+        """Returns True if no value is valid under two of the schemas, as far as this class can see."""
         try:
             required = [self._required(self._dicts_of(schema)) for schema in schemas]
             return any(
@@ -460,7 +461,7 @@ class _Apartness:
             return False
 
     def parts_of(self, schema: Any) -> Iterator[Any]:
-        """Yields schemas that hold together: the one itself, and those that it refers to or that `allOf` lists."""
+        """Yields schemas that must hold together: this one, and those that it refers to or that `allOf` lists."""
         waiting, met = [schema], set[int]()
         while waiting:
             part = waiting.pop()
@@ -477,7 +478,7 @@ class _Apartness:
                     waiting += own["allOf"]
 
     def are_distinguished_by(self, name: str, schemas: list[Any]) -> bool:
-        """Returns whether all are schemas of objects that name the values of this property, none of them twice."""
+        """Returns True if all are schemas of objects that list the values of this property, and share none."""
         found: list[Any] = []
         for schema in schemas:
             parts = self._dicts_of(schema)
@@ -495,7 +496,7 @@ class _Apartness:
                 yield from self._dicts_of(cast("dict[str, Any]", properties)[name])
 
     def _required(self, parts: list[dict[str, Any]]) -> set[str]:
-        """Returns the properties that are required. Raises `_GaveUpError` after too many steps."""
+        """Returns the required properties. Raises `_GaveUpError` after too many steps."""
         found = {name for part in parts for name in _texts(part.get("required"))}
         self._num_steps += len(found)
         if self._num_steps > _MAX_STEPS:
@@ -506,7 +507,7 @@ class _Apartness:
         return [cast("dict[str, Any]", part) for part in self.parts_of(schema) if isinstance(part, dict)]
 
     def _values_of(self, parts: list[dict[str, Any]]) -> list[Any] | None:
-        """Returns the values that a schema names; None where it names none."""
+        """Returns the values that a schema lists, or None if it lists none."""
         for part in parts:
             if "const" in part:
                 return [part["const"]]

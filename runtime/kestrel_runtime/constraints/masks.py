@@ -1,6 +1,6 @@
-"""Follows constrained answers and makes the masks of a step: which tokens each answer may have next.
+"""Follows constrained answers and makes the masks of a step: the tokens that each answer may have next.
 
-The grammar library computes masks in threads of its own, without the interpreter lock.
+The grammar library computes masks in separate threads, without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -31,30 +31,32 @@ class CompiledConstraint:
     """A compiled constraint, for any number of answers."""
 
     library: llguidance.LLMatcher
-    """The matcher at the start of an answer, to be copied for each."""
+    """The matcher at the start of an answer; each answer gets a copy."""
     end_id: int
     json: JsonTokens | None = None
-    """None where the answer is no JSON."""
+    """The classes of tokens in JSON; None if the answer is not JSON."""
     rest_tokens: int = 0
     min_text_tokens: int = 0
-    """The two as `JsonAnswer` says."""
+    """`rest_tokens` and `min_text_tokens` of `JsonAnswer`."""
     check: AnswerCheck | None = None
-    """Checks the numbers of complete answers; None where nothing bounds them."""
+    """Checks the numbers of complete answers; None if the schema does not restrict them."""
 
     def new_json(self, max_tokens: int) -> JsonAnswer | None:
-        """The start of an answer of at most `max_tokens`."""
+        """Returns the start of an answer of at most `max_tokens`, or None if the answer is not JSON."""
         if self.json is None:
             return None
         return JsonAnswer(self.json, max_tokens, self.rest_tokens, self.min_text_tokens)
 
 
 class AnswerMatcher:
-    """A `TokenMatcher`. Tokens before the answer, such as reasoning, are free."""
+    """Follows an answer under its constraint, as a `TokenMatcher`. Tokens before the answer, such as reasoning, are
+    free."""
 
     def __init__(self, compiled: CompiledConstraint, opens_answer: int | None, max_tokens: int) -> None:
-        """`opens_answer`: the token before the answer; None where the answer comes first.
+        """Creates a matcher at the start of the sequence.
 
-        `max_tokens`: that the sequence generates.
+        `opens_answer`: the token before the answer; None if the answer begins at once. `max_tokens`: the most
+        tokens that the sequence generates.
         """
         self.library = compiled.library.deep_copy()
         self._compiled = compiled
@@ -65,16 +67,16 @@ class AnswerMatcher:
     def _restart(self) -> None:
         self._num_taken = 0
         self.is_in_answer = self._opens_answer is None
-        """Returns True if the next token belongs to the answer."""
+        """True if the next token belongs to the answer."""
         self._json = self._compiled.new_json(self._max_tokens) if self.is_in_answer else None
 
     @property
     def check(self) -> Callable[[str], str | None] | None:
-        """Finds the place in a complete answer that its schema does not allow; None where none is looked for."""
+        """Finds the place in a complete answer that its schema does not allow; None if no check is needed."""
         return None if self._compiled.check is None else self._compiled.check.miss
 
     def take(self, generated: Sequence[Token]) -> None:
-        """Follow the sequence. Where tokens were taken back, it is followed anew from its beginning."""
+        """Follows the sequence. If tokens were removed, the matcher follows it again from its beginning."""
         if len(generated) < self._num_taken:
             self.library.reset()
             self._restart()
@@ -92,7 +94,7 @@ class AnswerMatcher:
                     self._json.follow(token_id)
 
     def narrow(self, mask: Mask) -> None:
-        """Remove tokens that the constraint allows and that keep the answer from its end."""
+        """Removes tokens that the constraint allows and that delay the end of the answer."""
         if self._json is not None:
             self._json.narrow(mask)
 
@@ -113,8 +115,11 @@ class LibraryMasks:
         self._executor: llguidance.LLExecutor | None = None  # its threads are started with the first constraint
 
     def masks(self, requests: Sequence[MaskRequest]) -> list[NDArray[np.int32] | ConstraintFailed | None]:
-        """Returns for each request an int32 array [ceil(vocabulary / 32)], where bit t % 32 of word t // 32 says
-        that the token t may come; None where every token may; or the `ConstraintFailed` of this request."""
+        """Returns an int32 array [ceil(vocabulary / 32)] for each request: bit t % 32 of word t // 32 is 1 if token
+        t is allowed.
+
+        The array is None if every token is allowed. A request that fails has its `ConstraintFailed` instead.
+        """
         results: list[NDArray[np.int32] | ConstraintFailed | None] = [None] * len(requests)
         table = np.zeros((len(requests), self._num_words), dtype=np.int32)
         asked: list[tuple[AnswerMatcher, int]] = []
@@ -155,7 +160,8 @@ class LibraryMasks:
 def step_masks(
     batch: Batch, make_masks: Callable[[list[MaskRequest]], list[Any]] | None
 ) -> tuple[list[Any], list[ScheduledSequence]]:
-    """A mask for each of `batch.sampled`, None for every token, and the sequences whose constraint has failed.
+    """Returns a mask for each of `batch.sampled`, None for every token, and the sequences whose constraint has
+    failed.
 
     The tokens of all steps before must be known.
     """

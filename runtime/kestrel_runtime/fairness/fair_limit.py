@@ -8,9 +8,9 @@ class FairLimit:
 
     Rules
       F1  At most `limit` units are taken at a time.
-      F2  A named tenant may take more only while it holds less than what is free: alone it gets half, two get a
-          third each. So a new tenant finds units however many another one wants. The tenant "" stands for callers
-          that are not distinguished; it may take all.
+      F2  A named tenant may take more only while it holds less than the free units: a single tenant gets half, two
+          get a third each. So a new tenant finds units however many another one wants. The tenant "" stands for
+          callers that are not distinguished; it may take all.
 
     Belongs to one thread, or to those that hold a lock.
     """
@@ -26,11 +26,11 @@ class FairLimit:
         return self.num_taken >= self.limit
 
     def taken_by(self, tenant: str) -> int:
-        """The units that a tenant holds."""
+        """Returns the units that a tenant holds."""
         return self._taken_by.get(tenant, 0)
 
     def has_room(self, amount: int = 1) -> bool:
-        """Returns True if F1 leaves so many units."""
+        """Returns True if F1 allows `amount` further units."""
         return self.num_taken + amount <= self.limit
 
     def has_share(self, tenant: str) -> bool:
@@ -38,14 +38,14 @@ class FairLimit:
         return not tenant or self._taken_by.get(tenant, 0) < self.limit - self.num_taken
 
     def take(self, tenant: str, amount: int = 1) -> bool:
-        """Take units for a tenant; returns False, and takes none, where a rule forbids it."""
+        """Takes units for a tenant. Returns False, and takes none, if a rule forbids it."""
         if not (self.has_room(amount) and self.has_share(tenant)):
             return False
         self.count(tenant, amount)
         return True
 
     def count(self, tenant: str, amount: int) -> None:
-        """Take units whether a rule forbids it or not. A negative amount gives units back."""
+        """Takes units even if a rule forbids it. A negative amount gives units back."""
         self.num_taken += amount
         held = self._taken_by.get(tenant, 0) + amount
         if held:
@@ -54,5 +54,5 @@ class FairLimit:
             self._taken_by.pop(tenant, None)
 
     def give_back(self, tenant: str, amount: int = 1) -> None:
-        """Give back units that were taken for this tenant."""
+        """Gives back units that were taken for this tenant."""
         self.count(tenant, -amount)

@@ -31,12 +31,12 @@ _RETRY_UNKNOWN_S = 1.0
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 60.0
 
 _Line = tuple[str, Priority, Priority]
-"""Requests that start one after the other: of one tenant, priority and standing."""
+"""The requests that start one after the other: those of one tenant, priority and standing."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Upper bounds on what the queue holds."""
+    """The upper bounds of the queue."""
 
     requests: int
     image_bytes: int
@@ -50,7 +50,7 @@ class Cost:
     tenant: str
     priority: Priority
     standing: Priority
-    """Its priority compared with requests of other tenants."""
+    """The priority compared with requests of other tenants."""
     image_bytes: int
     tokens: int
 
@@ -78,7 +78,7 @@ class QueueAdmission:
         return len(self._costs)
 
     def enter(self, key: Hashable, cost: Cost, now: float, *, wait_limit_s: float | None = None) -> None:
-        """Admit a request, or raise `Overloaded`. `wait_limit_s` is the longest its caller is willing to wait."""
+        """Admits a request, or raises `Overloaded`. `wait_limit_s` is the longest wait that its caller accepts."""
         with self._lock:
             if self._costs:
                 self._check_bounds(cost, now)
@@ -89,7 +89,7 @@ class QueueAdmission:
             self._book(cost, 1)
 
     def start(self, key: Hashable, now: float) -> None:
-        """The request has started and leaves the queue."""
+        """Removes a request from the queue because it starts, and counts the start."""
         with self._lock:
             cost = self._costs.get(key)
             if cost is None:
@@ -99,7 +99,7 @@ class QueueAdmission:
             self.leave(key)
 
     def leave(self, key: Hashable) -> None:
-        """The request leaves without having started. No effect if it is not in the queue."""
+        """Removes a request that has not started. Has no effect if it is not in the queue."""
         if key not in self._costs:  # most often, at the end of a request: do not wait for another thread then
             return
         with self._lock:
@@ -113,11 +113,12 @@ class QueueAdmission:
                     self._line_paces[line].pause()
 
     def estimated_wait_s(self, cost: Cost, now: float) -> float | None:
-        """Estimated wait of a new request, rather too short than too long; None without enough recent starts.
+        """Returns the estimated wait of a new request, rather too short than too long; None without enough recent
+        starts.
 
         All requests of its own tenant with at least its priority start before it, and as many of each other tenant
-        with at least its standing. Requests that others send while it waits are not among these: they show in how
-        far apart the starts of its own line were.
+        with at least its standing. Requests that others send while it waits are not among these: they show in the
+        time between the starts of its own line.
         """
         ahead: Counter[str] = Counter()
         with self._lock:
@@ -144,7 +145,8 @@ class QueueAdmission:
                 raise Overloaded(limit.limit, self._retry_after_s(num_own, now), bound, is_tenant_share=True)
 
     def _retry_after_s(self, num_requests: int, now: float) -> float:
-        """The time in which half of `num_requests` start. Shorter delays would make many retries fail again."""
+        """Returns the time in which half of `num_requests` start. Shorter delays would make many retries fail
+        again."""
         pace_s = self._pace.mean_s(now)
         if pace_s is None:
             return _RETRY_UNKNOWN_S
@@ -188,11 +190,11 @@ class _Pace:
         self._last_start = now
 
     def pause(self) -> None:
-        """Records that no request waits: the time until the next start does not count."""
+        """Ends the current interval, since no request waits: the time until the next start does not count."""
         self._last_start = None
 
     def mean_s(self, now: float) -> float | None:
-        """Returns the mean time between two starts; None without enough recent starts."""
+        """Returns the mean time between two starts, in seconds; None without enough recent starts."""
         while self._intervals and self._intervals[0][0] < now - _WINDOW_S:
             self._intervals_s -= self._intervals.popleft()[1]
         if len(self._intervals) < _MIN_STARTS:
@@ -209,5 +211,5 @@ def _line(cost: Cost) -> _Line:
 
 
 def _amounts(cost: Cost) -> tuple[int, int, int]:
-    """The sums of requests, image bytes and tokens."""
+    """Returns the amounts of a request in the queue: requests, image bytes and tokens."""
     return 1, cost.image_bytes, cost.tokens

@@ -1,4 +1,5 @@
-"""Each tenant's share of the batch and of the pages, and which sequences yield if rows or pages do not suffice.
+"""Computes each tenant's share of the batch and of the pages, and which sequences yield if rows or pages do not
+suffice.
 
 A tenant's share is the larger of its part of the rows of a batch and its part of the pages (dominant resource
 fairness). Pages that a sequence found in the prefix cache are not counted: several sequences may hold them.
@@ -10,13 +11,13 @@ Rules
         c) the other tenant had no row, and its own tenant, whose only row this is, has been served more than the
            other, by at least as many tokens as the other sequence has positions to compute: the two take turns.
       So no tenant is left with less than the one that it yields to, and no two take from each other in turns that
-      are shorter than what they cost.
+      are shorter than their cost.
   Y2  The tenant with the largest share yields first, and of its sequences the youngest that may. That is one whose
-      prompt is not being computed yet, or one that has got a token since it started; where it had yielded or been
+      prompt is not being computed yet, or one that has got a token since it started; if it had yielded or been
       preempted before, `MIN_TOKENS`.
-  Y3  Where a running sequence needs a page and none is available, the youngest sequence of the tenant with the
+  Y3  If a running sequence needs a page and none is available, the youngest sequence of the tenant with the
       largest share is preempted, of the tenants with several rows if there are any. So the oldest sequence of a
-      tenant is preempted only where each tenant has one row.
+      tenant is preempted only if each tenant has one row.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 MIN_TOKENS = 16
-"""The number of tokens that a sequence gets after each return before it may yield again: those of one page, since
-it may have to compute a page again."""
+"""The tokens that a sequence gets after each return before it may yield again: those of one page, since it may have
+to compute a page again."""
 
 
 class Row(Protocol):
-    """Describes what the shares need to know of a sequence that holds a row of the batch."""
+    """Describes the facts that the shares need about a sequence that holds a row of the batch."""
 
     tenant: str
     num_matched: int
-    """Positions that it found in the prefix cache when it last started."""
+    """Positions that the sequence found in the prefix cache when it last started."""
     start_number: int | None
-    """Rises in the order in which rows first started."""
+    """The number of the first start, which rises from row to row."""
 
     @property
     def pages(self) -> Sequence[object]:
-        """The pages that it holds."""
+        """The pages that the sequence holds."""
         ...
 
     @property
     def length(self) -> int:
-        """Its positions, those of tokens in flight included."""
+        """The number of positions of the sequence, those of tokens in flight included."""
         ...
 
     @property
     def may_yield(self) -> bool:
-        """True if Y2 lets it yield."""
+        """True if Y2 lets the sequence yield."""
         ...
 
 
@@ -61,7 +62,7 @@ Holder = TypeVar("Holder", bound=Row)
 @dataclass(slots=True)
 class _Holding(Generic[Holder]):
     rows: list[Holder] = field(default_factory=list)
-    """The youngest last."""
+    """The rows of the tenant, the youngest last."""
     num_pages: int = 0
 
 
@@ -69,7 +70,7 @@ class TenantShares(Generic[Holder]):
     """The shares of tenants, counted from the sequences that are active when the object is made."""
 
     def __init__(self, active: Iterable[Holder], *, max_rows: int, num_pages: int, page_size: int) -> None:
-        """`active`: oldest first."""
+        """Counts the shares of active sequences. `active`: oldest first."""
         self._max_rows = max_rows
         self._num_pages = num_pages
         self._page_size = page_size
@@ -82,7 +83,7 @@ class TenantShares(Generic[Holder]):
             holding.num_pages += self._pages_of(sequence)
 
     def share_of(self, tenant: str) -> float:
-        """The share of the tenant, from 0 to 1."""
+        """Returns the share of a tenant, from 0 to 1."""
         holding = self._holdings.get(tenant)
         return 0.0 if holding is None else self._share(len(holding.rows), holding.num_pages)
 
@@ -96,7 +97,8 @@ class TenantShares(Generic[Holder]):
         """Returns the sequences that yield so that a waiting sequence of `num_pages` pages can start; None if none
         may yield.
 
-        `suffice` says whether it can start without the given sequences, `service_of` what a tenant was served.
+        `suffice` returns True if it can start without the given sequences, `service_of` returns the service of a
+        tenant.
         """
         own = self._holdings.get(sequence.tenant) or _Holding[Holder]()
         share_then = self._share(len(own.rows) + 1, own.num_pages + num_pages)
@@ -125,7 +127,7 @@ class TenantShares(Generic[Holder]):
         return found
 
     def first_to_preempt(self) -> Holder:
-        """The sequence whose pages a running sequence gets (Y3)."""
+        """Returns the sequence whose pages a running sequence gets (Y3)."""
         several = [holding for holding in self._holdings.values() if len(holding.rows) > 1]
         holdings = several or list(self._holdings.values())
         # Where shares are equal, the younger sequence.

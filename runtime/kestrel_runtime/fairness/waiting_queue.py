@@ -1,16 +1,16 @@
-"""Chooses the waiting item that starts next. Pure decisions: no torch, no threads, no clock.
+"""Decides which waiting item starts next. Uses no torch, threads or clock.
 
 Rules
-  W1  Each tenant has an order of its own. Items that return come first: preempted ones in the order in which they
+  W1  Each tenant has an order of its own. Items that return are first: preempted ones in the order in which they
       had started, then those that were parked. The others follow by priority, interactive before normal before
       batch, then by age. An item rises one level per `ageing_s` of waiting, up to the top, so urgent requests delay
       it for a bounded time.
   W2  Between tenants the first item of each is compared, by its standing: its priority, or the highest that its
-      tenant may have between tenants where that is lower. It rises with age as in W1. An item has the level of the
+      tenant may have between tenants if that is lower. It rises with age as in W1. An item has the level of the
       most urgent first item of equal or lower standing, so a tenant with a long backlog gains nothing from the age
       of its items.
-  W3  Of those with equal levels, the item of the tenant that holds the smallest share of what is running, where the
-      caller says what that is; then of the tenant that has been served least (start-time fair queueing). Service is
+  W3  Of those with equal levels, the item of the tenant that holds the smallest share of the running batch, if the
+      caller passes the shares; then of the tenant that has been served least (start-time fair queueing). Service is
       the cost of the items started plus the tokens generated. A tenant that returns after a pause starts with the
       service of the tenant that is served then: idle time earns no credit.
   W4  The order of submission.
@@ -38,27 +38,27 @@ class Waiter(Protocol):
 
     @property
     def tenant(self) -> str:
-        """The tenant it belongs to; "" where tenants are not distinguished."""
+        """The tenant of the item; "" if tenants are not distinguished."""
         ...
 
     @property
     def priority(self) -> Priority:
-        """Its priority among the items of its tenant."""
+        """The priority among the items of the tenant."""
         ...
 
     @property
     def standing(self) -> Priority:
-        """Its priority among the items of all tenants."""
+        """The priority among the items of all tenants."""
         ...
 
     @property
     def submitted(self) -> float:
-        """The arrival of its request, in seconds of a monotonic clock."""
+        """The arrival of the request, in seconds of a monotonic clock."""
         ...
 
     @property
     def cost(self) -> int:
-        """The service that its start counts as, in the same unit for all items of the queue."""
+        """The service that the start counts as, in the same unit for all items of the queue."""
         ...
 
 
@@ -82,25 +82,25 @@ class WaitingQueue(Generic[Item]):
 
     @property
     def has_one_tenant(self) -> bool:
-        """Returns True if no more than one tenant has been seen lately, waiting or served."""
+        """True if no more than one tenant has been seen lately, waiting or served."""
         return len(self._tenants) <= 1
 
     def __iter__(self) -> Iterator[Item]:
-        """All items by tenant: those that return, then the others by priority and age."""
+        """Yields all items by tenant: those that return, then the others by priority and age."""
         for tenant in self._tenants.values():
             yield from (place.item for place in tenant.returning)
             for line in tenant.lines:
                 yield from (place.item for place in line)
 
     def push(self, item: Item) -> None:
-        """Add an item that has not started yet."""
+        """Adds an item that has not started yet."""
         tenant = self._tenant(item.tenant)
         if not tenant.is_waiting:
             tenant.service = max(tenant.service, self._virtual_time)
         self._add(tenant.lines[item.priority], item, item.submitted)
 
     def push_returning(self, item: Item, start_number: int | None) -> None:
-        """Add an item that has started before, or was parked when it was its turn.
+        """Adds an item that has started before, or was parked when it was its turn.
 
         `start_number` rises in the order in which items start; None for an item that has not started.
         """
@@ -114,10 +114,10 @@ class WaitingQueue(Generic[Item]):
         *,
         may_start: Callable[[Item], bool] | None = None,
     ) -> Item | None:
-        """The item that starts next, or None.
+        """Returns the item that starts next, or None.
 
-        `shares` makes a function that says what a tenant holds (W3); it is called where several tenants wait. With
-        `may_start`, the first item for which that returns True.
+        `shares` makes a function that returns the share of a tenant (W3); it is called if several tenants wait.
+        With `may_start`, only an item for which it returns True is returned.
         """
         if self.has_one_tenant:
             for tenant in self._tenants.values():
@@ -155,23 +155,23 @@ class WaitingQueue(Generic[Item]):
         return best[-1].item
 
     def start(self, item: Item) -> None:
-        """The item starts: it leaves the queue, and its cost is added to its tenant's service."""
+        """Removes an item that starts, and adds its cost to its tenant's service."""
         tenant = self._tenants[item.tenant]
         if not self._take_out(tenant, item):  # the cost of one that returns was counted when it started first
             self._virtual_time = max(self._virtual_time, tenant.service)
             tenant.service += item.cost
 
     def serve(self, item: Item) -> None:
-        """Count a token generated for an item that has started."""
+        """Counts a token generated for an item that has started."""
         self._tenant(item.tenant).service += 1
 
     def service_of(self, tenant: str) -> float:
-        """The service of a tenant, as if it began to wait now."""
+        """Returns the service of a tenant, as if it began to wait now."""
         known = self._tenants.get(tenant)
         return self._virtual_time if known is None else known.service
 
     def remove(self, item: Item) -> None:
-        """The item leaves the queue without starting."""
+        """Removes an item that does not start."""
         self._take_out(self._tenants[item.tenant], item)
 
     def _first_of(
@@ -202,7 +202,7 @@ class WaitingQueue(Generic[Item]):
         return tenant
 
     def _forget_tenants(self) -> None:
-        """Drop idle tenants whose service is at most the virtual time; beyond a limit, also the least served."""
+        """Drops idle tenants whose service is at most the virtual time; beyond a limit, also the least served."""
         idle = sorted((item.service, name) for name, item in self._tenants.items() if not item.is_waiting)
         for place, (service, name) in enumerate(idle):
             if service <= self._virtual_time or len(idle) - place > _MAX_IDLE_TENANTS:
@@ -214,7 +214,7 @@ class WaitingQueue(Generic[Item]):
         self._num_waiting += 1
 
     def _take_out(self, tenant: _Tenant[Item], item: Item) -> bool:
-        """Returns whether it was one that returns."""
+        """Removes an item from its line. Returns True if it was one that returns."""
         self._num_waiting -= 1
         for index, place in enumerate(tenant.returning):
             if place.item is item:
@@ -230,8 +230,10 @@ class WaitingQueue(Generic[Item]):
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Place(Generic[Item]):
-    """A position in a tenant's line: by arrival or, for items that return, by start. No two positions are equal, so
-    items themselves are never compared."""
+    """A position in a tenant's line: by arrival or, for items that return, by start.
+
+    No two positions are equal, so items themselves are never compared.
+    """
 
     order: float
     number: int
@@ -240,7 +242,7 @@ class _Place(Generic[Item]):
 
 @dataclass(slots=True)
 class _Tenant(Generic[Item]):
-    """A tenant's items that return, its lines, one per priority, oldest first, and the service it has had."""
+    """The state of a tenant: its items that return, its lines (one per priority, oldest first), and its service."""
 
     service: float
     returning: list[_Place[Item]] = field(default_factory=list)

@@ -1,1 +1,1 @@
-"""Turns sampled tokens into an answer: which tokens may come, what they mean, and where the answer ends."""
+"""Turns sampled tokens into an answer: which tokens are allowed, what they mean, and where the answer ends."""

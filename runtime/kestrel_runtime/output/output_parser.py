@@ -1,7 +1,7 @@
-"""The tokens of one answer: which tokens may come next, and how tokens become events for the caller.
+"""Defines grammars, which say which tokens may follow, and parsers, which turn tokens into events for the caller.
 
-A grammar is a small automaton over tokens. The state that follows a token is known from that token alone, so that a
-step can begin before the tokens of the last step have been read.
+A grammar is a small automaton over tokens. The state after a token depends on that token alone, so that a step can
+begin before the tokens of the last step have been read.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from typing import NamedTuple
 from kestrel_runtime.api.events import FinishReason, Output, Piece
 
 OVERFLOWED = -1
-"""The id of a token that could not be sampled, since numbers of the model are not finite."""
+"""The id of a token that could not be sampled, because numbers of the model are not finite."""
 
 
 class Token(NamedTuple):
-    """`value` is empty for text, one coordinate in [0, 1] for a coordinate, (width, height) for a size."""
+    """A sampled token. `value` is empty for text, one coordinate in [0, 1] for a coordinate, (width, height) for a
+    size."""
 
     id: int
     value: tuple[float, ...] = ()
     logprob: float | None = None
-    """Natural logarithm of its probability; None where no sequence of its step asked for it."""
+    """Natural logarithm of the token's probability; None if no sequence of its step asked for it."""
     top: tuple[tuple[int, float], ...] = ()
     """Ids and logprobs of the most likely tokens, the most likely first; empty without `logprob`."""
 
 
 class TokenRule(NamedTuple):
-    """Describes what the next token of a sequence may be.
+    """The tokens that may follow in a sequence.
 
-    `allowed` None lets every token pass but the `suppressed` ones. With `is_spatial` a coordinate or size
-    token is read by the region heads; without, it is a token like any other.
+    `allowed` None allows every token except the `suppressed` ones. With `is_spatial` the region heads read a
+    coordinate or size token; without, it is a token like any other.
     """
 
     allowed: tuple[int, ...] | None = None
@@ -50,19 +51,19 @@ class GrammarState(NamedTuple):
     rule: TokenRule
     then: int
     on: tuple[int, int] | None = None
-    """(token id, the state after that token)."""
+    """A token id, and the state after that token."""
     exhausted: int | None = None
     """The state after the token that spends the budget, and after any later one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """States by number; every sequence begins in the first."""
+    """An automaton: states by number. Every sequence begins in state 0."""
 
     states: tuple[GrammarState, ...]
 
     def after(self, state: int, token_id: int, *, is_exhausted: bool) -> int:
-        """The state that follows `token_id`; `is_exhausted`: whether the budget is spent, this token counted."""
+        """Returns the state after `token_id`; `is_exhausted`: True if the budget is spent, this token included."""
         _, then, on, exhausted = self.states[state]
         if on is not None and token_id == on[0]:
             return on[1]
@@ -74,28 +75,28 @@ class Grammar:
 
 
 class OutputParser(ABC):
-    """Parses the tokens of one sequence. `grammar` says which tokens may come, `consume` takes those that came.
+    """Parses the tokens of one sequence. `grammar` says which tokens are allowed, `consume` takes the sampled ones.
 
-    After `finish_reason` is set no further token is consumed, and `output` is the whole answer. A worker makes it;
-    then it belongs to the engine loop thread.
+    After `finish_reason` is set no further token is consumed, and `output` is the whole answer. A worker makes the
+    parser; then it belongs to the thread of the engine's loop.
     """
 
     grammar: Grammar
     budget: int | None = None
-    """Number of tokens after which the grammar's exhausted states apply; None for no limit."""
+    """The number of tokens after which the grammar's exhausted states apply; None for no limit."""
     max_tokens: int | None = None
-    """The parser sets `finish_reason` after at most this many tokens, so no further tokens need be sampled; None if
+    """The most tokens before the parser sets `finish_reason`, so that no further tokens need be sampled; None if
     only the context limits them."""
     end_id: int | None = None
     """The token that ends the answer; None for answers that cannot have a constraint."""
     opens_answer: int | None = None
     """The token that ends reasoning and begins the answer; None if the answer begins at once."""
     state: int = 0
-    """The state of the grammar that rules the next token."""
+    """The state of the grammar for the next token."""
     num_consumed: int = 0
     finish_reason: FinishReason | None = None
     stop_sequence: str | None = None
-    """The stop string that ended the answer, if one did."""
+    """The stop string that ended the answer, or None."""
 
     @property
     def rule(self) -> TokenRule:
@@ -103,7 +104,7 @@ class OutputParser(ABC):
         return self.grammar.states[self.state].rule
 
     def consume(self, token: Token) -> Sequence[Piece]:
-        """Take the next token; returns the pieces of the answer that it completes."""
+        """Takes the next token; returns the pieces of the answer that it completes."""
         self.num_consumed += 1
         is_exhausted = self.budget is not None and self.num_consumed >= self.budget
         self.state = self.grammar.after(self.state, token.id, is_exhausted=is_exhausted)
@@ -111,13 +112,13 @@ class OutputParser(ABC):
 
     @abstractmethod
     def parse(self, token: Token) -> Sequence[Piece]:
-        """Interpret the next token; returns the pieces of the answer that it completes."""
+        """Interprets the next token; returns the pieces of the answer that it completes."""
 
     def truncate(self) -> Sequence[Piece]:
-        """End the answer here because the context is full; returns the pieces that were still held back."""
+        """Ends the answer here because the context is full; returns the pieces that were held back."""
         self.finish_reason = FinishReason.LENGTH
         return []
 
     @abstractmethod
     def output(self) -> Output:
-        """The answer as far as it has been parsed."""
+        """Returns the answer as far as it has been parsed."""

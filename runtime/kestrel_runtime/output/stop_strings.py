@@ -1,4 +1,4 @@
-"""Finds stop strings in a text that comes in pieces, and holds back a possible beginning of one.
+"""Finds stop strings in a text that arrives in pieces, and holds back a possible beginning of one.
 
 The text ends where the first of the strings is complete; of strings that are complete at the same place the longest
 counts. So the result does not depend on how the text is divided into pieces.
@@ -14,12 +14,13 @@ class StopMatcher:
     """Finds stop strings in one text. The time per character does not depend on the number and length of the
     strings.
 
-    The automaton of Aho and Corasick ("Efficient string matching", 1975): a state for each beginning of a string,
-    that of the longest beginning with which the text ends so far.
+    Uses the automaton of Aho and Corasick ("Efficient string matching", 1975): there is a state for each beginning
+    of a string, and the current state is that of the longest beginning with which the text ends so far.
     """
 
     def __init__(self, strings: Iterable[str], *, includes_match: bool = False) -> None:
-        """`strings`: none of them empty. `includes_match`: whether the text ends behind the string found."""
+        """Builds the automaton. `strings`: none is empty. `includes_match`: True if the text ends after the found
+        string."""
         self._includes_match = includes_match
         self._following: list[dict[str, int]] = [{}]
         self._depths = [0]
@@ -34,7 +35,7 @@ class StopMatcher:
         self._state = 0
         self._held = ""
         self.matched: str | None = None
-        """The found string. Text behind it is dropped."""
+        """The found string. The text after it is dropped."""
 
     def push(self, text: str) -> str:
         """Adds text; returns the text that certainly lies before any of the strings, or up to the found string."""
@@ -74,7 +75,7 @@ class StopMatcher:
         self._found[state] = string
 
     def _link(self) -> None:
-        """Sets `_shorter`, shorter beginnings first, and let strings be found that end within longer beginnings."""
+        """Sets `_shorter`, for shorter beginnings first, and finds strings that end within longer beginnings."""
         states = deque(self._following[0].values())
         while states:
             state = states.popleft()

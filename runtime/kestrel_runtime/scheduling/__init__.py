@@ -1,2 +1,1 @@
-"""Decides which sequences run in the next step and which pages they own. Pure decisions: no torch, no clock, no
-threads."""
+"""Decides which sequences run in the next step and which pages they own. Uses no torch, clock or threads."""

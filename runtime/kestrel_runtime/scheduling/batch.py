@@ -1,4 +1,4 @@
-"""The work of one step. Plain data: no torch.
+"""Describes the work of one step, as plain data without torch.
 
 A step is planned, launched and completed at different times, and its sequences change in between. So a batch
 records at its creation which sequences get a token and which steps it waits for.
@@ -15,7 +15,7 @@ from kestrel_runtime.scheduling.sequence import Sequence
 
 
 class EncodeItem(NamedTuple):
-    """Crops [first_crop, end_crop) of a sequence's image, which one step encodes."""
+    """Crops [first_crop, end_crop) of a sequence's image that one step encodes."""
 
     sequence: Sequence
     first_crop: int
@@ -23,7 +23,7 @@ class EncodeItem(NamedTuple):
 
     @property
     def entry(self) -> EntryId:
-        """The entry of the image embeddings that the image is encoded into."""
+        """The entry of the embedding cache that the image is encoded into."""
         assert self.sequence.embedding_entry is not None, "a sequence gets an entry before its image is encoded"
         return self.sequence.embedding_entry
 
@@ -34,13 +34,13 @@ class EncodeItem(NamedTuple):
 
     @classmethod
     def rest_of(cls, sequence: Sequence) -> EncodeItem:
-        """All crops of the sequence's image that are not encoded yet."""
+        """Returns all crops of the sequence's image that are not encoded yet."""
         assert sequence.crops is not None, "only sequences with an image have crops"
         return cls(sequence, sequence.num_encoded_crops, sequence.crops.num_crops)
 
 
 class Chunk(NamedTuple):
-    """Positions [start, end) of a sequence, which one prefill step writes to the KV cache."""
+    """Positions [start, end) of a sequence that one prefill step writes to the KV cache."""
 
     sequence: Sequence
     start: int
@@ -52,7 +52,7 @@ class Chunk(NamedTuple):
 
     @classmethod
     def of(cls, sequence: Sequence, start: int, end: int) -> Chunk:
-        """A chunk that samples a token where it ends with the sequence's last position."""
+        """Returns a chunk. It samples a token if it ends with the sequence's last position."""
         return cls(sequence, start, end, int(end == sequence.length), start == sequence.num_matched)
 
 
@@ -84,7 +84,8 @@ class Batch(NamedTuple):
         *,
         after: frozenset[StepId] = frozenset(),
     ) -> Batch:
-        """A prefill step. A sequence may be in both: its crops are encoded before its chunk is computed."""
+        """Returns a prefill step. If a sequence is in both lists, its crops are encoded before its chunk is
+        computed."""
         chunks = tuple(prefill)
         sampled = tuple(chunk.sequence for chunk in chunks if chunk.num_samples)
         copies = tuple(copy for chunk in chunks if chunk.is_first for copy in chunk.sequence.copies)
@@ -93,8 +94,8 @@ class Batch(NamedTuple):
 
     @classmethod
     def of_decode(cls, sequences: Iterable[Sequence] = ()) -> Batch:
-        """A decode step; each sequence gets a token. It depends on the prefill steps that still write their
-        prompts."""
+        """Returns a decode step, in which each sequence gets a token. It depends on the prefill steps that still
+        write the sequences' prompts."""
         running = tuple(sequences)
         writing = [sequence.writing for sequence in running if sequence.writing]
         depends_on = frozenset[StepId]().union(*writing)

@@ -53,15 +53,17 @@ class _Lease:
 
 
 class EmbeddingCache:
-    """Entries of one image each. Engine thread; `in` may be asked from any thread."""
+    """Entries of one image each. Belongs to the engine thread, except that `in` and `oldest_published_at` may be
+    called from any thread."""
 
     def __init__(self, num_leases: int, num_cached: int = 0) -> None:
-        """`num_leases` entries for sequences, and `num_cached` for images without one; 0 publishes nothing."""
+        """Creates `num_leases` entries for sequences, and `num_cached` for images without one; 0 publishes
+        nothing."""
         self.num_entries = num_leases + num_cached
         self.num_lookups = 0
         """Sequences that looked for the embeddings of their image."""
         self.num_hits = 0
-        """The number of these sequences that found them."""
+        """Sequences that found them."""
         self.num_evictions = 0
         self._num_leases = num_leases
         self._num_cached = num_cached
@@ -73,13 +75,13 @@ class EmbeddingCache:
         self._filled: dict[StepId, list[_Lease]] = {}  # by the step that encodes the last crop
 
     def __contains__(self, key: EmbeddingKey | None) -> bool:
-        """Returns True if the embeddings of an image are published. Other threads may get an answer that is out of
+        """Returns True if the embeddings of an image are published. In other threads the answer may be out of
         date."""
         return key is not None and key.digest in self._index
 
     @property
     def num_leases_left(self) -> int:
-        """Returns the number of further sequences that can lease an entry."""
+        """The number of further sequences that can lease an entry."""
         return self._num_leases - len(self._leases)
 
     @property
@@ -88,7 +90,8 @@ class EmbeddingCache:
         return len(self._index)
 
     def oldest_published_at(self) -> float | None:
-        """Returns when the oldest published entry was published, or None. May be called from any thread."""
+        """Returns when the oldest published entry was published, in seconds of the clock of `complete`, or None.
+        May be called from any thread."""
         while True:
             try:
                 entry = next(iter(self._index.values()), None)
@@ -97,7 +100,7 @@ class EmbeddingCache:
             return None if entry is None else self._entries[entry].published_at
 
     def lease(self, owner: SequenceId, key: EmbeddingKey | None, *, computes_anew: bool = False) -> EmbeddingLease:
-        """Give a sequence the published entry of its image, or a free one.
+        """Gives a sequence the published entry of its image, or a free one.
 
         With `computes_anew` the sequence gets a free entry, which will replace the published one. Without a key the
         entry is not published.
@@ -117,11 +120,12 @@ class EmbeddingCache:
         return EmbeddingLease(entry, found is not None)
 
     def fill(self, owner: SequenceId, step: StepId) -> None:
-        """`step` has been launched, and encodes the last crop of the sequence's image into its entry."""
+        """Records that `step`, which has been launched, encodes the last crop of the sequence's image into its
+        entry."""
         self._filled.setdefault(step, []).append(self._leases[owner])
 
     def complete(self, step: StepId, now: float = 0.0) -> None:
-        """A step is complete: publish the entries that it has filled and whose leases have not ended.
+        """Publishes the entries that a completed step has filled, if their leases have not ended.
 
         `now`: in seconds of any clock.
         """
@@ -131,7 +135,7 @@ class EmbeddingCache:
                 lease.key = None
 
     def release(self, owner: SequenceId) -> None:
-        """End a sequence's lease, if it has one."""
+        """Ends a sequence's lease, if it has one."""
         lease = self._leases.pop(owner, None)
         if lease is None:
             return
@@ -147,9 +151,11 @@ class EmbeddingCache:
                 self.num_evictions += 1
 
     def forget(self, namespace: str | None = None, image: bytes | None = None) -> int:
-        """Unpublish the entries of a namespace, or of an image in it; all entries if both are None.
+        """Removes the entries of a namespace, or of an image in it, from those that can be found; all entries if
+        both are None.
 
-        Returns the number of entries. Sequences keep their leases and do not publish what they encode.
+        Returns the number of entries. Sequences keep their leases and do not publish the embeddings that they
+        encode.
         """
         for lease in self._leases.values():
             if lease.key is not None and lease.key.scope.is_part_of(namespace, image):
@@ -161,7 +167,7 @@ class EmbeddingCache:
         return len(found)
 
     def reset(self) -> None:
-        """A step has failed, and none is in flight: no entry holds anything any more, and all leases end."""
+        """Empties all entries and ends all leases after a failed step. No step may be in flight."""
         self._filled.clear()
         self.forget()
         for owner in list(self._leases):

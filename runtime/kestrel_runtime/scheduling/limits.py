@@ -1,4 +1,4 @@
-"""The most work in one step."""
+"""Bounds the work in one step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from kestrel_runtime.api.config import EngineConfig
 
 _PART_OF_OTHERS_ON_HOST = 16
-"""On a host, each token would otherwise wait for a whole step of other tenants' long prompts."""
+"""The divisor of `max_prefill_tokens` for other tenants on a host, where each token would otherwise wait for a
+whole step of their long prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class StepBounds:
     max_prefill_tokens: int
     max_crops: int
     max_prefill_tokens_of_others: int | None = None
-    """The limit for prompt tokens of tenants that were served more than another active tenant; None: no such
+    """The most prompt tokens of tenants that were served more than another active tenant; None for no such
     limit."""
     shares_prefixes: bool = False
     """True if prompts may begin with pages of other sequences."""
@@ -29,7 +30,7 @@ class StepBounds:
 
     @classmethod
     def of(cls, config: EngineConfig, device_type: str, free_bytes: float | None = None) -> StepBounds:
-        """The configured bounds, or those that `EngineConfig.resolved` chooses for the device.
+        """Returns the configured bounds, or those that `EngineConfig.resolved` chooses for the device.
 
         Prompts are cut where answers with and without the prefix cache are compared exactly: on a CPU and in
         float32. In shorter formats on a GPU a whole prompt in one chunk is 1.3% faster, and differs within the

@@ -1,4 +1,4 @@
-"""Records which sequence holds which page of the KV cache, and finds published pages by their content.
+"""Assigns pages of the KV cache to sequences, and finds published pages again by their content.
 
 A page is `page_size` positions of keys and values of all layers.
 
@@ -29,7 +29,7 @@ PageId: TypeAlias = int
 SequenceId: TypeAlias = int
 """Unique among the sequences of an engine."""
 StepId = NewType("StepId", int)
-"""Number of a launched step of an engine. Ids rise and are never reused."""
+"""Number of a launched step of an engine. Numbers rise and are never reused."""
 
 
 class PrefixMatch(NamedTuple):
@@ -60,9 +60,9 @@ class _Page:
     references: int = 0
     keys: list[Digest] = field(default_factory=list)
     scope: CacheScope = EVERYBODY
-    """The keys of its content, if it has any."""
+    """The namespace and images of its content, if it has keys."""
     published_at: float = 0.0
-    """The time when the page got the first of its keys."""
+    """The time at which the page got the first of its keys."""
     writing: set[StepId] = field(default_factory=set)
     """Prefill steps in flight: the page is quarantined until they are complete."""
 
@@ -79,7 +79,8 @@ class _Owner:
 
 
 class PageManager:
-    """A fixed number of equal pages, shared by reference. One thread."""
+    """A fixed number of pages of equal size, shared by reference. Belongs to one thread, except for `has` and
+    `oldest_published_at`."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         assert num_pages > 0, "a cache needs a page"
@@ -108,15 +109,16 @@ class PageManager:
         return self.num_pages - self.num_available
 
     def pages_for(self, num_positions: int) -> int:
-        """Returns how many pages hold `num_positions` positions."""
+        """Returns the number of pages that hold `num_positions` positions."""
         return -(-num_positions // self.page_size)
 
     def has(self, key: Digest) -> bool:
-        """Returns True if a page is published under a key. For any thread; the answer may be out of date."""
+        """Returns True if a page is published under a key. In other threads the answer may be out of date."""
         return key in self._index
 
     def oldest_published_at(self) -> float | None:
-        """Returns when the oldest findable page was published, or None. May be called from any thread."""
+        """Returns when the oldest findable page was published, or None if there is none. May be called from any
+        thread."""
         while True:
             try:
                 page = next(iter(self._index.values()), None)
@@ -125,7 +127,7 @@ class PageManager:
             return None if page is None else self._pages[page].published_at
 
     def match(self, keys: PrefixKeys, max_positions: int) -> PrefixMatch:
-        """The longest published prefix of at most `max_positions` positions that splits no span."""
+        """Returns the longest published prefix of at most `max_positions` positions that splits no span."""
         # A prefix with an image has dozens of pages, so no loop goes over them.
         found = list(map(self._index.get, keys.pages[: max_positions // self.page_size]))
         pages = cast("list[PageId]", found[: found.index(None)] if None in found else found)
@@ -150,10 +152,10 @@ class PageManager:
         return self.pages_for(num_positions) - num_shared + num_revived
 
     def allocate(self, owner: SequenceId, match: PrefixMatch, num_positions: int) -> Allocation:
-        """Give a sequence without pages those of `match`, and new ones up to `num_positions`.
+        """Allocates pages for a sequence that has none: those of `match`, and new ones up to `num_positions`.
 
-        The caller has compared `num_needed` with `num_available`. A partial last page comes as a copy, whose
-        source is held until `commit_copies` names the step that copies it and that step is complete.
+        The caller has compared `num_needed` with `num_available`. A partial last page is copied; the source is held
+        until `commit_copies` names the step that copies it and that step is complete.
         """
         assert owner not in self._owners, "a sequence is given its first pages once"
         own = self._owners[owner] = _Owner()
@@ -170,14 +172,14 @@ class PageManager:
         return Allocation(tuple(own.pages), copies)
 
     def append(self, owner: SequenceId, num_positions: int) -> list[PageId]:
-        """Give a sequence new pages, so that its pages hold `num_positions` positions in all; returns the new ones.
+        """Allocates further pages for a sequence, up to `num_positions` positions in all; returns the new ones.
 
         The caller has checked `num_available`.
         """
         return self._grow(self._owners[owner], num_positions)
 
     def num_freed(self, owner: SequenceId, dropped: Counter[PageId]) -> int:
-        """Returns how many pages become available when a sequence gives its pages back.
+        """Returns how many pages become available when a sequence releases its pages.
 
         `dropped` counts references that are given up before; those of this sequence are added. Pages that steps in
         flight write are not counted.
@@ -190,8 +192,8 @@ class PageManager:
         return num_freed
 
     def commit_copies(self, owner: SequenceId, step: StepId) -> None:
-        """`step` has been launched and makes the sequence's copies: their sources are held until it is
-        complete."""
+        """Records that `step`, which has been launched, makes the sequence's copies. Their sources are held until
+        the step is complete."""
         own = self._owners[owner]
         self._copy_sources[step] += own.sources
         own.sources = []
@@ -205,7 +207,8 @@ class PageManager:
         replaces: bool = False,
         now: float = 0.0,
     ) -> None:
-        """Make the sequence's pages findable up to `num_positions`, all of which completed steps have written.
+        """Publishes the sequence's pages up to `num_positions` positions, all of which completed steps have
+        written.
 
         If the same content is already published, its pages stay findable; with `replaces` the sequence's pages
         replace them. `now`: in seconds of any clock.
@@ -221,7 +224,7 @@ class PageManager:
                 self._publish_page(page, key, keys.scope, now, replaces=replaces)
 
     def release(self, owner: SequenceId, writing: Collection[StepId] = ()) -> None:
-        """Take all pages back from a sequence; without effect if it holds none.
+        """Releases all pages of a sequence. Has no effect if it holds none.
 
         `writing` are the prefill steps in flight that write its pages.
         """
@@ -241,7 +244,7 @@ class PageManager:
                 self._drop(page)
 
     def complete(self, step: StepId) -> None:
-        """A step is complete: ends quarantines and copy references that name it."""
+        """Ends the quarantines and copy references that wait for a step, which is complete."""
         for page in self._steps.pop(step, ()):
             state = self._pages[page]
             state.writing.remove(step)
@@ -251,7 +254,7 @@ class PageManager:
             self._drop(page)
 
     def forget_cached(self, namespace: str | None = None, image: bytes | None = None) -> int:
-        """Unpublish the pages of a namespace, or of an image in it; all pages if both are None.
+        """Removes the keys of the pages of a namespace, or of an image in it; of all pages if both are None.
 
         Returns the number of pages. Sequences that hold them continue, and may publish again.
         """
@@ -320,7 +323,7 @@ class PageManager:
             self._settle(page)
 
     def _settle(self, page: PageId) -> None:
-        """A page without references and quarantine is cached if it is published, else free."""
+        """Caches a page without references and quarantine if it is published, and frees it otherwise."""
         if self._pages[page].keys:
             self._cached[page] = None
         else:

@@ -1,4 +1,4 @@
-"""Keys that name the content of a sequence's positions, so that equal content has equal keys and nothing else has.
+"""Makes keys that name the content of a sequence's positions: keys are equal if and only if the content is equal.
 
 A key is the SHA-256 of typed parts of known length; it includes the key of everything before its positions. The key
 of each page of an image is made of the SHA-256 of the whole span of the image, and of the number of the page.
@@ -49,30 +49,30 @@ FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
     "max_crops_per_step": "how images are divided among steps; crops do not read each other",
     "step_timeout_s": "when a device counts as hung",
 }
-"""Fields of `EngineConfig` that change neither keys and values nor image embeddings of a sequence, and why.
+"""The fields of `EngineConfig` that change neither keys and values nor image embeddings of a sequence, and why.
 
 No key contains them. The number of rows of a step may change the last bits of a result, as it does without a cache.
 """
 
 
 class CacheScope(NamedTuple):
-    """The owner of cached content, by which it is removed."""
+    """The namespace and the images of cached content, by which it is removed."""
 
     namespace: str = ""
     images: frozenset[bytes] = frozenset()
     """SHA-256 of each image's encoded bytes."""
 
     def is_part_of(self, namespace: str | None, image: bytes | None) -> bool:
-        """True if removing a namespace, or an image in it, removes this content. None stands for all."""
+        """Returns True if removing a namespace, or an image in it, removes this content. None stands for all."""
         return namespace in (None, self.namespace) and (image is None or image in self.images)
 
 
 EVERYBODY = CacheScope()
-"""The keys without an image, in the only namespace of a server that does not distinguish callers."""
+"""The scope of content without an image, in the only namespace of a server that does not distinguish callers."""
 
 
 class EmbeddingKey(NamedTuple):
-    """Names the embeddings of an image."""
+    """The key of the embeddings of an image."""
 
     digest: Digest
     scope: CacheScope
@@ -80,38 +80,39 @@ class EmbeddingKey(NamedTuple):
 
 @dataclass(slots=True)
 class PrefixKeys:
-    """Names the content of a sequence's positions.
+    """The keys of the content of a sequence's positions.
 
-    `root` covers everything but the tokens that changes keys and values: model, revision, paths, data types,
+    `root` covers everything that changes keys and values, except the tokens: model, revision, backends, data types,
     adapter and namespace. `pages[i]` covers `pages[i - 1]` and positions [i * page_size, (i + 1) * page_size).
     """
 
     root: Digest
     pages: list[Digest] = field(default_factory=list)
     boundaries: dict[int, Digest] = field(default_factory=dict)
-    """Share points inside a page: number of positions → key of these positions."""
+    """Keys at share points inside a page: number of positions → key of these positions."""
     spans: tuple[tuple[int, int], ...] = ()
-    """Bidirectional spans [start, end): their positions can be shared together or not at all."""
+    """Bidirectional spans [start, end): their positions can only be shared together."""
     scope: CacheScope = EVERYBODY
     image: bytes = b""
-    """SHA-256 of the encoded bytes of the image; b"" where there is none."""
+    """SHA-256 of the encoded bytes of the image; b"" without an image."""
 
     def shareable(self, num_positions: int) -> int:
-        """The largest number of positions up to `num_positions` that can be shared without splitting a span."""
+        """Returns the largest number of positions up to `num_positions` that can be shared without splitting a
+        span."""
         for start, end in self.spans:
             if start < num_positions < end:
                 return start
         return num_positions
 
     def missing_share_point(self, num_positions: int, page_size: int) -> Digest | None:
-        """The key of the first span that `num_positions` do not cover; None where they cover all."""
+        """Returns the key of the first span that `num_positions` do not cover, or None if they cover all."""
         for _, end in self.spans:
             if end > num_positions:
                 return self.boundaries[end] if end % page_size else self.pages[end // page_size - 1]
         return None
 
     def extend(self, tokens: Sequence[Token], num_image_tokens: int, num_positions: int, page_size: int) -> None:
-        """Add the keys of pages that `num_positions` fill; tokens and image are those of the sequence."""
+        """Adds the keys of the pages that `num_positions` fill; tokens and image are those of the sequence."""
         previous = self.pages[-1] if self.pages else self.root
         for start in range(len(self.pages) * page_size, num_positions - page_size + 1, page_size):
             content = _content(tokens, num_image_tokens, self.image, start, start + page_size)
@@ -120,10 +121,11 @@ class PrefixKeys:
 
 
 class PrefixKeyMaker:
-    """Makes the keys of prompts. For any thread."""
+    """Makes the keys of prompts. May be used in any thread."""
 
     def __init__(self, parts: Mapping[str, str], page_size: int) -> None:
-        """`parts`: all that changes keys and values of an engine, by name; see `key_parts`."""
+        """Creates a maker of keys. `parts`: everything that changes keys and values of an engine, by name; see
+        `key_parts`."""
         self._parts = dict(parts)
         self._page_size = page_size
         self._root = lru_cache(_MAX_KNOWN_NAMESPACES)(self._new_root)
@@ -131,13 +133,14 @@ class PrefixKeyMaker:
         self._embedding_key = lru_cache(_MAX_KNOWN_IMAGES)(self._new_embedding_key)
 
     def root(self, namespace: str, adapter: bytes = b"") -> Digest:
-        """The common prefix of a namespace's keys. `adapter`: SHA-256 of an adapter's content; b"" for none."""
+        """Returns the common prefix of a namespace's keys. `adapter`: SHA-256 of an adapter's content; b"" for
+        none."""
         return self._root(namespace, adapter)
 
     def embedding_key(self, image: bytes, namespace: str) -> EmbeddingKey:
-        """The key of an image's embeddings. `image`: SHA-256 of its encoded bytes.
+        """Returns the key of an image's embeddings. `image`: SHA-256 of its encoded bytes.
 
-        It covers more than the embeddings depend on, such as the type of cached keys and values.
+        The key covers more than the embeddings depend on, such as the data type of cached keys and values.
         """
         return self._embedding_key(image, namespace)
 
@@ -153,9 +156,9 @@ class PrefixKeyMaker:
         namespace: str,
         adapter: bytes = b"",
     ) -> PrefixKeys:
-        """The keys of a prompt: its first token, its image, then the other tokens.
+        """Returns the keys of a prompt: its first token, its image, then the other tokens.
 
-        `image`: SHA-256 of the image's encoded bytes; `adapter`: that of its adapter's content, b"" for none.
+        `image`: SHA-256 of the image's encoded bytes; `adapter`: SHA-256 of the adapter's content, b"" without one.
         """
         root = self.root(namespace, adapter)
         if image is None:
@@ -170,7 +173,7 @@ class PrefixKeyMaker:
     def _new_span(
         self, first: Token, num_image_tokens: int, image: bytes, namespace: str, adapter: bytes
     ) -> PrefixKeys:
-        """The keys of the first token and an image."""
+        """Returns the keys of the first token and an image."""
         root, span_end = self.root(namespace, adapter), 1 + num_image_tokens
         span = _digest(b"span", root, _content([first], num_image_tokens, image, 0, span_end))
         # The span is shared whole or not at all, so each of its pages only needs a distinct name.
@@ -186,9 +189,10 @@ class PrefixKeyMaker:
 
 
 def key_parts(config: EngineConfig, **others: object) -> dict[str, str]:
-    """The parts of an engine's keys other than namespace, tokens and images.
+    """Returns the parts of an engine's keys, except namespace, tokens and images.
 
-    All fields of its configuration that may change a result, and `others`, such as the model's own configuration.
+    The parts are all fields of the engine's configuration that may change a result, and `others`, such as the
+    model's own configuration.
     """
     own = {
         item.name: repr(getattr(config, item.name))
@@ -199,9 +203,10 @@ def key_parts(config: EngineConfig, **others: object) -> dict[str, str]:
 
 
 def _content(tokens: Sequence[Token], num_image_tokens: int, image: bytes, start: int, end: int) -> bytes:
-    """Positions [start, end) as bytes: each record begins with its type and has a length that follows from it.
+    """Returns positions [start, end) as bytes: each record begins with its type and has a length that follows from
+    it.
 
-    Tokens of text without any value among them are one record, which is made several times as fast.
+    Text tokens without values form one record, which is several times as fast.
     """
     records: list[bytes] = []
     if num_image_tokens and start <= num_image_tokens:
@@ -227,7 +232,7 @@ def _record(token: Token) -> bytes:
 
 
 def _digest(kind: bytes, *parts: bytes) -> Digest:
-    """SHA-256 of the kind and the parts, each with its length."""
+    """Returns the SHA-256 of the kind and the parts, each with its length."""
     framed = [kind]
     for part in parts:
         framed += (_pack_length(len(part)), part)

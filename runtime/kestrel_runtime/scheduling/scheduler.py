@@ -1,36 +1,36 @@
-"""Decides which sequences run in the next step, and preempts sequences where rows or pages do not suffice for all.
+"""Decides which sequences run in the next step, and preempts sequences if rows or pages do not suffice for all.
 
-Pure decisions: no torch, no threads, no clock.
+The decisions depend on no torch, threads or clock.
 
 Invariants
   I1  Only PREFILLING, PREFILLED and RUNNING sequences hold pages. A sequence that leaves these states returns all
       of its pages at once; `PageManager` decides when they can be allocated again.
   I2  Each RUNNING sequence whose context is not full is in every decode batch, so its next token takes one step.
   I3  While any sequence decodes, a prefill step has at most `max_prefill_tokens` prompt tokens (or one image
-      prefix, which cannot be split) and at most `max_crops_per_step` crops. Where sequences of several tenants are
+      prefix, which cannot be split) and at most `max_crops_per_step` crops. If sequences of several tenants are
       active, at most `max_prefill_tokens_of_others` of the tokens belong to the tenants that were not served
       least: their long prompts delay the others less. That bound holds for another second, in which a tenant whose
       request has ended may send its next one.
-  I4  A page is allocated when a token needs it. Where none is available, a sequence is preempted: it waits again,
+  I4  A page is allocated when a token needs it. If none is available, a sequence is preempted: it waits again,
       keeps its tokens, and is prefilled with them later. It is the youngest of the tenant with the largest share
-      (`TenantShares`). So the oldest sequence always advances where all are of one tenant.
+      (`TenantShares`). So the oldest sequence always advances if all are of one tenant.
   I5  Sequences start in the order of `WaitingQueue`: by tenant, and of each tenant preempted ones first, then by
-      priority and age. A smaller sequence never overtakes a larger one that waits for pages. Where the first finds
-      no row or no pages, sequences of tenants with larger shares yield: they are preempted. Where prompts of
+      priority and age. A smaller sequence never overtakes a larger one that waits for pages. If the first finds
+      no row or no pages, sequences of tenants with larger shares yield: they are preempted. If prompts of
       several tenants are computed, that of the tenant which was served least is computed first.
   I6  After a failed step each sequence that was active repeats its part of the step alone and samples a token (an
       isolation run). No other sequence runs until all of them have. All steps of a sequence for which `run_alone`
       was called run alone.
-  I7  Steps may be planned while tokens of earlier steps are pending, except where that needs their values: no
+  I7  Steps may be planned while tokens of earlier steps are pending, unless the plan needs their values: no
       sequence is preempted or yields, and no failed step is isolated, while a token is pending.
-  I8  A PREFILLED sequence decodes when the step that ends its prompt is complete; or earlier where `promote` says
-      so, in decode steps that depend on that step. So decoding sequences need not wait for prompts of others.
-  I9  What the prefix cache holds of a sequence when it starts is not computed again, but for its last position.
+  I8  A PREFILLED sequence decodes once the step that ends its prompt is complete; `promote` lets it decode earlier,
+      in decode steps that depend on that step. So decoding sequences need not wait for prompts of others.
+  I9  Positions that a sequence finds in the prefix cache when it starts are not computed again, except the last.
       Pages are published when the step that wrote them is complete, for sequences that are still here.
   I10 A sequence whose image is not in its cached pages has an entry for embeddings from its start to its end, or
-      until it waits again and another one needs the entry. Where the embeddings are cached its entry is theirs, and
+      until it waits again and another one needs the entry. If the embeddings are cached, it gets their entry, and
       no crop is encoded.
-  I11 An image that several sequences need is computed once: the others are PARKED until it is published. Where the
+  I11 An image that several sequences need is computed once: the others are PARKED until it is published. If the
       sequence that computes it leaves, the first of them computes it.
 """
 
@@ -56,8 +56,8 @@ _NEXT_REQUEST_S = 1.0
 
 
 class _Start(NamedTuple):
-    """Describes how a waiting sequence can start: the cached pages that it uses, and the active sequences that
-    yield to it."""
+    """A way for a waiting sequence to start: the cached pages that it uses, and the active sequences that yield to
+    it."""
 
     match: PrefixMatch
     yielding: list[Sequence]
@@ -71,10 +71,10 @@ class _Suspect(NamedTuple):
 
 
 class Scheduler:
-    """Bounds the rows of the batch and the pages of the KV cache: decides which waiting sequences use them.
+    """Schedules waiting and active sequences.
 
-    For each step, `schedule` plans it and allocates pages, `commit` records that it was launched, and `complete`
-    takes the tokens that it sampled.
+    For each step, `schedule` plans it and allocates pages, `commit` records its launch, and `complete` takes the
+    tokens that it sampled.
     """
 
     def __init__(
@@ -89,10 +89,12 @@ class Scheduler:
         cuts_at_share_points: bool = False,
         embeddings: EmbeddingCache | None = None,
     ) -> None:
-        """`embeddings` has entries for one sequence more than run together, for a probe; by default it caches none.
+        """Creates a scheduler without sequences.
 
-        With `cuts_at_share_points`, a new chunk begins where an image ends, also within one step: what follows
-        reads the image's positions from pages, whether they were cached or have just been computed."""
+        `embeddings` needs an entry for one sequence more than `max_batch_size`, for a probe; the default caches
+        none. With `cuts_at_share_points`, a new chunk begins where an image ends, also within one step: the text
+        reads the image's positions from pages, whether they were cached or have just been computed.
+        """
         self._pages = pages
         self._embeddings = EmbeddingCache(max_batch_size + 1) if embeddings is None else embeddings
         self._max_batch_size = max_batch_size
@@ -117,7 +119,7 @@ class Scheduler:
         self.num_lookups = 0
         """Sequences that searched the prefix cache at their first start."""
         self.num_hits = 0
-        """The number of these sequences that found cached positions."""
+        """Sequences that found cached positions."""
 
     @property
     def num_waiting(self) -> int:
@@ -134,19 +136,19 @@ class Scheduler:
 
     @property
     def is_blocked(self) -> bool:
-        """True if nothing can be planned until crops, an adapter or another sequence arrive."""
+        """True if no step can be planned until crops, an adapter or another sequence arrive."""
         if self._suspects:
             return self._suspects[0].sequence in self._without_crops
         return bool(self._without_crops or self._without_adapter) and not (self._waiting or self._active)
 
     @property
     def is_isolating(self) -> bool:
-        """Returns True if the last or the next plan is an isolation run, of one sequence alone."""
+        """True if the last or the next plan is an isolation run, of one sequence alone."""
         return bool(self._suspects)
 
     @property
     def can_look_ahead(self) -> bool:
-        """Returns True if the next steps can be planned while tokens are pending."""
+        """True if the next steps can be planned while tokens are pending."""
         if self._suspects or self._alone or self._some_yield():
             return False
         if len(self._active) <= self._pages.num_available:  # a step needs at most a page for each
@@ -156,11 +158,11 @@ class Scheduler:
 
     @property
     def is_decoding(self) -> bool:
-        """Returns True if any sequence decodes in the next step."""
+        """True if any sequence decodes in the next step."""
         return any(sequence.has_room for sequence in self._active)
 
     def sequences(self) -> Iterator[Sequence]:
-        """Every sequence in the scheduler, active ones first."""
+        """Yields every sequence in the scheduler, active ones first."""
         yield from self._active
         yield from self._waiting
         yield from self._shared_prefills
@@ -168,17 +170,18 @@ class Scheduler:
         yield from self._without_adapter
 
     def add(self, sequence: Sequence) -> None:
-        """Have a prepared sequence wait for its start."""
+        """Queues a prepared sequence."""
         assert sequence.state is SequenceState.WAITING
         assert sequence.num_prompt_positions < sequence.max_context, "checked when the request was prepared"
         self._waiting.push(sequence)
 
     def run_alone(self, sequence: Sequence) -> None:
-        """Have all steps of a sequence that waits run alone. Sequences that shall run alone do so one by one."""
+        """Makes all steps of a waiting sequence run alone. Of several such sequences, one runs at a time."""
         self._alone.append(sequence)
 
     def schedule(self, now: float, *, may_prefill: bool = True) -> Plan:
-        """Plan the next steps and allocate the pages they need; `now` is in seconds of the clock of the sequences.
+        """Plans the next steps and allocates the pages they need; `now` is in seconds of the clock of the
+        sequences.
 
         Without `may_prefill` the plan has a decode step only.
         """
@@ -196,7 +199,7 @@ class Scheduler:
         return Plan(self._prefill_batch(*self._plan_prefill(bounded=not decode.is_empty)), decode)
 
     def commit(self, step: StepId, batch: Batch) -> None:
-        """The batch was launched as `step`; each token that it samples is pending from now on."""
+        """Records that a batch was launched as `step`; each token that it samples is pending from now on."""
         self._in_flight.add(step)
         for item in batch.encode:
             item.sequence.num_encoded_crops = item.end_crop
@@ -217,19 +220,21 @@ class Scheduler:
             sequence.num_pending += 1
 
     def promote(self, batch: Batch) -> None:
-        """The sequences whose prompts end in a prefill batch decode from now on, in steps that depend on it."""
+        """Lets the sequences whose prompts end in a prefill batch decode from now on, in steps that depend on
+        it."""
         for sequence in batch.sampled:
             if sequence.state is SequenceState.PREFILLED:
                 sequence.move_to(SequenceState.RUNNING)
 
     def behind_tail_steps(self, batch: Batch) -> Batch:
-        """A prefill step, which runs after the decode steps in flight of sequences that have left if a sequence
-        starts in it: these may still write to the pages and the row of the request state that it takes over."""
+        """Returns a prefill step that runs after the decode steps in flight of sequences that have left, if a
+        sequence starts in it: these steps may still write to the pages and the row of the request state that the
+        sequence gets."""
         starts = any(chunk.is_first for chunk in batch.prefill)
         return batch._replace(after=frozenset(self._tail_steps)) if starts else batch
 
     def complete(self, step: StepId, batch: Batch, tokens: list[Token], now: float = 0.0) -> list[Sequence]:
-        """A step is complete: take its tokens, in the order of `batch.sampled`. `now` is as for `schedule`.
+        """Takes the tokens of a completed step, in the order of `batch.sampled`. `now` is as for `schedule`.
 
         Returns the sampled sequences that are still here, each with its new token as the last.
         """
@@ -257,11 +262,11 @@ class Scheduler:
         return here
 
     def preempt_all(self) -> None:
-        """A step failed, and none is in flight: all sequences wait again, and their images must be encoded again.
+        """Preempts all sequences after a failed step. No step may be in flight. Their images must be encoded again.
 
         Every active sequence becomes a suspect, including those that have passed an isolation run, so that their
-        order stays. But a suspect that failed in its isolation run comes first, so that in its next one
-        no other sequence is active.
+        order stays. But a suspect that failed in its isolation run is moved to the front, so that no other sequence
+        is active in its next one.
         """
         known = {suspect.sequence: suspect for suspect in self._suspects}
         failed = self._suspects[0].sequence if self._suspects else None
@@ -281,7 +286,7 @@ class Scheduler:
             self._end_lease(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a finished, cancelled or failed sequence out and return its pages, as I1 says."""
+        """Removes a finished, cancelled or failed sequence and releases its pages, as I1 requires."""
         if sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
         elif sequence.state is SequenceState.PARKED:
@@ -296,7 +301,7 @@ class Scheduler:
         self._alone = [other for other in self._alone if other is not sequence]
 
     def take_preempted(self) -> list[Sequence]:
-        """Sequences that have been preempted; each is returned once.
+        """Returns the sequences that have been preempted since the last call.
 
         They have no row of the request state any more, since others may start before they return.
         """
@@ -304,21 +309,22 @@ class Scheduler:
         return found
 
     def take_without_crops(self) -> list[Sequence]:
-        """Sequences whose image must be decoded because it is cached no more; each is returned once."""
+        """Returns the sequences whose image must be decoded because it is no longer cached; each is returned
+        once."""
         found = [sequence for sequence, is_asked_for in self._without_crops.items() if not is_asked_for]
         self._without_crops.update(dict.fromkeys(found, True))
         return found
 
     def add_crops(self, sequence: Sequence, crops: PreparedImage) -> None:
-        """The image of a sequence has been decoded: it waits for its start again."""
+        """Gives a sequence the crops of its decoded image. The sequence waits for its start again."""
         del self._without_crops[sequence]
         sequence.crops = crops
         self._wait_again(sequence)
 
     def take_adapter(self, sequence: Sequence) -> bool:
-        """Park a sequence whose adapter gives up its slot, until `give_adapter`. No token of it may be pending.
+        """Parks a sequence whose adapter gives up its slot, until `give_adapter`. No token of it may be pending.
 
-        False where that must wait: while its image is being decoded, or it runs alone.
+        Returns False if that must wait: while its image is being decoded, or it runs alone.
         """
         if self._suspects or sequence in self._without_crops:
             return False
@@ -334,12 +340,12 @@ class Scheduler:
         return True
 
     def give_adapter(self, sequence: Sequence) -> None:
-        """The adapter of a parked sequence has a slot again, which the sequence knows: it waits for its start."""
+        """Lets a parked sequence wait for its start, since its adapter has a slot again."""
         self._without_adapter.remove(sequence)
         self._wait_again(sequence)
 
     def forget_cached(self, namespace: str | None = None, image: bytes | None = None) -> tuple[int, int]:
-        """Remove the cached data of a namespace, or of one image in it; all data if both are None.
+        """Removes the cached data of a namespace, or of one image in it; all data if both are None.
 
         Returns the numbers of pages and images. Current sequences publish no more of this data.
         """
@@ -350,13 +356,13 @@ class Scheduler:
         return self._pages.forget_cached(namespace, image), self._embeddings.forget(namespace, image)
 
     def allocate_probe(self, probe: Sequence) -> None:
-        """Give pages and an entry to a request of the engine itself, which is not scheduled. No step may be in
-        flight."""
+        """Allocates pages and an entry for a request of the engine itself, which is not scheduled. No step may be
+        in flight."""
         assert not self._in_flight, "a probe runs alone"
         self._allocate(probe, _NO_MATCH)
 
     def release_probe(self, probe: Sequence) -> None:
-        """Take them back."""
+        """Releases the pages and the entry of a probe."""
         self._release(probe)
         self._end_lease(probe)
 
@@ -401,7 +407,7 @@ class Scheduler:
             )
 
     def _end_lease(self, sequence: Sequence) -> None:
-        """The sequence has no embeddings any more."""
+        """Ends the sequence's lease of an entry for embeddings."""
         self._embeddings.release(sequence.id)
         sequence.embedding_entry, sequence.has_cached_embeddings, sequence.num_encoded_crops = None, False, 0
 
@@ -448,7 +454,7 @@ class Scheduler:
         return len(self._num_active_of) > (tenant in self._num_active_of)
 
     def _some_yield(self) -> bool:
-        """True if sequences would yield in the next plan."""
+        """Returns True if sequences would yield in the next plan."""
         if self._waiting.has_one_tenant or not self._waiting:
             return False
         sequence = self._first_waiting()
@@ -466,7 +472,7 @@ class Scheduler:
         )
 
     def _park_for_prefix(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        """Park a waiting sequence whose image is being computed for another one."""
+        """Parks a waiting sequence if its image is being computed for another one. Returns True if it is parked."""
         share_point = sequence.missing_share_point(match.num_positions, self._pages.page_size)
         if share_point is None or sequence.computes_anew or not self._shared_prefills.is_filled(share_point):
             return False
@@ -477,7 +483,8 @@ class Scheduler:
         return True
 
     def _possible_start(self, sequence: Sequence, match: PrefixMatch) -> _Start | None:
-        """Returns how a waiting sequence can start now, with its cached pages or without; None if it must wait."""
+        """Returns how a waiting sequence can start now, with its cached pages or without, or None if it must
+        wait."""
         start = self._start_with(sequence, match)
         if start is None and match.is_partial_last:
             # Copying a page takes one page more than computing everything again, and maybe no further page becomes
@@ -486,7 +493,7 @@ class Scheduler:
         return start
 
     def _start_with(self, sequence: Sequence, match: PrefixMatch) -> _Start | None:
-        """Returns how it can start with these cached pages.
+        """Returns how a waiting sequence can start with these cached pages, or None.
 
         There must be pages for its next token, and a page in reserve for each active sequence; otherwise it would
         be preempted at once.
@@ -545,7 +552,7 @@ class Scheduler:
         self._num_active_of[sequence.tenant] += 1
 
     def _publish(self, sequence: Sequence, num_positions: int, now: float) -> None:
-        """Publish the first `num_positions` positions of a sequence, which completed steps have written."""
+        """Publishes the first `num_positions` positions of a sequence, which completed steps have written."""
         keys = sequence.keys
         if keys is None:
             return
@@ -559,7 +566,8 @@ class Scheduler:
             self._wait_again(parked)
 
     def _isolation_run(self, sequence: Sequence, is_decoding: bool) -> Plan:
-        """One sequence alone: its image and tokens in a step; where it was decoding, its last token in another."""
+        """Plans one sequence alone: its image and tokens in a step; if it was decoding, its last token in
+        another."""
         if sequence.state is SequenceState.PREFILLING:
             sequence.move_to(SequenceState.RUNNING)
             return Plan(self._prefill_batch(), Batch.of_decode([sequence]))
@@ -573,7 +581,7 @@ class Scheduler:
         return Plan(self._prefill_batch(encode, chunks), Batch.of_decode())
 
     def _plan_alone(self, sequence: Sequence) -> Plan | None:
-        """The next step of a sequence whose steps all run alone; None while it waits for something."""
+        """Plans the next step of a sequence whose steps all run alone. Returns None while the sequence waits."""
         if sequence.state is SequenceState.WAITING:
             self._suspects.append(_Suspect(sequence, is_decoding=False))
             return self._isolation_run(*self._suspects[0])
@@ -641,7 +649,7 @@ class Scheduler:
         return self._cut(sequence, start, end) if end > start else []
 
     def _cut(self, sequence: Sequence, start: int, end: int) -> list[Chunk]:
-        """Positions [start, end) as one chunk, or as two with a share point between them."""
+        """Returns positions [start, end) as one chunk, or as two with a share point between them."""
         share_point = sequence.prefix_length
         if self._cuts_at_share_points and start < share_point < end:
             return [Chunk.of(sequence, start, share_point), Chunk.of(sequence, share_point, end)]
@@ -649,7 +657,8 @@ class Scheduler:
 
 
 class SharedPrefills:
-    """Records which sequence computes a prefix, and which are parked until it is published or its filler leaves.
+    """Tracks which sequence computes (fills) which prefix, and which sequences are parked until the prefix is
+    published or its filler leaves.
 
     A sequence fills one key at most, and is parked under one key at most.
     """
@@ -666,26 +675,27 @@ class SharedPrefills:
             yield from sequences
 
     def is_filled(self, key: Digest) -> bool:
-        """Returns True if a sequence computes what the key names."""
+        """Returns True if a sequence computes the prefix of the key."""
         return key in self._parked
 
     def begin(self, key: Digest, filler: Sequence) -> None:
-        """The sequence computes what the key names from now on; without effect where another one does."""
+        """Records that the sequence computes the prefix of the key. Has no effect if another one does."""
         if key not in self._parked:
             self._key_of[filler] = key
             self._parked[key] = []
 
     def park(self, key: Digest, sequence: Sequence) -> None:
-        """Park a sequence until the filler of the key has published it."""
+        """Parks a sequence until the filler of the key has published it."""
         self._parked[key].append(sequence)
 
     def end(self, filler: Sequence) -> list[Sequence]:
-        """The sequence has published its prefix, or leaves. Returns the sequences that waited for it."""
+        """Ends the filling by a sequence that has published its prefix, or leaves. Returns the sequences that
+        waited for it."""
         key = self._key_of.pop(filler, None)
         return [] if key is None else self._parked.pop(key)
 
     def remove(self, sequence: Sequence) -> None:
-        """A parked sequence leaves."""
+        """Removes a parked sequence, which leaves."""
         for sequences in self._parked.values():
             if sequence in sequences:
                 sequences.remove(sequence)

@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, pages, state and deadlines. Plain data and legal transitions."""
+"""Describes one request inside the engine: its tokens, pages, state and deadlines, and the legal transitions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SequenceState(IntEnum):
     """The states of a sequence."""
 
     WAITING = auto()
-    """Prepared, holds no page."""
+    """Prepared; holds no page."""
     PARKED = auto()
     """Like WAITING, but it cannot start until its prefix, its crops or its adapter are available."""
     PREFILLING = auto()
@@ -66,7 +66,7 @@ class SequenceClock:
     first_token: float | None = None
 
     def expiry(self, now: float) -> KestrelError | None:
-        """The error with which the request ends if a deadline has passed at `now`, else None."""
+        """Returns the error with which the request ends if a deadline has passed at `now`, else None."""
         if self.deadline is not None and now >= self.deadline:
             return DeadlineExceeded("the deadline passed")
         if self.admitted is None and self.queue_deadline is not None and now >= self.queue_deadline:
@@ -75,7 +75,7 @@ class SequenceClock:
 
 
 class PreparedImage(Protocol):
-    """The pixels of one image, which the model family encodes crop by crop."""
+    """The pixels of one image. The model family encodes them crop by crop."""
 
     @property
     def num_crops(self) -> int:
@@ -84,11 +84,12 @@ class PreparedImage(Protocol):
 
 
 class AdapterLease(Protocol):
-    """A request's lease of an adapter: keeps one version of the adapter in its slot. For any thread."""
+    """A request's lease of an adapter, which keeps one version of the adapter in its slot. May be used in any
+    thread."""
 
     @property
     def name(self) -> str:
-        """The adapter's name in the request."""
+        """The name of the adapter in the request."""
         ...
 
     @property
@@ -98,7 +99,7 @@ class AdapterLease(Protocol):
 
     @property
     def is_reclaimed(self) -> bool:
-        """Returns True if another tenant needs the slot: the request gives the lease back and asks again."""
+        """True if another tenant needs the slot: the request ends this lease and asks for another one."""
         ...
 
     @property
@@ -108,11 +109,11 @@ class AdapterLease(Protocol):
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the adapter's content."""
+        """The SHA-256 of the adapter's content."""
         ...
 
     def end(self) -> None:
-        """The slot may be written again. Without effect the second time."""
+        """Ends the lease, so that the slot may be written again. Has no effect the second time."""
         ...
 
 
@@ -120,8 +121,7 @@ class TokenMatcher(Protocol):
     """Follows the tokens of one constrained sequence. One thread at a time."""
 
     def take(self, generated: abc.Sequence[Token]) -> None:
-        """Follow the sequence: all tokens that it has generated, even if tokens were taken back since the last
-        call.
+        """Follows the sequence: all tokens that it has generated, even if some were removed since the last call.
 
         Raises `ConstraintFailed` if a token is not allowed, or if following it takes too much work.
         """
@@ -132,15 +132,16 @@ class EndDelivery(Protocol):
     """Delivers the last events of one sequence."""
 
     def deliver(self, stream: Any, events: list[Any]) -> None:
-        """Have the events delivered to the stream of the caller, or an error in place of the last. Any thread."""
+        """Delivers the events to the stream of the caller, or an error in place of the last. May be called in any
+        thread."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt and what has been generated after it.
+    """A prompt and the tokens that have been generated after it.
 
-    Positions: the first token (BOS) is at 0, then come the image's tokens, then all other tokens.
+    Positions: the first token (BOS) is at 0; the image's tokens follow, then all other tokens.
     """
 
     id: int
@@ -154,34 +155,34 @@ class Sequence:
     temperature: float
     top_p: float
     seed: int
-    """Seed of its random numbers."""
+    """The seed of the sequence's random numbers."""
     max_context: int
     """Positions after which the sequence must end: its context is full, or its parser takes no further token."""
     clock: SequenceClock
     controls: SamplingParams | None = None
-    """Its settings where they limit the choice of tokens or adjust logits (`SamplingParams.controls_tokens`)."""
+    """The settings, if they limit the choice of tokens or adjust logits (`SamplingParams.controls_tokens`)."""
     num_logprobs: int | None = None
     """The number of most likely tokens that the parser gets for each token; None if it needs no logprobs."""
     matcher: TokenMatcher | None = None
     """Decides which tokens the answer may have; None without a constraint."""
     end_check: EndDelivery | None = None
-    """Checks the whole answer before its last events are delivered; None where nothing is to be checked."""
+    """Checks the whole answer before its last events are delivered; None if no check is needed."""
     fingerprint: str = ""
-    """Hash of the request: equal requests have equal fingerprints."""
+    """The hash of the request: equal requests have equal fingerprints."""
     priority: Priority = Priority.NORMAL
     standing: Priority = Priority.NORMAL
-    """Its priority compared with sequences of other tenants."""
+    """The priority compared with sequences of other tenants."""
     tenant: str = ""
-    """The tenant that sent it; "" where tenants are not distinguished."""
+    """The tenant that sent the request; "" if tenants are not distinguished."""
     keys: PrefixKeys | None = None
-    """Names its positions in the prefix cache; None if the sequence neither uses the cache nor adds to it."""
+    """The keys of its positions in the prefix cache; None if the sequence neither uses the cache nor adds to it."""
     embedding_key: EmbeddingKey | None = None
-    """Names the embeddings of its image; None if the sequence neither uses cached embeddings nor adds to them."""
+    """The key of its image's embeddings; None if the sequence neither uses cached embeddings nor adds to them."""
     crop_job: Any = None
-    """A worker's job that decodes its image, where `crops` were left out because the image's pages or embeddings
-    were cached."""
+    """A worker's job that decodes its image, if `crops` were left out because the image's pages or embeddings were
+    cached."""
     computes_anew: bool = False
-    """True if the sequence uses no cached data, and replaces it by its own."""
+    """True if the sequence uses no cached data, and replaces it."""
     image_size_px: tuple[int, int] | None = None
     """Width and height of its image, upright; None without an image."""
     adapter: AdapterLease | None = None
@@ -192,9 +193,9 @@ class Sequence:
     num_cached: int = 0
     """Positions whose keys and values are in the cache."""
     num_matched: int = 0
-    """The number of these positions that were in the prefix cache when the sequence last started."""
+    """Positions that were in the prefix cache when the sequence last started."""
     num_cached_prompt: int | None = None
-    """The same number at the first start; None until then."""
+    """Positions that were in the prefix cache at its first start; None before."""
     copies: tuple[PageCopy, ...] = ()
     """Copies of partly shared pages, which its next prefill step makes."""
     num_encoded_crops: int = 0
@@ -203,11 +204,12 @@ class Sequence:
     has_cached_embeddings: bool = False
     """True if its entry was cached, so that no crop needs encoding."""
     start_number: int | None = None
-    """Rises in the order in which sequences first started; None before. Preemption does not change it."""
+    """The number of its first start among all sequences of the engine; None before. Preemption does not change
+    it."""
     num_tokens_at_start: int = 0
     """The number of `tokens` at its last start."""
     num_pending: int = 0
-    """Tokens that steps in flight sample: they have positions and pages, and are not in `tokens` yet."""
+    """Tokens that steps in flight sample: they have positions and pages, but are not in `tokens` yet."""
     writing: set[StepId] = field(default_factory=set)
     """Prefill steps in flight that write its prompt to its pages."""
     last_decode: StepId | None = None
@@ -215,27 +217,27 @@ class Sequence:
 
     @property
     def adapter_slot(self) -> int:
-        """The slot of its adapter; 0 without one."""
+        """The slot of the sequence's adapter; 0 without one."""
         return 0 if self.adapter is None else self.adapter.slot
 
     @property
     def length(self) -> int:
-        """Positions of the image and all tokens, pending ones too."""
+        """The number of positions of the image and all tokens, pending ones included."""
         return len(self.tokens) + self.num_pending + self.num_image_tokens
 
     @property
     def is_full(self) -> bool:
-        """Returns True if the known tokens are as many as it may have."""
+        """True if the sequence has as many known tokens as it may have."""
         return len(self.tokens) + self.num_image_tokens >= self.max_context
 
     @property
     def has_room(self) -> bool:
-        """Returns True if it decodes and may have a token beyond those known and pending."""
+        """True if the sequence decodes and may have a token in addition to those known and pending."""
         return self.state is SequenceState.RUNNING and self.length < self.max_context
 
     @property
     def prefix_length(self) -> int:
-        """Positions with bidirectional attention: BOS and the image; 0 without an image."""
+        """The number of positions with bidirectional attention: BOS and the image; 0 without an image."""
         return 1 + self.num_image_tokens if self.num_image_tokens else 0
 
     @property
@@ -245,27 +247,29 @@ class Sequence:
         return self.crops.num_crops - self.num_encoded_crops
 
     def lacks_crops(self, num_cached: int) -> bool:
-        """Returns True if its image must be decoded, or found encoded, before it can start behind so many cached
-        positions."""
+        """Returns True if the image must be decoded, or found encoded, before the sequence can start after
+        `num_cached` cached positions."""
         return self.crops is None and self.crop_job is not None and num_cached < self.prefix_length
 
     def missing_share_point(self, num_positions: int, page_size: int) -> Digest | None:
-        """The key of its image where the first `num_positions` do not cover it; None without an image or keys."""
+        """Returns the key of the image if the first `num_positions` do not cover it; None without an image or
+        keys."""
         return None if self.keys is None else self.keys.missing_share_point(num_positions, page_size)
 
     def belongs_to(self, namespace: str | None, image: bytes | None) -> bool:
-        """Returns True if it would publish pages or embeddings of a namespace, or of an image in it. None means
-        all."""
+        """Returns True if the sequence would publish pages or embeddings of a namespace, or of an image in it. None
+        means all."""
         keys = self.keys or self.embedding_key
         return keys is not None and keys.scope.is_part_of(namespace, image)
 
     def leave_caches(self) -> None:
-        """Neither read from the caches nor add to them from now on."""
+        """Stops reading from the caches and adding to them."""
         self.keys = self.embedding_key = None
 
     @property
     def num_written(self) -> int:
-        """Positions that completed steps have written, once the prompt is: all but that of the last token."""
+        """The number of positions that completed steps have written, once the prompt is written: all but that of
+        the last token."""
         return len(self.tokens) + self.num_image_tokens - 1
 
     @property
@@ -278,12 +282,12 @@ class Sequence:
 
     @property
     def cost(self) -> int:
-        """The cost of its start for its tenant, in units of one generated token."""
+        """The cost of the sequence's start for its tenant, in units of one generated token."""
         return self.num_prompt_positions
 
     @property
     def generated(self) -> list[Token]:
-        """The tokens that are not prompt."""
+        """The tokens after the prompt."""
         return self.tokens[self.num_prompt_tokens :]
 
     @property
@@ -292,7 +296,7 @@ class Sequence:
 
     @property
     def may_yield(self) -> bool:
-        """True if it may be preempted for another tenant (Y2 in `fairness/tenant_shares.py`)."""
+        """True if the sequence may be preempted for another tenant (Y2 in `fairness/tenant_shares.py`)."""
         if self.state is SequenceState.PREFILLING:
             return self.num_cached == self.num_matched
         has_returned = self.num_tokens_at_start > self.num_prompt_tokens
@@ -300,7 +304,7 @@ class Sequence:
         return num_tokens >= (MIN_TOKENS if has_returned else 1)
 
     def move_to(self, state: SequenceState) -> None:
-        """Enter another state; an illegal transition is our own bug."""
+        """Enters another state. An illegal transition is a bug of the engine."""
         assert state in _TRANSITIONS[self.state], f"{self.state.name} → {state.name}"
         self.state = state
 
@@ -313,7 +317,7 @@ class Deadlines:
         self._sequences: dict[int, Sequence] = {}
 
     def watch(self, sequence: Sequence) -> None:
-        """Have `due` yield the sequence once for each of its deadlines."""
+        """Has `due` yield the sequence once for each of its deadlines."""
         clock = sequence.clock
         self._sequences[sequence.id] = sequence
         for moment in (clock.deadline, clock.queue_deadline):

@@ -1,1 +1,1 @@
-"""Acceptance of a checkpoint: an engine's answers, and tensors that the model family compares."""
+"""Accepts checkpoints: compares an engine's answers, and tensors of the model family, with recorded ones."""

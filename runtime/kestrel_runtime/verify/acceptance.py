@@ -1,7 +1,7 @@
-"""Accepts a checkpoint: compares one precision after another with recorded answers, and measures how fast it is.
+"""Accepts a checkpoint: compares one precision after another with recorded answers, and measures the speed.
 
-Float32 is measured by tensors and answers, shorter formats by tensors alone: their answers are only counted,
-because one rounding may change a greedy answer.
+Float32 must reproduce tensors and answers, shorter formats only tensors: their answers are only counted, because
+one rounding may change a greedy answer.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Verdict(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     INCOMPLETE = "incomplete"
-    """Means that nothing differs, but something could not be compared."""
+    """A part could not be compared; the other parts do not differ."""
 
     @classmethod
     def of(cls, results: Sequence[PrecisionResult]) -> Verdict:
-        """The verdict on all precisions together."""
+        """Returns the verdict on all precisions together."""
         if any(result.failures for result in results):
             return cls.FAILED
         was_compared = any(result.cases or result.agreement.num_answers for result in results)
@@ -53,7 +53,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A closed loop: each of `num_callers` asks again as soon as it is answered."""
+    """The speed of a closed loop: each of `num_callers` sends its next request once it has its answer."""
 
     num_callers: int
     num_requests: int
@@ -65,25 +65,25 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionResult:
-    """One precision compared with the reference."""
+    """The comparison of one precision with the reference."""
 
     name: str
     setup: str
-    """Device, types and paths."""
+    """The device, the data types and the backends."""
     is_exact: bool
-    """True if everything was computed in float32, so that answers are compared."""
+    """True if everything was computed in float32, so that answers must be equal."""
     cases: tuple[Case, ...]
-    """Tensors, pixels and prompts."""
+    """Comparisons of tensors, pixels and prompts."""
     answers: tuple[AnsweredCall, ...]
     uncertain: frozenset[int]
-    """The places of answers that change with the last bits of the weights. These answers are not compared."""
+    """The indices of answers that change with the last bits of the weights. These answers are not compared."""
     speeds: tuple[Speed, ...]
     problems: tuple[str, ...]
-    """The cases that could not be compared, and why."""
+    """The parts that could not be compared, and why."""
 
     @property
     def failures(self) -> list[str]:
-        """The cases in which the model differs from the reference, or refuses what the reference answers."""
+        """The differences between model and reference, and the requests that only the reference answers."""
         failed = [f"{case.name}: {case.complaint}" for case in self.cases if case.complaint is not None]
         for place, call in enumerate(self.answers):
             if call.complaint and (call.answer is None or (self.is_exact and place not in self.uncertain)):
@@ -92,7 +92,7 @@ class PrecisionResult:
 
     @property
     def agreement(self) -> Agreement:
-        """The distance of the answers from the reference's."""
+        """The agreement of the answers with the reference's."""
         return Agreement.of(
             (call.answer or {}, call.call["expect"]) for call in self.answers if "expect" in call.call
         )
@@ -101,10 +101,10 @@ class PrecisionResult:
 def check_precision(
     folder: Path, name: str, config: EngineConfig, *, speed_s: float, report: Callable[[str], None]
 ) -> PrecisionResult:
-    """Compare the model of `config` with the answers recorded in `folder`, and measure its speed.
+    """Compares the model of `config` with the answers recorded in `folder`, and measures its speed.
 
     The speed is measured for about `speed_s` seconds with one caller, and again with as many as a batch holds.
-    `report` gets a line for each stage. Raises `CheckpointError` where the model cannot be loaded.
+    `report` gets a line for each stage. Raises `CheckpointError` if the model cannot be loaded.
     """
     cases: list[Case] = []
     answers: list[AnsweredCall] = []
@@ -164,12 +164,12 @@ def _free_memory() -> None:
 
 
 def _without_unsupported(answers: Iterable[AnsweredCall], engine: LocalEngine) -> list[AnsweredCall]:
-    """Leave out calls of skills that neither the model nor the reference has."""
+    """Leaves out calls of skills that neither the model nor the reference has."""
     return [call for call in answers if call.call["skill"] in engine.info.skills or "expect" in call.call]
 
 
 def _uncertain(fixture: ReferenceFixture, config: EngineConfig, answers: Sequence[AnsweredCall]) -> frozenset[int]:
-    """The places of answers that differ when the last bits of the weights change."""
+    """Returns the indices of answers that differ when the last bits of the weights change."""
     loaded = LoadedModel.load(config)
     nudge(loaded)
     engine = LocalEngine(loaded, config, owns_model=True)

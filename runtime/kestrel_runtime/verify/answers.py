@@ -1,4 +1,4 @@
-"""Calls and answers as `expected.json` spells them: to requests, from outputs, and compared."""
+"""Converts calls and answers of `expected.json` to requests and from outputs, and compares answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COORDINATE_TOLERANCE = 1e-5
 
 
 def request_of(call: dict[str, Any], data: bytes | None, max_tokens: int) -> Request:
-    """The greedy request of a call, about the image `data`."""
+    """Returns the greedy request of a call about the image `data`."""
     args, greedy = call["args"], SamplingParams(temperature=0.0, max_tokens=max_tokens)
     refs = tuple(_spatial_ref(ref) for ref in args.get("spatial_refs", ()))
     if call["skill"] == "query":
@@ -55,7 +55,7 @@ def _spatial_ref(sides: list[float]) -> SpatialRef:
 
 
 def answer_of(output: Output) -> dict[str, Any]:
-    """An output as `expected.json` holds it."""
+    """Returns an output in the form of `expected.json`."""
     if isinstance(output, QueryOutput):
         plain: dict[str, Any] = {"answer": output.answer}
         if output.reasoning is not None:
@@ -83,7 +83,7 @@ def _sides(place: Location | Box) -> dict[str, float]:
 
 
 def answer_differs(actual: Any, expected: Any) -> str | None:
-    """A complaint with both answers if they differ by more than rounded coordinates, else None."""
+    """Returns a message with both answers if they differ by more than rounded coordinates, else None."""
     same = _matches(actual, expected)
     return None if same else f"expected {json.dumps(expected)}, got {json.dumps(actual)}"
 
@@ -104,12 +104,12 @@ def _matches(actual: Any, expected: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Measures how near answers are to those of a reference."""
+    """The agreement of answers with those of a reference."""
 
     num_answers: int
     num_equal: int
     point_distance: float | None
-    """The mean distance of the reference's points to the nearest point of the answer, in shares of the image's
+    """The mean distance of the reference's points to the nearest point of the answer, as a fraction of the image's
     sides; 1 if the answer has no point. None if the reference has no points."""
     box_overlap: float | None
     """The mean intersection over union of the reference's boxes with the best box of the answer; None without
@@ -117,7 +117,7 @@ class Agreement:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Agreement:
-        """Returns the measure of pairs (answer, expected)."""
+        """Returns the agreement of pairs (answer, expected)."""
         pairs = list(pairs)
         distances, overlaps = [], []
         for answer, expected in pairs:

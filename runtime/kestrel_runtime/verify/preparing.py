@@ -1,4 +1,4 @@
-"""Requests prepared as an engine does, for a model that is taken through its steps by hand."""
+"""Prepares requests as an engine does, for a model whose steps are run by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kestrel_runtime.scheduling.sequence import SequenceClock
 
 @contextmanager
 def preparing(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepare]:
-    """Prepares on the calling thread, in the context."""
+    """Returns a context in which requests are prepared on the calling thread."""
     model_config = config_of(loaded.model)
     cropping = loaded.family.cropping(model_config)
     preprocessor = Preprocessor(

@@ -1,4 +1,4 @@
-"""Writes a reference fixture: what is asked about which images, and what a checkpoint answers.
+"""Writes a reference fixture: the questions about images, and the answers of a checkpoint.
 
 `write_questions` writes the images and `questions.json`, which has the form of `expected.json` without answers.
 `record_expected` answers them on the plain backend in float32. A family may have a program that asks its reference
@@ -28,19 +28,19 @@ from kestrel_runtime.verify.preparing import preparing
 
 QUESTIONS = "questions.json"
 _CERTAIN = 4e-6
-"""Relative change of all weights that a certain answer does not depend on: about ten times the relative difference
-between float32 kernels."""
+"""The relative change of all weights that a certain answer does not depend on: about ten times the relative
+difference between float32 kernels."""
 
 Call = dict[str, Any]
-"""`skill`, `args`, and `expect` once it is answered, as in `expected.json`."""
+"""A call: `skill`, `args`, and `expect` once it is answered, as in `expected.json`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image and what is asked about it."""
+    """An image and the calls about it."""
 
     name: str
-    """Its file name in the fixture."""
+    """The file name in the fixture."""
     data: bytes
     prompt: str
     """The question whose tensors are compared."""
@@ -48,17 +48,17 @@ class Picture:
 
 
 def call_of(skill: str, **args: Any) -> Call:
-    """A call without its answer."""
+    """Returns a call without its answer."""
     return {"skill": skill, "args": args}
 
 
 def query_call(question: str, *, reasoning: bool = False, **more: Any) -> Call:
-    """A query without its answer."""
+    """Returns a query without its answer."""
     return call_of("query", question=question, reasoning=reasoning, **more)
 
 
 def write_questions(folder: Path, pictures: Sequence[Picture], text_only: Sequence[Call], max_tokens: int) -> None:
-    """Write the pictures and `questions.json`. `max_tokens` limits each answer, and each reasoning before one."""
+    """Writes the pictures and `questions.json`. `max_tokens` limits each answer, and each reasoning before one."""
     entries: list[dict[str, Any]] = []
     for picture in pictures:
         (folder / picture.name).write_bytes(picture.data)
@@ -68,11 +68,11 @@ def write_questions(folder: Path, pictures: Sequence[Picture], text_only: Sequen
 
 
 def record_expected(folder: Path, config: EngineConfig) -> tuple[int, int]:
-    """Write `expected.json` and `expected.safetensors`: answers and tensors of the plain backend in float32.
+    """Writes `expected.json` and `expected.safetensors`: answers and tensors of the plain backend in float32.
 
-    Calls of skills that the model lacks are left out. So is a call whose greedy answer changes with the last bits
-    of the weights: it says nothing about another path. Returns the number of calls with and without those.
-    Raises `CheckpointError`.
+    Calls of skills that the model lacks are left out, and so are calls whose greedy answer changes with the last
+    bits of the weights: such an answer cannot distinguish a correct backend from a faulty one. Returns the number
+    of calls with and without the latter. Raises `CheckpointError`.
     """
     config = plain_float32(config)
     loaded = LoadedModel.load(config)
@@ -96,7 +96,8 @@ def record_expected(folder: Path, config: EngineConfig) -> tuple[int, int]:
 async def _answer(
     folder: Path, expected: dict[str, Any], loaded: LoadedModel, config: EngineConfig
 ) -> tuple[int, int]:
-    """Add the answer to each call and drop those without a certain one; returns how many there were, and are."""
+    """Adds the answer to each call and drops calls without a certain one. Returns the numbers of calls before and
+    after."""
     groups: list[tuple[list[Call], bytes | None]] = [(expected["text_only"], None)]
     groups += [(entry["calls"], (folder / entry["image"]).read_bytes()) for entry in expected["images"]]
     asked = [(call, data) for group, data in groups for call in group]
@@ -126,7 +127,7 @@ async def _answers(
 
 @torch.inference_mode()
 def nudge(loaded: LoadedModel) -> None:
-    """Change all float32 weights by a few units of their last place, at random. Certain answers stay the same."""
+    """Changes all float32 weights by a few units of their last place, at random. Certain answers stay the same."""
     chance = torch.Generator(loaded.model.device).manual_seed(1)
     for parameter in loaded.model.parameters():
         if parameter.dtype == torch.float32:

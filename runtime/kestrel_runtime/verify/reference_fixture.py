@@ -1,8 +1,8 @@
 """Runs every case of a reference fixture and reports which cases pass.
 
 A fixture is a folder with a small checkpoint, images, and the reference's answers in `expected.json` and
-`expected.safetensors`. The model family compares tensors. Answers are compared where the model computes in float32:
-in a shorter format one rounding may change a greedy answer of a random model.
+`expected.safetensors`. The model family compares tensors. Answers are compared if the model computes in float32: in
+a shorter format one rounding may change a greedy answer of a random model.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kestrel_runtime.verify.answers import answer_differs, answer_of, request_of
 from kestrel_runtime.verify.preparing import preparing
 
 _CACHE_TOKENS = 8192
-"""The prompts are few, and several folders may be checked side by side."""
+"""The tokens that the KV cache holds. The prompts are few, and several folders may be checked at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredCall:
-    """One call of a fixture and what an engine answered."""
+    """One call of a fixture and the answer of an engine."""
 
     image: str | None
     call: Mapping[str, Any]
@@ -41,27 +41,26 @@ class AnsweredCall:
 
     @property
     def name(self) -> str:
-        """The image, the skill and the arguments."""
+        """The name of the call: the image, the skill and the arguments."""
         arguments = ", ".join(f"{key}={value!r}" for key, value in self.call["args"].items())
         return f"{self.image or 'no image'} {self.call['skill']}({arguments})"
 
     @property
     def complaint(self) -> str | None:
-        """Returns how the answer differs from the reference's; None if it does not, or if the reference has no
-        answer."""
+        """The difference from the reference's answer; None if there is none, or if the reference has no answer."""
         if self.answer is None:
             return self.refused
         return answer_differs(self.answer, self.call["expect"]) if "expect" in self.call else None
 
 
 class ReferenceFixture:
-    """One fixture, loaded; `run` or `cases` goes through its cases, and may do so again."""
+    """A loaded fixture. `run` and `cases` compare its cases, any number of times."""
 
     def __init__(self, folder: Path, config: EngineConfig, *, has_checkpoint: bool = True) -> None:
-        """Load the checkpoint, for the device, types and paths of `config`.
+        """Loads the checkpoint, for the device, data types and backends of `config`.
 
-        `has_checkpoint` False: the folder has answers alone, and `config` names the model. Raises
-        `CheckpointError` where the folder is not a fixture.
+        `has_checkpoint` False: the folder has answers alone, and `config` names the model. Raises `CheckpointError`
+        if the folder is not a fixture.
         """
         try:
             self.expected = json.loads((folder / "expected.json").read_text())
@@ -85,7 +84,7 @@ class ReferenceFixture:
         return self._verification.is_exact
 
     def run(self, print_line: Callable[[str], None]) -> tuple[int, int]:
-        """Print a line per case; returns how many passed and how many failed."""
+        """Prints a line per case. Returns how many cases passed and how many failed."""
         num_passed = num_failed = 0
         for case in self.cases():
             print_line(str(case))
@@ -94,7 +93,7 @@ class ReferenceFixture:
         return num_passed, num_failed
 
     def cases(self) -> Iterator[Case]:
-        """Compute everything and compare it, case by case."""
+        """Computes everything and compares it, case by case."""
         yield from self.tensor_cases()
         if self.is_exact:
             engine = LocalEngine(self.loaded, self.config)
@@ -105,12 +104,12 @@ class ReferenceFixture:
             yield from (Case(call.name, call.complaint, digest=json.dumps(call.answer)) for call in answered)
 
     def tensor_cases(self) -> Iterator[Case]:
-        """Compute the tensors and compare them, case by case."""
+        """Computes the tensors and compares them, case by case."""
         with preparing(self.loaded, self.config) as prepare:
             yield from self._verification.tensor_cases(self._fixture, prepare)
 
     async def answers(self, engine: LocalEngine) -> list[AnsweredCall]:
-        """The engine's answers to all calls, which run together."""
+        """Returns the engine's answers to all calls, which run together."""
         calls = [(image["image"], call) for image in self.expected["images"] for call in image["calls"]]
         calls += [(None, call) for call in self.expected.get("text_only", [])]
         return await asyncio.gather(*(self._answer(engine, image, call) for image, call in calls))
