@@ -1,1 +1,1 @@
-"""The commands of `kestrel-grpc`, one module each, and what they share."""
+"""Implements the commands of `kestrel-grpc`, one module or package each, and the code that they share."""

@@ -1,7 +1,8 @@
-"""The command `kestrel-grpc accept`: proves a checkpoint on this machine, and writes a page about it.
+"""Implements `kestrel-grpc accept`: compares a checkpoint with a reference on this machine, and writes a page about
+it.
 
-The expected answers come from the public reference implementation, where it is installed and the checkpoint brings
-its code; else from the plain float32 path of this project. Starts no server.
+The expected answers are those of the public reference implementation if it is installed and the checkpoint contains
+its code; otherwise those of this project's plain float32 backend. Starts no server.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ if TYPE_CHECKING:
     from kestrel_runtime.verify.recording import Call, Picture
 
 MAX_TOKENS = 64
-"""Of each answer, and of each reasoning before one."""
+"""The longest answer, and the longest reasoning before one, in tokens."""
 _MAX_OBJECTS = 20
 _SPEED_S = 5.0
 _FLOAT8_CAPABILITY = (9, 0)
 """The first compute capability whose float8 products the fused backends use."""
 _LAST_ERRORS = 12
-"""Lines of a failed reference that are shown."""
+"""The last lines of a failed reference that are shown."""
 
 
 class _NoReference(Exception):
-    """Why the answers of the reference cannot be had."""
+    """The reference cannot answer; the text says why."""
 
 
 def add_accept_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -69,7 +70,7 @@ def add_accept_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         help="may be repeated; default: float32, on a GPU also bfloat16, and from Hopper on float8",
     )
     accept.add_argument(
-        "--images", metavar="FOLDER", type=Path, help="pictures to compare as well as those that are drawn"
+        "--images", metavar="FOLDER", type=Path, help="pictures to compare in addition to drawn ones"
     )
     accept.add_argument(
         "--html", metavar="FILE", type=Path, default=Path("acceptance.html"), help="default: %(default)s"
@@ -126,7 +127,7 @@ def _precisions(arguments: argparse.Namespace) -> Sequence[str]:
 
 
 def _engine_config(arguments: argparse.Namespace, precision: str) -> EngineConfig:
-    """Raises `ConfigurationError`."""
+    """Parses the engine's options for one precision. Raises `ConfigurationError`."""
     given = {"model": arguments.model, "device": arguments.device, "precision": precision}
     if arguments.revision is not None:
         given["revision"] = arguments.revision
@@ -134,7 +135,8 @@ def _engine_config(arguments: argparse.Namespace, precision: str) -> EngineConfi
 
 
 def _given_pictures(folder: Path | None) -> Iterator[Picture]:
-    """The pictures of a folder as PNG files, upright and without transparency, which all decoders read alike.
+    """Yields the pictures of a folder as PNG files, upright and without transparency, which all decoders read
+    alike.
 
     Raises `ConfigurationError` for a file that cannot be read.
     """
@@ -147,7 +149,7 @@ def _given_pictures(folder: Path | None) -> Iterator[Picture]:
 
     for path in sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURE_SUFFIXES):
         try:
-            image = draw(path)  # nothing: upright, in RGB
+            image = draw(path)  # draws nothing, but converts to upright RGB
         except (InvalidRequest, OSError) as error:
             raise ConfigurationError((f"--images: {path} is no image that can be read: {error}",)) from None
         buffer = io.BytesIO()
@@ -170,7 +172,7 @@ def _drawn_pictures() -> Iterator[Picture]:
 
 
 def _calls(question: str, wanted: str) -> list[Call]:
-    """A call of each skill."""
+    """Returns a call of each skill."""
     from kestrel_runtime.verify.recording import call_of, query_call
 
     return [
@@ -186,14 +188,14 @@ def _calls(question: str, wanted: str) -> list[Call]:
 
 @dataclass(frozen=True, slots=True)
 class _Acceptance:
-    """One run of the command, with a folder for the pictures and the expected answers."""
+    """Runs the command, with a folder for the pictures and the expected answers."""
 
     arguments: argparse.Namespace
     checkpoint: Checkpoint
     folder: Path
 
     def run(self, configs: dict[str, EngineConfig], given: Sequence[Picture]) -> int:
-        """Record the expected answers, compare each precision, write the page; returns the exit status."""
+        """Records the expected answers, compares each precision and writes the page; returns the exit status."""
         from kestrel_grpc.cli.acceptance_page import page, verdict_line
         from kestrel_runtime.verify.acceptance import Verdict, check_precision
         from kestrel_runtime.verify.recording import query_call, write_questions
@@ -223,7 +225,7 @@ class _Acceptance:
         return 0 if verdict is Verdict.PASSED else 1
 
     def _reference_answers(self) -> ReferenceFacts:
-        """Have the reference answer. Raises `_NoReference`, and `CheckpointError` where it fails."""
+        """Runs the reference. Raises `_NoReference`, and `CheckpointError` if the reference fails."""
         from kestrel_grpc.cli.acceptance_page import ReferenceFacts
         from kestrel_runtime.loading.checkpoint import PUBLISHED_REPOSITORIES
 
@@ -325,7 +327,7 @@ def _digest(path: Path) -> str:
 
 
 def _processor() -> str:
-    """The name of the processor, if the system reports it."""
+    """Returns the name of the processor, if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

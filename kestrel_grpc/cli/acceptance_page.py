@@ -1,4 +1,5 @@
-"""The page of `kestrel-grpc accept`: one HTML file with verdict, comparisons, pictures, speed and machine."""
+"""Renders the page of `kestrel-grpc accept`: an HTML file with verdict, comparisons, pictures, speed and
+machine."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from kestrel_runtime.verify.acceptance import PrecisionResult, Speed, Verdict
 from kestrel_runtime.verify.reference_fixture import AnsweredCall
 
 _LARGEST_SIDE_PX = 380
-"""Of the pictures on the page."""
+"""The largest side of a picture on the page, in pixels."""
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #fff; --soft: #59636e; --line: #d8dee4; --plate: #f6f8fa;
   --good: #1a7f37; --bad: #cf222e; --warn: #9a6700; }
@@ -55,17 +56,17 @@ code { overflow-wrap: anywhere; }
 
 @dataclass(frozen=True, slots=True)
 class ReferenceFacts:
-    """Where the expected answers come from."""
+    """Describes the source of the expected answers."""
 
     is_independent: bool
-    """Whether another implementation gave them, and not this project's own plain backend."""
+    """True if the answers are those of another implementation, not of this project's own plain backend."""
     summary: str
     notes: Sequence[str] = ()
-    """What was changed in the reference, and what it did not answer."""
+    """The changes made to the reference, and the questions that it did not answer."""
 
 
 def verdict_line(verdict: Verdict, reference: ReferenceFacts) -> str:
-    """The verdict in words."""
+    """Returns the verdict as a sentence."""
     return str(verdict) + ("" if reference.is_independent else ", without an independent reference")
 
 
@@ -76,7 +77,7 @@ def page(
     facts: Mapping[str, str],
     pictures: Mapping[str, bytes],
 ) -> str:
-    """The whole page. `facts` are shown as a table; `pictures` are the image files by name."""
+    """Returns the whole page. `facts` are shown as a table; `pictures` are the image files by name."""
     verdict = Verdict.of(results)
     body = [
         f"<h1>Acceptance of {escape(model)}</h1>",
@@ -86,7 +87,7 @@ def page(
         *_what_differs(results),
         "<h2>Precisions</h2>",
         _precisions(results),
-        '<p class="soft">Tensors are judged in each precision. Answers are judged in float32 and counted in '
+        '<p class="soft">Tensors are checked in each precision. Answers are checked in float32 and counted in '
         "shorter formats, where one rounding may change a greedy answer. The distance is the mean from each of the "
         "reference’s points to the nearest found, in shares of the image’s sides. The overlap is the mean "
         "intersection over union of each of the reference’s boxes with the best found.</p>",
@@ -211,7 +212,7 @@ def _answer_cell(result: PrecisionResult, place: int, call: AnsweredCall) -> str
     if not call.complaint:
         return _cell(text)
     if call.answer is not None and place in result.uncertain:
-        return _cell(f"{text} (differs; changes with the last bits of the weights, so not judged)", "warn")
+        return _cell(f"{text} (differs; changes with the last bits of the weights, so not checked)", "warn")
     is_wrong = result.is_exact or call.answer is None
     return _cell(f"{text} (differs)" if call.answer is not None else text, "bad" if is_wrong else "warn")
 
@@ -256,7 +257,7 @@ def _pictures(
 
 
 def _drawn(image: Image.Image, answers: Iterable[tuple[AnsweredCall, Mapping[str, Any]]]) -> str:
-    """The picture with all points, boxes and outlines, as a data URI."""
+    """Returns the picture with all points, boxes and outlines, as a data URI."""
     results = [result for call, answer in answers for result in _drawable(call, answer)]
     buffer = io.BytesIO()
     draw(image, *results).save(buffer, format="JPEG", quality=85)
@@ -266,7 +267,7 @@ def _drawn(image: Image.Image, answers: Iterable[tuple[AnsweredCall, Mapping[str
 def _drawable(
     call: AnsweredCall, answer: Mapping[str, Any]
 ) -> Iterator[PointResult | DetectResult | SegmentResult]:
-    """The results of an answer, as the client would return them."""
+    """Yields the results of an answer as the client would return them."""
     common: dict[str, Any] = {
         "request_id": "",
         "model": "",
@@ -310,7 +311,7 @@ def _cell(text: str, kind: str = "") -> str:
 
 
 def _table(headings: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table of cells; without headings where there are none."""
+    """Returns a table of cells; without headings if there are none."""
     head = f"<thead><tr>{''.join(f'<th>{escape(text)}</th>' for text in headings)}</tr></thead>" if headings else ""
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     return f'<div class="wide"><table>{head}<tbody>{body}</tbody></table></div>'

@@ -1,6 +1,7 @@
-"""The client commands: query, caption, point, detect, segment, gaze, image. Uses `kestrel_client` alone.
+"""Implements the client commands query, caption, point, detect, segment, gaze and image, with `kestrel_client`
+alone.
 
-Answers go to stdout, text as it arrives. Everything else, including the reasoning, goes to stderr.
+Answers are written to stdout, text as it arrives. Everything else, including the reasoning, is written to stderr.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def _add_image_commands(subparsers: argparse._SubParsersAction[argparse.Argument
     upload.add_argument(
         "--ttl", metavar="SECONDS", type=float, help="how long to keep it (as the server is set up)"
     )
-    upload.add_argument("--pin", action="store_true", help="keep it even where its memory is needed for others")
+    upload.add_argument("--pin", action="store_true", help="keep it even if its memory is needed for others")
     get = actions.add_parser("get", help="describe a stored image", description="Describe a stored image.")
     get.add_argument("--output", metavar="FILE", type=Path, help="write the image to this file as well")
     delete = actions.add_parser("delete", help="drop a stored image", description="Drop a stored image.")
@@ -236,7 +237,7 @@ def _gaze(client: Client, arguments: argparse.Namespace, image: str) -> None:
 
 
 def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) -> int:
-    """Ask about one picture, or about several at a time; returns the exit status."""
+    """Asks about one picture, or about several at a time; returns the exit status."""
     images = list(_images(arguments.image))
     draws = getattr(arguments, "draw", None) is not None
     if draws and any(map(is_on_server, images)):
@@ -263,7 +264,7 @@ def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) 
 
 
 def _job(arguments: argparse.Namespace, image: str) -> Job:
-    """The same question about another picture."""
+    """Returns the question of the arguments about one picture."""
     given = None if image == NO_IMAGE else image
     options: dict[str, Any] = {**_options(arguments)}
     for name in ("max_objects", "length", "reasoning"):
@@ -277,7 +278,8 @@ def _job(arguments: argparse.Namespace, image: str) -> Job:
 
 
 def _images(names: Sequence[str]) -> Iterator[str]:
-    """The pictures that the names stand for: those in a folder, and each other by itself. Raises ValueError."""
+    """Yields the pictures of the names: for a folder the pictures in it, otherwise the name itself. Raises
+    ValueError."""
     for name in names:
         if is_on_server(name) or name == NO_IMAGE or not Path(name).is_dir():
             yield name
@@ -289,7 +291,7 @@ def _images(names: Sequence[str]) -> Iterator[str]:
 
 
 def _targets(folder: Path, images: Sequence[str]) -> list[Path]:
-    """A file for each picture. Raises ValueError or OSError."""
+    """Returns a file for each picture. Raises ValueError or OSError."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: must be a folder for several pictures")
     folder.mkdir(parents=True, exist_ok=True)
@@ -326,7 +328,7 @@ def _print_image(image: StoredImage, arguments: argparse.Namespace, line: str) -
 
 
 def _options(arguments: argparse.Namespace) -> CallOptions:
-    """The options of the call that the flags name. Raises ValueError or OSError for a schema that is none."""
+    """Returns the options of the call that the flags name. Raises ValueError or OSError for an invalid schema."""
     given: dict[str, Any] = {
         name: getattr(arguments, name)
         for name in CallOptions.__annotations__
@@ -339,7 +341,7 @@ def _options(arguments: argparse.Namespace) -> CallOptions:
 
 
 def _is_whole(arguments: argparse.Namespace) -> bool:
-    """Whether the answer is asked for in one response rather than as a stream."""
+    """Returns True if the answer is requested as one response rather than as a stream."""
     return arguments.json or arguments.n is not None or arguments.logprobs is not None
 
 
@@ -355,7 +357,7 @@ def _print_text(deltas: Iterator[TextDelta]) -> None:
 
 
 def _print_outline(segments: Iterator[Segment]) -> None:
-    """One line: the box, and the path as it grows."""
+    """Prints one line: the box, and the path as it grows."""
     shown: str | None = None
     for segment in segments:
         new = f"{_numbers(segment.box)} " if shown is None else segment.svg_path[len(shown) :]
@@ -383,7 +385,7 @@ def _text(sample: QueryResult | CaptionResult | QueryAlternative | CaptionAltern
 
 
 def _lines(result: Result) -> list[str]:
-    """What is printed of a result, in lines."""
+    """Returns the lines that show a result."""
     match result:
         case QueryResult() | CaptionResult():
             return [" ".join(_text(sample).splitlines()) for sample in (result, *result.alternatives)]
@@ -422,17 +424,17 @@ def _print_json(result: Result) -> None:
 
 
 def _numbers(place: Point | Box) -> str:
-    """One line for people and for `cut`: fractions of the width and height from the top left corner."""
+    """Returns one line for people and for `cut`: fractions of the width and height from the top left corner."""
     return " ".join(f"{number:.4f}" for number in dataclasses.astuple(place))
 
 
 def _draw(target: Path | None, image: str, result: PointResult | DetectResult | SegmentResult | GazeResult) -> None:
-    """Draw a result into a file, in the format of its name."""
+    """Draws a result into a file, in the format of its name."""
     if target is None:
         return
     drawn = draw(image, result)
     try:
         drawn.save(target)
-    except (KeyError, ValueError) as error:  # an ending that Pillow does not know, or cannot write
+    except (KeyError, ValueError) as error:  # Pillow does not know the suffix, or cannot write the format
         raise ValueError(f"{target}: is no name of a picture, such as drawn.png or drawn.jpg") from error
     print_error(f"drawn in {target}")

@@ -1,4 +1,4 @@
-"""All commands: parses the arguments, runs the command, and says what a mistyped word may have meant."""
+"""Parses the arguments of all commands, runs the command, and suggests a correction of a mistyped word."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MISUSED = 2
 
 
 def run(words: Sequence[str]) -> int:
-    """Run one command; returns the exit status.
+    """Runs one command; returns the exit status.
 
     A command imports large libraries when it runs, so that asking a server does not load those of the model.
     """
@@ -53,14 +53,14 @@ def run(words: Sequence[str]) -> int:
             name = word.partition("=")[0]
             kind = "option" if word.startswith("-") else "argument"
             if kind == "argument" and before.startswith("-") and "=" not in before:
-                continue  # it may be the value of that option
+                continue  # the word may be the value of that option
             print_error(f"{name}: is no {kind} of {arguments.command}{did_you_mean(name, flags)}")
         return _MISUSED
     return arguments.run(arguments)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints what is wrong before the usage, which is long. Parsers of commands are of this type too."""
+    """Prints the mistake before the usage, which is long. Parsers of commands are of this type too."""
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: error: {printable(message)}", file=sys.stderr)
@@ -69,7 +69,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _other_commands() -> tuple[Callable[[Any], None], ...]:
-    """Returns what adds the commands other than those of a server, which starts without their libraries."""
+    """Returns the functions that add the commands other than `serve`, which starts without their libraries."""
     from kestrel_grpc.cli.accept import add_accept_command
     from kestrel_grpc.cli.ask import add_client_commands
     from kestrel_grpc.cli.batch.command import add_batch_command
@@ -91,7 +91,7 @@ def _other_commands() -> tuple[Callable[[Any], None], ...]:
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """The flags of a command and of its actions, without those that are only there to be refused."""
+    """Yields the flags of a command and of its actions, without flags that are always refused."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():

@@ -1,4 +1,4 @@
-"""What the commands share: how they report mistakes, and how they reach a server."""
+"""Reports mistakes and connects to servers, for all commands."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from kestrel_grpc.process.terminal import print_error, printable, printable_json
 Command = Callable[[Client, argparse.Namespace], int | None]
 """Runs with a client; returns the exit status, None for 0."""
 Flags = argparse.ArgumentParser | argparse._ArgumentGroup
-"""What flags are added to."""
+"""The types to which flags are added."""
 PICTURE_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"))
 """The endings of the names of image files, in a folder, in lower case."""
 
 
 def refuse(error: ConfigurationError) -> int:
-    """Print a line for each problem; returns the exit status."""
+    """Prints a line for each problem; returns the exit status."""
     for problem in error.problems:
         print_error(problem)
     return 2
 
 
 def show(*texts: object, end: str = "\n", file: TextIO | None = None) -> None:
-    """Print what a server says, such as names and answers, without its control characters, at once."""
+    """Prints a server's text, such as names and answers, without its control characters, at once."""
     print(*(printable(str(text)) for text in texts), sep="\n", end=end, file=file, flush=True)
 
 
 def show_json(value: Any) -> None:
-    """Print a value as a line of JSON, control characters as escapes."""
+    """Prints a value as a line of JSON, control characters as escapes."""
     print(printable_json(json.dumps(value, ensure_ascii=False, default=str)), flush=True)
 
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `run_with_client` reads."""
+    """Adds the flags that `run_with_client` reads."""
     add_connection_arguments(
         parser,
         address=address_of(None),
@@ -52,7 +52,7 @@ def add_client_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_token_argument(parser: Flags) -> None:
-    """Add the flag."""
+    """Adds the flag of the token."""
     parser.add_argument(
         "--token",
         default=os.environ.get("KESTREL_GRPC_TOKEN") or None,
@@ -61,7 +61,7 @@ def add_token_argument(parser: Flags) -> None:
 
 
 def run_with_client(command: Command, arguments: argparse.Namespace) -> int:
-    """Run a command with a client of the server that the flags name; returns the exit status."""
+    """Runs a command with a client of the server that the flags name; returns the exit status."""
     try:
         with Client(
             arguments.address,
@@ -76,7 +76,7 @@ def run_with_client(command: Command, arguments: argparse.Namespace) -> int:
         # The reader of stdout has closed it; without this, Python reports another error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (KestrelClientError, OSError, ValueError) as error:  # a number too large for its field is a ValueError
+    except (KestrelClientError, OSError, ValueError) as error:  # such as a number that is too large for its field
         print_error(explain(error))
         return 1
     except KeyboardInterrupt:
@@ -84,7 +84,7 @@ def run_with_client(command: Command, arguments: argparse.Namespace) -> int:
 
 
 def explain(error: Exception) -> str:
-    """One line that says what is wrong and, where known, what to do about it."""
+    """Returns one line that describes an error and, if known, its remedy."""
     if isinstance(error, ServerError) and error.request_id:
         return f"{error} (see request {error.request_id} in the log of the server)"
     if isinstance(error, OSError) and error.filename is not None:
@@ -93,7 +93,7 @@ def explain(error: Exception) -> str:
 
 
 def add_connection_arguments(parser: Flags, *, address: str | None, address_help: str, timeout_s: float) -> None:
-    """Add the flags. `address` None leaves the choice of a default to the command."""
+    """Adds the flags of a connection. `address` None leaves the default to the command."""
     parser.add_argument("--address", default=address, help=address_help)
     _add_file(parser, "ca", "connect with TLS to a server whose certificate is signed by one in this file")
     _add_file(parser, "client-certificate", "client certificate, for servers that ask for one, in PEM")
@@ -104,7 +104,7 @@ def add_connection_arguments(parser: Flags, *, address: str | None, address_help
 
 
 def tls_of(arguments: argparse.Namespace) -> ClientTls | None:
-    """Returns the TLS settings that the flags and their variables give; None without any. Raises `ValueError`."""
+    """Returns the TLS settings of the flags and their variables; None without any. Raises `ValueError`."""
     return ClientTls.named(arguments.tls_ca, arguments.tls_client_certificate, arguments.tls_client_key)
 
 

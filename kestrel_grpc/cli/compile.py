@@ -1,4 +1,4 @@
-"""The command `kestrel-grpc compile`: compiles kernels of published models for cards that are not here."""
+"""Implements `kestrel-grpc compile`: compiles kernels of published models for cards that this machine lacks."""
 
 from __future__ import annotations
 

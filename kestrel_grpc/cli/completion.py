@@ -1,4 +1,4 @@
-"""The command `kestrel-grpc completion`: what a shell needs to complete the other commands and their options.
+"""Implements `kestrel-grpc completion`: prints a shell script that completes commands and their options.
 
 argcomplete does the work. The script calls `kestrel-grpc` again for each completion, so that it always has the
 commands of the installed version.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 _SHELLS = ("bash", "zsh", "fish")
-# Without it zsh has no completions of commands at all, and no `compdef`, which the script calls.
+# Loads zsh's completion system, which defines `compdef`; the script calls it.
 _ZSH_COMPLETIONS = "(( ${+functions[compdef]} )) || { autoload -Uz compinit && compinit -i }"
 
 
@@ -39,7 +39,7 @@ def _print_script(arguments: argparse.Namespace) -> int:
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Answer the shell, if it is the one that runs this process, and end the process; otherwise do nothing."""
+    """Answers the shell, if it is the one that runs this process, and ends the process; otherwise does nothing."""
     import argcomplete
 
     argcomplete.autocomplete(parser, always_complete_options=False)

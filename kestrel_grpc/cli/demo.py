@@ -1,4 +1,4 @@
-"""The command `kestrel-grpc demo`: serves the built-in model and calls five skills over gRPC, one with an adapter.
+"""Implements `kestrel-grpc demo`: serves the built-in model and calls five skills over gRPC, one with an adapter.
 
 Starts a complete server on a free port, calls it as any client would, and draws the results.
 """
@@ -22,7 +22,7 @@ QUESTIONS = (
 )
 OUTLINED = "yellow star"
 ADAPTER = "gold"
-"""It calls yellow gold, and comes with the built-in model."""
+"""The adapter of the built-in model that calls yellow gold."""
 ADAPTED_QUESTION = QUESTIONS[1]
 
 

@@ -1,6 +1,6 @@
-"""The command `kestrel-grpc evaluate`: scores the model of a running server on a published set.
+"""Implements `kestrel-grpc evaluate`: scores the model of a running server on a published set.
 
-`kestrel_grpc/evaluation/` reads the set and scores the answers; this module asks, many calls at a time.
+`kestrel_grpc/evaluation/` reads the set and scores the answers; this module sends many calls at a time.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _problems(arguments: argparse.Namespace) -> Iterable[str]:
 
 
 def _open(arguments: argparse.Namespace) -> Task:
-    """Read the set. Raises `SetUnusable`, `OSError` or `ModuleNotFoundError`."""
+    """Reads the set. Raises `SetUnusable`, `OSError` or `ModuleNotFoundError`."""
     from kestrel_grpc.evaluation import detection, pointing, questions
 
     common: dict[str, Any] = {name: getattr(arguments, name) for name in ("split", "pictures", "limit")}
@@ -150,8 +150,8 @@ def _open(arguments: argparse.Namespace) -> Task:
 
 
 def _run(task: Task, client: Client, arguments: argparse.Namespace) -> int:
-    """Ask and report; returns the exit status. Raises errors of the client and `OSError`."""
-    info = client.server_info()  # a server that is not there fails here, once
+    """Asks and reports; returns the exit status. Raises errors of the client and `OSError`."""
+    info = client.server_info()  # fails once, here, if there is no server
     answers = _ask(client, task.calls(), arguments)
     report = task.report(answers)
     facts = {
@@ -182,17 +182,18 @@ def _run(task: Task, client: Client, arguments: argparse.Namespace) -> int:
 
 
 def _open_picture(file: Path | bytes) -> Image.Image:
-    """A copy in RGB, as the model sees it. Raises `OSError` or `ValueError` for what is no picture."""
+    """Returns a copy in RGB, as the model sees it. Raises `OSError` or `ValueError` for a file that is not a
+    picture."""
     from kestrel_client.drawing import draw
 
     try:
-        return draw(file)  # nothing
+        return draw(file)  # draws nothing on it
     except KestrelClientError as error:
         raise ValueError(str(error)) from error
 
 
 def _ask(client: Client, calls: Sequence[Call], arguments: argparse.Namespace) -> list[Answer]:
-    """The answers, in the order of the calls."""
+    """Returns the answers, in the order of the calls."""
     options: dict[str, Any] = {"temperature": 0.0}
     options |= {
         name: getattr(arguments, name)

@@ -1,4 +1,4 @@
-"""The command `kestrel-grpc health`: asks a server whether it takes requests, for containers and scripts.
+"""Implements `kestrel-grpc health`: asks a server whether it takes requests, for containers and scripts.
 
 Uses `grpc.health.v1`, which needs no token. Without an address, by `--address` or `KESTREL_GRPC_ADDRESS`, it asks
 the server that the other environment variables configure.
@@ -78,7 +78,7 @@ def _ask(target: Target, arguments: argparse.Namespace) -> int:
             )
             response = check(HealthCheckRequest(service=arguments.service), timeout=arguments.timeout)
         except grpc.RpcError as error:
-            # The stub raises only calls, which carry a status; the type does not say so.
+            # The stub raises calls only, which have a status; its type is wider.
             code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
             print_error(_explain(code, target, arguments.timeout))
             return 1
@@ -101,14 +101,14 @@ def _explain(code: grpc.StatusCode, target: Target, timeout_s: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Address and TLS; `tls` None means without encryption."""
+    """Holds an address and its TLS settings; `tls` None means without encryption."""
 
     address: str
     tls: ClientTls | None
 
 
 def own_server(environment: Mapping[str, str], given: ClientTls | None = None) -> Target:
-    """Its Unix socket or its admin port where it has one, since neither is encrypted; else its port.
+    """Returns the server's Unix socket or admin port if it has one, since neither is encrypted; else its port.
 
     On an encrypted port the server's own certificate is trusted, whatever name is in it, unless `given` names
     others. Raises `ConfigurationError`.
@@ -140,9 +140,9 @@ def _reachable(host: str, port: int, variable: str) -> str:
 
 
 def _name_in(certificate: Path, address: str) -> str | None:
-    """A name in the certificate of the server; None where it has no trusted certificate."""
+    """Returns a name in the certificate of the server; None if it has no trusted certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # The name is what is being looked for; the certificate itself is verified.
+    # The certificate is verified, but not its host name, which this function reads.
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     host, _, port = address.rpartition(":")

@@ -18,17 +18,17 @@ _TOTAL = "28.40"
 
 
 class Scene(NamedTuple):
-    """A drawn picture as a PNG file."""
+    """Holds a drawn picture as a PNG file, with a question and an object."""
 
     name: str
     data: bytes
     question: str
     object: str
-    """What to find in it."""
+    """The object to find in it."""
 
 
 def scenes() -> Iterator[Scene]:
-    """All pictures, always the same."""
+    """Yields all pictures, the same in every call."""
     shapes = files("kestrel_grpc").joinpath("demo_picture.png").read_bytes()
     yield Scene("shapes.png", shapes, "How many shapes are there?", "star")
     yield Scene("chart.png", _png(_chart()), "What is the value of the tallest bar?", "tallest bar")

@@ -1,4 +1,4 @@
-"""The commands `kestrel-grpc serve` and `kestrel-grpc config`: run a server, or print its options."""
+"""Implements `kestrel-grpc serve` and `kestrel-grpc config`: runs a server, or prints its options."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         set_up_logging(config.log_level, line_format=config.log_format)
     for warning in environment_warnings(option_names(), os.environ):
         _log.warning("%s", warning)
-    # The engine's libraries take seconds to import: what can be refused without them is refused first.
+    # The engine's libraries take seconds to import: all checks that do not need them precede the import.
     from kestrel_grpc.access.tls import CertificateError
     from kestrel_grpc.access.token_file import TokenFileError
     from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
@@ -113,14 +113,14 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _refuse(error: ConfigurationError) -> int:
-    """Report each problem; returns the exit status."""
+    """Reports each problem; returns the exit status."""
     for problem in error.problems:
         report(problem)
     return 2
 
 
 def _run(config: ServerConfig) -> int:
-    """Serve until a signal, in one process or in several; returns the exit status."""
+    """Serves until a signal, in one process or in several; returns the exit status."""
     if config.devices is None and config.frontends == 0:
         return _run_server(config)
     # These libraries are for several processes only.
@@ -147,10 +147,10 @@ def _run(config: ServerConfig) -> int:
 
 
 def _run_server(config: ServerConfig) -> int:
-    """Serve until a signal, in this process; returns the exit status."""
+    """Serves until a signal, in this process; returns the exit status."""
     from kestrel_runtime.models.background_load import BackgroundLoad
 
-    sys.setswitchinterval(SWITCH_INTERVAL_S)  # also for threads that load beside imports
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # also for threads that load during imports
     raise_descriptor_limit()
     at_rest = return_free_memory if return_large_blocks() else None
     engine_config = config.engine_config()
@@ -170,11 +170,11 @@ def _run_server(config: ServerConfig) -> int:
         keep_bytecode()
         return await server.serve(), server.has_closed
 
-    # Until there is a server there are no connections.
+    # Without a server there are no connections yet.
     ended_well, has_closed = False, True
-    gc.freeze()  # collections before and after the model is placed need not look at what has been imported
+    gc.freeze()  # collections before and after loading the model need not examine imported objects
     engine = LocalEngine(loading.result(), engine_config, owns_model=True)
-    # After the model: a start that fails says why in one line.
+    # Logged after the model was loaded: a start that fails reports its cause in one line.
     _log.info("%s", config.precision_line())
     engine.on_status_change(lambda now: end_within(END_TIMEOUT_S) if now is EngineStatus.DEAD else None)
     try:

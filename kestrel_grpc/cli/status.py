@@ -1,4 +1,4 @@
-"""The commands info, models, load and adapter: what a running server is and serves, and how busy it is."""
+"""Implements the commands info, models, load and adapter, which describe a running server and its load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kestrel_grpc.cli.common import add_client_arguments, run_with_client, show,
 from kestrel_grpc.process.terminal import print_error
 
 _NOTHING = "-"
-"""In place of what the server does not know."""
+"""Stands for a value that the server does not report."""
 
 
 def add_status_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -148,7 +148,7 @@ def _engine_row(engine: EngineLoad) -> tuple[str, ...]:
 
 
 def _memory(plan: MemoryPlan | None) -> tuple[str, ...]:
-    """Weights, key-value cache and total."""
+    """Returns the memory of the weights, of the key-value cache and in total."""
     if plan is None:
         return (_NOTHING,) * 3
     sizes = (plan.weight_bytes, plan.cache_bytes, plan.total_bytes)
@@ -160,7 +160,7 @@ def _number(value: int | None) -> str:
 
 
 def _print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    """An empty line and a table; nothing without rows, which older servers do not tell."""
+    """Prints an empty line and a table; nothing without rows, which older servers do not report."""
     table = [columns, *rows]
     if len(table) == 1:
         return
@@ -176,7 +176,7 @@ def _print_facts(item: Mapping[str, Any]) -> None:
 
 
 def _flat(item: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Rows of a table: `limits.max_image_bytes` and 33,554,432."""
+    """Returns rows of a table, such as `limits.max_image_bytes` and 33,554,432."""
     rows: list[tuple[str, str]] = []
     for name, value in item.items():
         match value:

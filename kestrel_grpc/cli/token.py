@@ -1,4 +1,4 @@
-"""The command `kestrel-grpc token new`: a new token, and its line for the file of tokens. Calls no server."""
+"""Implements `kestrel-grpc token new`: prints a new token, and its line for the file of tokens. Calls no server."""
 
 from __future__ import annotations
 

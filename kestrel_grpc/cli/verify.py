@@ -1,4 +1,4 @@
-"""The command `kestrel-grpc verify`: compares a machine's answers with a reference fixture. Starts no server."""
+"""Implements `kestrel-grpc verify`: compares a machine's answers with a reference fixture. Starts no server."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    """From --device, --dtype and --set. Raises `ConfigurationError`."""
+    """Parses --device, --dtype and --set. Raises `ConfigurationError`."""
     given = {**named_values(arguments.set), "device": arguments.device, "dtype": arguments.dtype}
     return ServerConfig.parse(given, {}).engine_config()

@@ -1,1 +1,1 @@
-"""Runs `kestrel-grpc batch`: reads requests from files or tables, has them answered, and writes the answers."""
+"""Implements `kestrel-grpc batch`: reads requests from files or tables, sends them, and writes the answers."""

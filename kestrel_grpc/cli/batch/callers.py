@@ -1,8 +1,8 @@
-"""Who answers the requests of `kestrel-grpc batch`: an engine of this process, or a server at an address.
+"""Answers the requests of `kestrel-grpc batch` with an engine of this process, or with a server at an address.
 
-Both take the path and the body of an HTTP request and give the status and the JSON of the response, so that fields,
-checks and answers are those of the HTTP port. `EngineCaller` runs the operations of the HTTP frontends without
-HTTP.
+Both callers take the path and the body of an HTTP request and return the status and the JSON of the response, so
+that fields, checks and answers are those of the HTTP port. `EngineCaller` runs the operations of the HTTP frontends
+without HTTP.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from kestrel_grpc.images.image_uris import ImageSource
 from kestrel_runtime.api.engine import Engine, EngineStatus
 
 _GRACE_S = 10.0
-"""How much longer than the server a client waits, so that the server's own answer about its time limit arrives."""
+"""The time by which a client waits longer than the server, so that the server's own timeout reaches it, in
+seconds."""
 _INLINE_BYTES = 256 * 1024
-"""A larger body is parsed in a thread."""
+"""The size from which a body is parsed in a thread."""
 _CALLER_MESSAGES = {
     401: "the server asks for a token, or does not know the one of --token or KESTREL_GRPC_TOKEN",
     403: "the server does not allow these calls",
@@ -44,16 +45,16 @@ _log = logging.getLogger(__name__)
 
 
 class RunEnded(Exception):
-    """No further line can be answered; the text says why."""
+    """The run cannot answer further lines; the text says why."""
 
 
 class Unreachable(Exception):
-    """No answer came; the text says why. A later attempt may succeed."""
+    """The server did not answer; the text says why. A later attempt may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A response. `retry_after_s` is None where another attempt does not help."""
+    """Represents a response. `retry_after_s` is None if another attempt does not help."""
 
     status: int
     document: Mapping[str, Any]
@@ -64,17 +65,18 @@ class Caller(Protocol):
     """Answers requests."""
 
     async def post(self, path: str, body: bytes, request_id: str) -> Reply:
-        """Answer one request. Raises `Unreachable` or `RunEnded`."""
+        """Answers one request. Raises `Unreachable` or `RunEnded`."""
         ...
 
 
 class EngineCaller:
-    """Calls an engine as the HTTP port does, without a port. Callers have no tokens and share what is cached."""
+    """Calls an engine as the HTTP port does, without a port. Callers have no tokens and share all caches."""
 
     def __init__(
         self, engine: Engine, config: ServerConfig, images: ImageSource, *, timeout_s: float | None = None
     ) -> None:
-        """`images` fetches images by their addresses; `timeout_s` ends a request."""
+        """Creates a caller. `images` fetches images by their addresses; a request ends after `timeout_s`
+        seconds."""
         self._engine = engine
         self._timeout_s = timeout_s
         names = config.served_model_name or ()
@@ -117,7 +119,7 @@ class EngineCaller:
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where the HTTP port of a server is. `prefix` stands before the paths of the API, such as /kestrel."""
+    """Holds the address of a server's HTTP port. `prefix` stands before the paths of the API, such as /kestrel."""
 
     host: str
     port: int
@@ -126,7 +128,8 @@ class ServerAddress:
 
     @classmethod
     def parse(cls, text: str, tls: ClientTls | None) -> ServerAddress:
-        """From `http://host:port`, `https://…`, or `host:port`. Raises ValueError, or OSError for a file of TLS."""
+        """Parses `http://host:port`, `https://…`, or `host:port`. Raises ValueError, or OSError for a file of
+        TLS."""
         url = urlsplit(text if "://" in text else f"{'http' if tls is None else 'https'}://{text}")
         is_plain = url.scheme == "http"
         if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or url.username:
@@ -143,7 +146,7 @@ class ServerAddress:
         return cls(url.hostname, port, url.path.rstrip("/").removesuffix("/v1"), context)
 
     def connect(self, timeout_s: float) -> http.client.HTTPConnection:
-        """A connection, which opens with its first request."""
+        """Returns a connection, which opens with its first request."""
         if self.tls is None:
             return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         return http.client.HTTPSConnection(self.host, self.port, timeout=timeout_s, context=self.tls)
@@ -169,7 +172,7 @@ class ServerCaller:
         self._connections: list[http.client.HTTPConnection] = []
 
     async def check(self) -> None:
-        """Raise `Unreachable` or `RunEnded` unless a server answers that takes the token."""
+        """Raises `Unreachable` or `RunEnded` unless a server answers that accepts the token."""
         reply = await self._send("GET", "/v1/models", None, "batch-0")
         if reply.status != 200 and reply.retry_after_s is None:
             raise RunEnded(_NO_HTTP_PORT)
@@ -178,7 +181,7 @@ class ServerCaller:
         return await self._send("POST", path, body, request_id)
 
     def close(self) -> None:
-        """No request may be in flight."""
+        """Closes all connections. The caller has no request in flight then."""
         self._threads.shutdown()
         for connection in self._connections:
             connection.close()
@@ -210,7 +213,8 @@ class ServerCaller:
 
 
 def _reply(response: http.client.HTTPResponse, body: bytes) -> Reply:
-    """Raises `Unreachable` for the answer of a proxy, and `RunEnded` for one that concerns every request."""
+    """Parses a response. Raises `Unreachable` for the answer of a proxy, `RunEnded` for one that concerns every
+    request."""
     if response.status in _CALLER_MESSAGES:
         raise RunEnded(_CALLER_MESSAGES[response.status])
     try:

@@ -1,8 +1,8 @@
-"""The command `kestrel-grpc batch`: answers the lines of a file, or the pictures of a folder, into a file of lines.
+"""Implements `kestrel-grpc batch`: answers the lines of a file, or the pictures of a folder, into a file of lines.
 
 The engine runs in this process, or is that of the server at `--address`. Either way a line is a request of the HTTP
-port: `lines.py` makes it, `callers.py` has it answered, `run.py` keeps many in flight, and
-`output.py` writes the answers so that an interrupted run can go on.
+port: `lines.py` makes it, `callers.py` has it answered, `run.py` keeps many in flight, and `output.py` writes the
+answers so that an interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SERVER_OPTIONS = (
     *("config", "precision", "served_model_name", "image_hosts", "image_fetch_timeout", "log_level", "log_format"),
 )
 _IN_FLIGHT_PER_BATCH = 2
-"""Requests in flight for each place in the batch: while one is computed, the next is prepared."""
+"""The requests in flight for each row of the batch: while one is computed, the next is prepared."""
 IN_FLIGHT_OF_SERVER = 64
 _MAX_IN_FLIGHT = 1024
 _TIMEOUT_S = 600.0
@@ -100,19 +100,19 @@ def add_batch_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         help=f"requests at a time ({_IN_FLIGHT_PER_BATCH} × --max-batch-size; with --address "
         f"{IN_FLIGHT_OF_SERVER})",
     )
-    parser.add_argument("--resume", action="store_true", help="go on with OUT where an interrupted run has ended")
+    parser.add_argument("--resume", action="store_true", help="continue OUT where an interrupted run has ended")
     parser.add_argument(
         "--retry-failed", action="store_true", help="answer the failed lines of a complete OUT again"
     )
     parser.add_argument("--force", action="store_true", help="replace OUT")
-    parser.add_argument("--progress", action="store_true", help="show progress also where no terminal is")
+    parser.add_argument("--progress", action="store_true", help="show progress also without a terminal")
     parser.add_argument(
         "--max-retry",
         metavar="SECONDS",
         type=_seconds,
         default=_MAX_RETRY_S,
-        help="how long lines that are refused for now are sent again while none is answered; then the run ends and "
-        "can be resumed (%(default)g)",
+        help="longest time without an answer in which temporarily refused lines are sent again; then the run ends "
+        "and can be resumed (%(default)g)",
     )
     server = parser.add_argument_group("server, in place of an engine in this process")
     add_connection_arguments(
@@ -128,7 +128,7 @@ def add_batch_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
 
 @dataclass(slots=True)
 class _Job:
-    """What the command line asks for."""
+    """Holds the parsed command line of a run."""
 
     arguments: argparse.Namespace
     template: Template
@@ -136,8 +136,11 @@ class _Job:
     records: Iterator[Record]
 
     def open_output(self, **settings: Any) -> AnyOutput:
-        """The output, whose lines answer no record that is left. `settings` is what answers depend on besides the
-        template. Raises `OutputRefused`, or `ConfigurationError` where every line would be refused."""
+        """Opens the output, whose lines answer the records that are skipped. `settings` is all that answers depend
+        on apart from the template.
+
+        Raises `OutputRefused`, or `ConfigurationError` if every line would be refused.
+        """
         from kestrel_grpc.cli.batch.lines import Line, open_source
         from kestrel_grpc.cli.batch.output import Output, RetriedOutput, StreamOutput
 
@@ -158,13 +161,13 @@ class _Job:
         return output
 
     def _require_fields(self) -> None:
-        from kestrel_grpc.cli.batch.lines import fields_that_all_lack, open_source
+        from kestrel_grpc.cli.batch.lines import fields_missing_in_all, open_source
 
         path = self.arguments.input
         if not _can_be_read_again(path):
             return
         ways = {"skill": "; give --skill", "image": ""}
-        missing = fields_that_all_lack(open_source(path), self.template)
+        missing = fields_missing_in_all(open_source(path), self.template)
         if missing:
             raise ConfigurationError(
                 tuple(
@@ -201,7 +204,7 @@ def _can_be_read_again(path: Path) -> bool:
 
 
 def _require_consistent(arguments: argparse.Namespace) -> None:
-    """Raises `ConfigurationError`."""
+    """Raises `ConfigurationError` if the arguments exclude each other."""
     from kestrel_grpc.frontends.http.endpoint import MAX_TIMEOUT_S
 
     problems: list[str] = []
@@ -228,7 +231,7 @@ def _require_consistent(arguments: argparse.Namespace) -> None:
 
 
 def _with_server(job: _Job) -> int:
-    """Run with the server at `--address`; returns the exit status."""
+    """Runs with the server at `--address`; returns the exit status."""
     from kestrel_grpc.cli.batch.callers import RunEnded, ServerAddress, ServerCaller, Unreachable
 
     arguments = job.arguments
@@ -251,14 +254,14 @@ def _with_server(job: _Job) -> int:
 
 
 def _with_engine(job: _Job) -> int:
-    """Run with an engine of this process; returns the exit status."""
+    """Runs with an engine of this process; returns the exit status."""
     config = ServerConfig.parse(vars(job.arguments), os.environ)
     if config.devices is not None or config.frontends not in (0, "auto"):
         raise ConfigurationError(
             ("--devices and --frontends: start a server with them, and give its HTTP port as --address",)
         )
     set_up_logging(config.log_level, line_format=config.log_format)
-    # The engine's libraries take seconds to import: what can be refused without them is refused first.
+    # The engine's libraries take seconds to import: all checks that do not need them precede the import.
     from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
     from kestrel_grpc.server import image_source, require_usable_engine
 
@@ -275,7 +278,7 @@ def _with_engine(job: _Job) -> int:
 
 
 def _run_engine(job: _Job, config: ServerConfig, images: ImageSource, output: AnyOutput) -> int:
-    """Load the model and run; returns the exit status."""
+    """Loads the model and runs; returns the exit status."""
     from kestrel_grpc.cli.batch.callers import EngineCaller
     from kestrel_runtime.api.engine import EngineStatus
     from kestrel_runtime.api.errors import CheckpointError
@@ -317,7 +320,7 @@ def _run_engine(job: _Job, config: ServerConfig, images: ImageSource, output: An
 
 
 async def _run(job: _Job, caller: Caller, output: AnyOutput, num_in_flight: int) -> int:
-    """Run until the end of the input, a signal or a failure; returns the exit status."""
+    """Runs until the end of the input, a signal or a failure; returns the exit status."""
     from kestrel_grpc.cli.batch.callers import RunEnded
     from kestrel_grpc.cli.batch.lines import InputUnusable
     from kestrel_grpc.cli.batch.output import Output

@@ -1,8 +1,9 @@
-"""What `kestrel-grpc batch` reads and writes: records of the input, the HTTP request of each, and its output line.
+"""Reads records of `kestrel-grpc batch`, turns each into an HTTP request, and makes its output line.
 
-A record is a line of JSON, a picture of a folder, or a row of a Parquet file. It becomes the path and the body of a
-request, whose fields the HTTP frontends define and check; this module only adds the image and the seed. An output
-line leaves out what differs from run to run, so that a resumed run writes the same bytes as one without a break.
+A record is a line of JSON, a picture of a folder, or a row of a Parquet file. It is turned into the path and the
+body of a request, whose fields the HTTP frontends define and check; this module only adds the image and the seed.
+An output line leaves out all values that differ from run to run, so that a resumed run writes the same bytes as a
+run without a break.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ OWN_FIELDS = ("id", "skill", "image")
 _OPENAI_FIELDS = ("custom_id", "method", "url", "body")
 _OPENAI_METHOD = "POST"
 _MAX_FILE_BYTES = 256 * 2**20
-"""Of an image file. Servers have lower limits; this one keeps other large files out of memory."""
+"""The largest image file, in bytes. Servers have lower limits; this limit keeps other large files out of memory."""
 DIGEST_BYTES = 8
-"""Of the digest of a record, which is written in hexadecimal digits."""
+"""The length of the digest of a record, which is written in hexadecimal digits."""
 _ROWS_AT_ONCE = 64
 _NUM_SEEDS = 2**63
-"""All routes take those from 0 on."""
+"""The number of seeds, from 0 on, that all routes accept."""
 _MAX_PATH_CHARS = 1024
 _PATH_WITHOUT_SKILL = "/v1/"
 _IMAGE_FIELD = "image_url"
 _PATH = re.compile(r"/v1/[A-Za-z0-9_/.-]+")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{40,}={0,2}\s*")
-"""No picture has fewer bytes than these stand for; shorter texts are names of files."""
+"""Matches the base64 of a picture. Shorter texts are names of files, since every picture has more bytes."""
 _VARYING = frozenset(("request_id", "created", "cached_tokens", "prompt_tokens_details", "retry_after_seconds"))
-"""Names in answers whose values differ from run to run, apart from times, whose names end with their unit."""
+"""The names in answers whose values differ from run to run, apart from times, whose names end with their unit."""
 _UNITS_OF_TIME = ("_ms", "_s")
 
 
@@ -59,7 +60,10 @@ class InputUnusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record of the input. `number` counts from 1; `content` is a line, or the fields that were read already."""
+    """Represents a record of the input.
+
+    `number` counts from 1; `content` is a line, or the fields that were read already.
+    """
 
     number: int
     digest: str
@@ -67,17 +71,17 @@ class Record:
 
 
 class Source(Protocol):
-    """The records of an input, in order; they can be read once."""
+    """Yields the records of an input once, in order."""
 
     def __iter__(self) -> Iterator[Record]: ...
 
     def share_read(self) -> float | None:
-        """How much has been read, from 0 to 1; None where the size is not known."""
+        """The share of the input that has been read, from 0 to 1; None if its size is unknown."""
         ...
 
 
 def open_source(path: Path) -> Source:
-    """The records of a folder of pictures, a Parquet file, or a file of JSON lines. Raises `InputUnusable`."""
+    """Opens a folder of pictures, a Parquet file, or a file of JSON lines. Raises `InputUnusable`."""
     try:
         if path.is_dir():
             return PictureFolder(path)
@@ -87,16 +91,16 @@ def open_source(path: Path) -> Source:
 
 
 class JsonLines:
-    """A file with a JSON object in each line. Empty lines are no records."""
+    """Reads a file with a JSON object in each line, and skips empty lines."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+        """Opens the file. Raises OSError."""
         found = path.stat()
         self._path = path
         self._num_bytes = found.st_size if stat.S_ISREG(found.st_mode) else 0
         self._num_read_bytes = 0
         if self._num_bytes:
-            path.open("rb").close()  # an error now rather than after the model was loaded
+            path.open("rb").close()  # fails now rather than after the model was loaded
 
     def __iter__(self) -> Iterator[Record]:
         number = 0
@@ -113,13 +117,13 @@ class JsonLines:
 
 
 class PictureFolder:
-    """The image files of a folder and of the folders in it, by name. The id of each is its path in the folder.
+    """Reads the image files of a folder and its subfolders, by name. The id of each is its path in the folder.
 
-    Hidden files and folders, whose names begin with a dot, are left out.
+    Skips hidden files and folders, whose names begin with a dot.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises `InputUnusable` where there is no picture, or OSError."""
+        """Lists the pictures. Raises `InputUnusable` if there is no picture, or OSError."""
         self._names = sorted(_pictures_in(folder))
         self._folder = folder
         self._num_read = 0
@@ -132,7 +136,7 @@ class PictureFolder:
             path = (self._folder / name).absolute()
             try:
                 size = path.stat().st_size
-            except OSError:  # the line says why it cannot be read
+            except OSError:  # the output line reports why the picture cannot be read
                 size = None
             # A name of an old archive may not be UTF-8, and JSON has no bytes.
             id = os.fsencode(name).decode(errors="backslashreplace")
@@ -143,7 +147,7 @@ class PictureFolder:
 
 
 def _pictures_in(folder: Path) -> Iterator[str]:
-    """The paths of image files relative to the folder. A folder in it that cannot be read is reported."""
+    """Yields the paths of image files relative to the folder. Reports a subfolder that cannot be read."""
 
     def report(error: OSError) -> None:
         if error.filename == os.fspath(folder):
@@ -158,10 +162,10 @@ def _pictures_in(folder: Path) -> Iterator[str]:
 
 
 class ParquetRows:
-    """The rows of a Parquet file: columns are the fields of a line, and null is absent."""
+    """Reads the rows of a Parquet file: columns are the fields of a line, and null is absent."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `InputUnusable` without pyarrow or for another file, or OSError."""
+        """Opens the file. Raises `InputUnusable` without pyarrow or for a file of another format, or OSError."""
         try:
             import pyarrow
             import pyarrow.parquet
@@ -205,7 +209,7 @@ def _digest_of_row(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What lines have where they do not say otherwise. Raises ValueError for a skill that does not exist.
+    """Holds the defaults of all lines. Raises ValueError for a skill that does not exist.
 
     `fields` are fields of the request. A line without a seed gets `seed` plus its number. Paths of images are
     relative to `folder`.
@@ -222,13 +226,13 @@ class Template:
             raise ValueError(f"--skill {self.skill}: must be one of {', '.join(ROUTES)}{hint}")
 
     def seed_of(self, record: Record) -> int:
-        """The seed of a line that has none."""
+        """Returns the seed of a line that has none."""
         return (self.seed + record.number) % _NUM_SEEDS
 
 
 @dataclass(slots=True)
 class Line:
-    """A record as a request: `path` and `body()` are to be sent, unless there are `violations`."""
+    """Represents a record as a request: `path` and `body()` are to be sent, unless there are `violations`."""
 
     number: int
     id: str | int
@@ -236,14 +240,14 @@ class Line:
     path: str = ""
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
     image: bytes | Path | None = None
-    """The image where it is not among the fields."""
+    """The image, if it is not among the fields."""
     has_image: bool = False
-    """Returns whether the record names an image of its own."""
+    """True if the record names an image of its own."""
     violations: list[Violation] = field(default_factory=list[Violation])
 
     @classmethod
     def read(cls, record: Record, template: Template) -> Self:
-        """Never raises: what is wrong is in `violations`."""
+        """Parses a record; all faults are in `violations`, and none raises an error."""
         content = record.content
         if isinstance(content, bytes):
             content = _parsed(content)
@@ -263,18 +267,18 @@ class Line:
 
     @property
     def request_id(self) -> str:
-        """By which the log of a server names the request."""
+        """The id of the request in the log of a server."""
         return f"batch-{self.number}"
 
     @property
     def reads_file(self) -> bool:
-        """Whether `body` reads a file, which takes a while."""
+        """True if `body` reads a file, which takes a while."""
         return isinstance(self.image, Path)
 
     def body(self) -> bytes:
-        """The body of the request, as JSON. Raises OSError where the image cannot be read.
+        """Returns the body of the request, as JSON.
 
-        Raises `InvalidRequest` where it is no file of an image.
+        Raises OSError if the image cannot be read, and `InvalidRequest` if the file is not an image.
         """
         fields = json.dumps(self.fields, default=str).encode()
         if self.image is None:
@@ -329,7 +333,7 @@ class Line:
             self._read_image(image, template.folder)
 
     def _read_image(self, image: Any, folder: Path) -> None:
-        if isinstance(image, Mapping):  # as collections of images for training have them in Parquet
+        if isinstance(image, Mapping):  # the format of training sets of images in Parquet
             image = image.get("bytes") or image.get("path")
         if isinstance(image, bytes | Path):
             self.image = image
@@ -345,10 +349,10 @@ class Line:
             self._refuse("image", f"there is no file {str(folder / image)[:_MAX_PATH_CHARS]}")
 
 
-def fields_that_all_lack(source: Source, template: Template) -> tuple[str, ...]:
-    """The fields without which requests are refused and which no record has; none where one record lacks nothing.
+def fields_missing_in_all(source: Source, template: Template) -> tuple[str, ...]:
+    """Returns the required fields that no record has; none if one record has all of them.
 
-    Reads records until one has each of them. Raises what reading the source raises.
+    Reads records until one has each of the fields. Raises the errors of the source.
     """
     missing: set[str] | None = None
     for record in source:
@@ -371,7 +375,7 @@ def fields_that_all_lack(source: Source, template: Template) -> tuple[str, ...]:
 
 
 def _parsed(content: bytes) -> Mapping[str, Any] | None:
-    """The JSON object in a line; None where there is none."""
+    """Returns the JSON object in a line; None if the line holds none."""
     try:
         document = json.loads(content)
     except (ValueError, RecursionError):
@@ -380,8 +384,9 @@ def _parsed(content: bytes) -> Mapping[str, Any] | None:
 
 
 def _read_image(path: Path) -> bytes:
-    """The bytes of a regular file. Raises OSError, or `InvalidRequest` for another or a too large one."""
-    # Without waiting for the writer of a pipe, which may have the name of a picture.
+    """Returns the bytes of a regular file. Raises OSError, or `InvalidRequest` for any other file or one that is
+    too large."""
+    # Does not wait for the writer of a pipe, which may have the name of a picture.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
@@ -393,7 +398,7 @@ def _read_image(path: Path) -> bytes:
 
 
 def _file(folder: Path, name: str) -> Path | None:
-    """The regular file of this name, if there is one."""
+    """Returns the regular file of this name, if there is one."""
     if len(name) > _MAX_PATH_CHARS:
         return None
     try:
@@ -404,7 +409,7 @@ def _file(folder: Path, name: str) -> Path | None:
 
 
 def merged(defaults: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields, and the defaults of those that are absent, also in objects."""
+    """Returns the fields, with the defaults of absent fields, also within objects."""
     found = {**defaults, **fields}
     for name, value in defaults.items():
         own = fields.get(name)
@@ -414,7 +419,7 @@ def merged(defaults: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, 
 
 
 def fields_of(texts: Iterable[str]) -> dict[str, Any]:
-    """`NAME=VALUE` texts as fields; a value is JSON, or else a text. Raises ValueError.
+    """Parses `NAME=VALUE` texts as fields; a value is JSON, or else a text. Raises ValueError.
 
     `settings.seed=3` sets the field `seed` of the object `settings`.
     """
@@ -439,38 +444,38 @@ def fields_of(texts: Iterable[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class OutputLine:
-    """A line of the output with its line feed, and whether its request has failed."""
+    """Represents a line of the output with its line feed. `is_failure` is True if its request has failed."""
 
     data: bytes
     is_failure: bool
 
 
 def answer_line(line: Line, status: int, document: Mapping[str, Any]) -> OutputLine:
-    """The output line of an HTTP response to a line's request."""
-    told = without_what_varies(document)
+    """Returns the output line of an HTTP response to a line's request."""
+    stable = without_varying_values(document)
     if not line.is_openai:
-        return _written({"id": line.id, **told}, is_failure=status != 200)
-    response = {"status_code": status, "request_id": line.request_id, "body": told}
+        return _written({"id": line.id, **stable}, is_failure=status != 200)
+    response = {"status_code": status, "request_id": line.request_id, "body": stable}
     return _written(_openai(line, response, None), is_failure=status != 200)
 
 
 def refusal_line(line: Line) -> OutputLine:
-    """The output line of a line that cannot be sent: it has `violations`."""
+    """Returns the output line of a line that cannot be sent: it has `violations`."""
     body = failure_body(describe(InvalidRequest(tuple(line.violations))), line.request_id)
     if not line.is_openai:
-        return _written({"id": line.id, **without_what_varies(body)}, is_failure=True)
+        return _written({"id": line.id, **without_varying_values(body)}, is_failure=True)
     error = {"code": body["error"]["code"].lower(), "message": body["error"]["message"]}
     return _written(_openai(line, None, error), is_failure=True)
 
 
 def id_of(data: bytes) -> Any:
-    """The id of the record that an output line answers; None for what is no such line."""
+    """Returns the id of the record that an output line answers; None for a text that is not an output line."""
     document = _parsed(data) or {}
     return document.get("custom_id") if "custom_id" in document else document.get("id")
 
 
 def reason_of(data: bytes) -> str:
-    """Why the request of an output line has failed: its code, its message and what violates what."""
+    """Returns the failure of an output line's request: its code, its message and its violations."""
     document = _parsed(data) or {}
     response = document.get("response")
     body = response.get("body") if isinstance(response, Mapping) else document
@@ -482,7 +487,7 @@ def reason_of(data: bytes) -> str:
 
 
 def is_failure(data: bytes) -> bool:
-    """Whether an output line, with or without its line feed, says that its request has failed."""
+    """Returns True if an output line, with or without its line feed, reports a failed request."""
     if b'"error":' not in data:
         return False
     document = _parsed(data) or {}
@@ -491,8 +496,8 @@ def is_failure(data: bytes) -> bool:
     return has_failed or document.get("error") is not None
 
 
-def without_what_varies(document: Mapping[str, Any]) -> dict[str, Any]:
-    """An answer without ids of requests, times and what depends on the contents of caches."""
+def without_varying_values(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an answer without ids of requests, times and values that depend on the contents of caches."""
     found = {
         name: value
         for name, value in document.items()
@@ -500,7 +505,7 @@ def without_what_varies(document: Mapping[str, Any]) -> dict[str, Any]:
     }
     for name in ("metrics", "usage", "error"):
         if isinstance(found.get(name), Mapping):
-            found[name] = without_what_varies(found[name])
+            found[name] = without_varying_values(found[name])
     return found
 
 

@@ -1,9 +1,9 @@
-"""The output of `kestrel-grpc batch`, and the record by which an interrupted run goes on.
+"""Writes the output of `kestrel-grpc batch`, and the record from which an interrupted run is resumed.
 
-Beside the output `out.jsonl` a run keeps `out.jsonl.resume` until it has ended: a line of JSON with what answers
-depend on, then a digest of the input record of each output line. A digest is written before its line, so that after
-a kill there are at least as many digests as whole lines. Both files are handed to the system line by line and not
-forced to the disk: a kill of the process loses no line that was written, a power failure may.
+Until a run has ended, it keeps the file `out.jsonl.resume` next to its output `out.jsonl`: a line of JSON with all
+settings that answers depend on, then a digest of the input record of each output line. A digest is written before
+its line, so that after a kill there are at least as many digests as whole lines. Both files are written to the
+system line by line and not forced to the disk: a kill of the process loses no written line, a power failure may.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FIRST_WORDS = "kestrel-grpc batch"
 
 
 class OutputRefused(Exception):
-    """The output cannot be written, or the run cannot go on with it; the text says why."""
+    """The output cannot be written, or the run cannot resume it; the text says why."""
 
 
 class AnyOutput(Protocol):
@@ -35,20 +35,20 @@ class AnyOutput(Protocol):
     num_failures: int
 
     def append(self, digest: str, line: OutputLine) -> None:
-        """Write the line of the next record. Raises OSError."""
+        """Writes the line of the next record. Raises OSError."""
         ...
 
     def finish(self) -> None:
-        """Every record is answered. Raises OSError."""
+        """Completes the output once every record is answered. Raises OSError."""
         ...
 
     def close(self) -> None:
-        """Keep what was written. May be repeated."""
+        """Keeps the lines written so far. May be repeated."""
         ...
 
 
 class StreamOutput:
-    """Writes lines to a pipe or another file that cannot be gone on with, such as standard output."""
+    """Writes lines to standard output, a pipe or another file that cannot be resumed."""
 
     def __init__(self, file: FileIO) -> None:
         self.num_lines = self.num_failures = 0
@@ -60,7 +60,7 @@ class StreamOutput:
         self.num_failures += line.is_failure
 
     def finish(self) -> None:
-        """There is nothing left to write."""
+        """Does nothing: all lines are written already."""
 
     def close(self) -> None:
         self._file.close()
@@ -69,13 +69,15 @@ class StreamOutput:
 class RetriedOutput:
     """Replaces the failed lines of a complete output, in order.
 
-    The lines are written to a file with the name `OUT.retry`, which takes the place of the output in the end, also
-    where the run ends early: then with the old lines of the records that were not tried again. `num_lines` counts
-    the lines that were replaced.
+    The lines are written to a file named `OUT.retry`, which replaces the output in the end. If the run ends early,
+    it keeps the old lines of the records that were not tried again. `num_lines` counts the replaced lines.
     """
 
     def __init__(self, path: Path, ids: Iterable[str | int]) -> None:
-        """`ids` are those of all records of the input. Raises `OutputRefused` where the lines are of others."""
+        """Opens the output. `ids` are those of all records of the input.
+
+        Raises `OutputRefused` if the lines answer other records.
+        """
         self.num_lines = self.num_failures = 0
         self.failed: frozenset[int] = frozenset()
         """The numbers of the records whose lines are replaced, from 1."""
@@ -109,7 +111,7 @@ class RetriedOutput:
         self.num_failures += line.is_failure
 
     def finish(self) -> None:
-        """Put the new file in the place of the old one. Raises OSError."""
+        """Replaces the old file by the new one. Raises OSError."""
         if self._new is not None:
             for old in self._old:
                 _write(self._new, old)
@@ -130,7 +132,7 @@ class RetriedOutput:
         return self._new
 
     def _failed_of(self, ids: Iterable[str | int]) -> Iterator[int]:
-        """The numbers of the failed lines."""
+        """Yields the numbers of the failed lines."""
         for number, (id, line) in enumerate(zip_longest(ids, self._old), 1):
             if id is None or line is None or id_of(line) != id:
                 raise OutputRefused(f"{self._path} does not answer this input: record {number} has no line in it")
@@ -141,13 +143,15 @@ class RetriedOutput:
 class Output:
     """Appends lines to the file at `path`. The file is locked until `close`.
 
-    `num_lines` counts those in the file, `num_resumed` those that an earlier run has written, and `num_failures`
-    the lines of both whose requests have failed.
+    `num_lines` counts the lines in the file, `num_resumed` the lines of earlier runs, and `num_failures` all lines
+    whose requests have failed.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, resumes: bool, replaces: bool) -> None:
-        """Nothing is replaced before the first line is written. `settings` is what answers depend on, apart from
-        the input. Raises `OutputRefused`."""
+        """Opens the output, which stays unchanged until the first line is written.
+
+        `settings` is all that answers depend on, apart from the input. Raises `OutputRefused`.
+        """
         self.path = path
         self.record_path = path.with_name(f"{path.name}.resume")
         self.num_lines = self.num_failures = 0
@@ -172,7 +176,7 @@ class Output:
         self.num_resumed = self.num_lines
 
     def skip_answered(self, records: Iterator[Record]) -> None:
-        """Take the records that the lines answer. Raises `OutputRefused` if the input has changed."""
+        """Skips the records that the lines answer. Raises `OutputRefused` if the input has changed."""
         for number in range(1, self.num_resumed + 1):
             record = next(records, None)
             if record is None or record.digest != next(self._digests):
@@ -182,7 +186,7 @@ class Output:
                 )
 
     def append(self, digest: str, line: OutputLine) -> None:
-        """Write the line of the next record. Raises OSError."""
+        """Writes the line of the next record. Raises OSError."""
         record = self._record or self._begin()
         _write(record, digest.encode() + b"\n")
         _write(self._file, line.data)
@@ -190,14 +194,14 @@ class Output:
         self.num_failures += line.is_failure
 
     def finish(self) -> None:
-        """Every record is answered: there is nothing to go on with. Raises OSError."""
+        """Removes the record of the run once every line is written: nothing is left to resume. Raises OSError."""
         if self._record is None:
             self._begin()
         os.fsync(self._file.fileno())
         self.record_path.unlink()
 
     def close(self) -> None:
-        """Leaves no file where there was none and nothing was written. May be repeated."""
+        """Closes the file, and removes it if it is new and empty. May be repeated."""
         self._file.close()
         if self._record is not None:
             self._record.close()
@@ -205,7 +209,7 @@ class Output:
             self.path.unlink(missing_ok=True)
 
     def _begin(self) -> FileIO:
-        # The record comes first: a whole line without a digest would belong to no known run.
+        # The record is written first: a whole line without a digest would belong to no known run.
         self._record = FileIO(self.record_path, "w")
         _write(self._record, json.dumps(self._settings).encode() + b"\n")
         self._file.truncate(0)
@@ -240,7 +244,7 @@ class Output:
             known = None
         if not isinstance(known, dict) or known.get("written_by") != _FIRST_WORDS:
             raise OutputRefused(f"{self.record_path} is not a record of this command")
-        # As JSON has them: a tuple is a list.
+        # Compared as JSON, in which a tuple is a list.
         ours = json.loads(json.dumps(self._settings))
         changed = sorted(name for name in known.keys() | ours.keys() if known.get(name) != ours.get(name))
         if changed:
@@ -257,13 +261,13 @@ def _lock(file: IO[bytes], path: Path) -> None:
 
 
 def _write(file: FileIO, data: bytes) -> None:
-    # Without a buffer, which would be written a second time after a full disk.
+    # Unbuffered: a buffer would be written a second time after a full disk.
     while data:
         data = data[file.write(data) :]
 
 
 def _lines_from(path: Path, begin: int) -> Iterator[str]:
-    """The lines of a file from a position on."""
+    """Yields the lines of a file from a position on."""
     with path.open("rb") as file:
         file.seek(begin)
         for line in file:

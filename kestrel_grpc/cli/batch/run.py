@@ -1,10 +1,10 @@
-"""Runs a batch: a fixed number of requests in flight, answers written in the order of the input, progress.
+"""Runs a batch: keeps a number of requests in flight, writes answers in the order of the input, shows progress.
 
     records ──▶ worker 1 ──▶ caller ──┐
             ──▶ worker 2 ──▶ caller ──┼──▶ finished lines that wait for earlier ones ──▶ output
             ──▶ …                     ┘
 
-A worker takes the next record as soon as its answer has come. No worker is further ahead of the output than the
+A worker takes the next record once its answer has arrived. No worker is further ahead of the output than the
 window, so that the memory of a run does not depend on the number of lines.
 """
 
@@ -35,13 +35,13 @@ from kestrel_grpc.process.terminal import print_error
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 _WINDOW = 16
-"""Finished lines that may wait for an earlier one, for each request in flight."""
+"""The finished lines that may wait for an earlier one, for each request in flight."""
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 5.0
 _SHOWN_EVERY_S = {True: 0.5, False: 10.0}
-"""How often progress is shown: on a terminal, and elsewhere."""
+"""The interval of progress in seconds: on a terminal (True), and elsewhere."""
 _CALLERS_OWN_LIMIT = "QUEUE_TIMEOUT"
-"""The line limits its own wait: another attempt would exceed the limit."""
+"""The reason of a line that limits its own wait: another attempt would exceed the limit."""
 
 
 class _Abandoned(Exception):
@@ -49,7 +49,7 @@ class _Abandoned(Exception):
 
 
 class Run:
-    """One run over the records that `output` has no line for yet."""
+    """Answers the records that have no line in the output yet."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Run:
         max_retry_s: float,
         on_first_failure: Callable[[str], object] = lambda reason: None,
     ) -> None:
-        """`max_retry_s`: for how long requests are sent again while none is answered.
+        """Creates a run. `max_retry_s` is the longest time in which requests are sent again while none is answered.
 
         `on_first_failure` is called with the number of the first record that fails and the reason, as one text.
         """
@@ -80,16 +80,16 @@ class Run:
         self._answered_at = time.monotonic()
         self._num_taken = output.num_lines
         self._waiting: dict[int, tuple[Record, OutputLine]] = {}
-        """By their places in the order of the output."""
+        """The finished lines by their positions in the output."""
         self._has_written = asyncio.Event()
 
     def stop(self) -> None:
-        """Take no further record. `run` returns once what is in flight is written."""
+        """Takes no further record. `run` returns once the lines of all requests in flight are written."""
         self._stopping.set()
         self._has_written.set()
 
     async def run(self) -> bool:
-        """Answer all records; returns False if `stop` came first.
+        """Answers all records; returns False if `stop` was called first.
 
         Raises `InputUnusable` if the records cannot be read, and `RunEnded` or OSError if no more can be answered
         or written.
@@ -114,7 +114,8 @@ class Run:
             self.stop()
 
     async def _next(self) -> tuple[int, Record] | None:
-        """The next record and its place in the output, once the window has room for it; None at the end."""
+        """Returns the next record and its position in the output, once the window has room for it; None at the
+        end."""
         while self._num_taken - self._output.num_lines >= _WINDOW * self._num_in_flight:
             if self._stopping.is_set():
                 return None
@@ -132,7 +133,7 @@ class Run:
         return self._num_taken, record
 
     def _finish(self, place: int, record: Record, line: OutputLine) -> None:
-        """Write the line, and those that waited for it."""
+        """Writes the line, and the lines that waited for it."""
         self._waiting[place] = (record, line)
         while (found := self._waiting.pop(self._output.num_lines + 1, None)) is not None:
             written, answer = found
@@ -159,7 +160,7 @@ class Run:
         return answer_line(line, reply.status, reply.document)
 
     async def _reply(self, line: Line, body: bytes) -> Reply:
-        """The response to the request, which is sent again while the server refuses it for now."""
+        """Returns the response to the request, which is sent again while the server refuses it temporarily."""
         begun = time.monotonic()
         least_wait_s = _FIRST_WAIT_S
         while True:
@@ -173,7 +174,7 @@ class Run:
                 return reply
             if time.monotonic() - max(begun, self._answered_at) > self._max_retry_s:
                 raise RunEnded(f"no line was answered for {self._max_retry_s:g} s: {why}")
-            # Requests that were refused together must not come back together.
+            # Requests that were refused together must not be sent again together.
             await self._pause(max(wait_s or 0.0, least_wait_s) * random.uniform(1.0, 1.5))
             least_wait_s = min(2.0 * least_wait_s, _LONGEST_WAIT_S)
 
@@ -186,13 +187,13 @@ class Run:
 
 
 def _code(reply: Reply) -> str:
-    """The reason of a refusal, in capitals."""
+    """Returns the reason of a refusal, in capitals."""
     error = reply.document.get("error")
     return str(error.get("code", "")).upper() if isinstance(error, dict) else ""
 
 
 def _wait_s(reply: Reply) -> float | None:
-    """When to try again; None for an answer, and for a refusal that stays."""
+    """Returns the delay before another attempt; None for an answer, and for a refusal that stays."""
     return None if _code(reply) == _CALLERS_OWN_LIMIT else reply.retry_after_s
 
 
@@ -210,7 +211,7 @@ class Progress:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Show it during the block."""
+        """Shows the progress during the block."""
         showing = asyncio.ensure_future(self._show())
         try:
             yield
@@ -221,7 +222,7 @@ class Progress:
                 self._stream.flush()
 
     def line(self) -> str:
-        """As "1,234 lines, 3 failed, 56.7/s, 2 min left"."""
+        """Returns a line such as "1,234 lines, 3 failed, 56.7/s, 2 min left"."""
         elapsed_s = max(time.monotonic() - self._began, 1e-9)
         facts = [f"{self._output.num_lines:,} lines"]
         if self._output.num_failures:
@@ -234,7 +235,7 @@ class Progress:
         return ", ".join(facts)
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Prints a line that stays."""
         if self._is_terminal:
             self._stream.write("\r\x1b[K")
             self._stream.flush()

@@ -1,1 +1,1 @@
-"""Runs `kestrel-grpc bench`: generates load on a server and reports what it measured."""
+"""Implements `kestrel-grpc bench`: generates load on a server and reports its measurements."""

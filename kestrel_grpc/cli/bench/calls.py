@@ -1,7 +1,7 @@
-"""One request over each API of the server, with the moments at which the pieces of its answer came.
+"""Sends single requests over each API of the server, and records when each piece of an answer arrives.
 
-A `Caller` costs little, so that a process of load measures the server and not itself. It sends a request once: what
-a server refuses is part of what is measured.
+A `Caller` takes little processor time, so that a process of load measures the server and not itself. It sends a
+request once: refusals of a server are part of the measurement.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from kestrel_grpc.cli.bench.loops import Sample
 APIS = ("grpc", "rest", "openai", "triton")
 SKILLS = ("query", "caption", "point", "detect", "segment")
 STREAMED = frozenset(("query", "caption"))
-"""Skills whose answers come in pieces."""
+"""The skills whose answers are streamed in pieces."""
 _MAX_MESSAGE_BYTES = 64 * 2**20
 _SERVICE = "kestrel.v1.VisionService"
-# The method, its request and its response.
+# The method of each skill, with the types of its request and its response.
 _STREAMS: Mapping[str, tuple[str, Any, Any]] = MappingProxyType(
     {
         "query": ("Query", wire.QueryRequest, wire.QueryResponse),
@@ -64,7 +64,7 @@ _EOF: Any = vars(grpc.aio)["EOF"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request, whatever API it is sent over. None leaves a setting to the server."""
+    """Describes a request for any of the APIs. None leaves a setting to the server."""
 
     skill: str
     text: str = ""
@@ -73,21 +73,25 @@ class Question:
     temperature: float | None = None
     is_streamed: bool = True
     adapter: str = ""
-    tells_picture: bool = False
-    """Whether the metadata of a gRPC call have the digest of the picture, as a balancer wants it."""
+    sends_digest: bool = False
+    """True if the metadata of a gRPC call include the digest of the picture, for a balancer."""
 
 
 class Caller(Protocol):
     """Sends requests to one server."""
 
     async def call(self, question: Question, started: float, timeout_s: float) -> Sample:
-        """One request, from its start on the monotonic clock to its end. Raises nothing for one that fails."""
+        """Sends one request that starts at this moment of the monotonic clock; returns its sample, also if it
+        fails."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server and how it is called. `model` is the name that OpenAI's API asks for, and for adapters REST."""
+    """Describes a server and the API that is called.
+
+    `model` is the name that OpenAI's API asks for, and for adapters REST.
+    """
 
     api: str
     address: str
@@ -97,9 +101,12 @@ class Target:
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[Caller]:
-        """What sends the requests of one process. Raises ValueError or OSError for an unusable address or file."""
+        """Connects the caller of one process for the block.
+
+        Raises ValueError or OSError for an unusable address or file.
+        """
         if self.api in ("rest", "openai"):
-            from kestrel_grpc.cli.bench.http import HttpCaller  # the parser of HTTP is not needed for gRPC
+            from kestrel_grpc.cli.bench.http import HttpCaller  # gRPC does not need the parser of HTTP
 
             caller = HttpCaller(self)
             try:
@@ -124,7 +131,7 @@ class Target:
         tls = ClientTls() if is_encrypted and self.tls is None else self.tls
         if is_encrypted is False and tls is not None:
             raise ValueError("http:// asks for no encryption, and --tls-ca (KESTREL_GRPC_TLS_CA) for it")
-        # Processes of a machine must not share a connection, and none of them with another use of this library.
+        # Processes of a machine must not share a connection, also not with other users of this library.
         options = (
             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
             ("grpc.use_local_subchannel_pool", 1),
@@ -186,7 +193,7 @@ class GrpcCaller:
         return _sample(started, pieces, usage, usage.output_token_count, "", "")
 
     def _metadata_of(self, question: Question) -> Metadata:
-        if not question.tells_picture or question.picture is None:
+        if not question.sends_digest or question.picture is None:
             return self._metadata
         return (*self._metadata, (IMAGE_DIGEST_KEY, hashlib.sha256(question.picture).hexdigest()))
 
@@ -222,7 +229,7 @@ def _message(kind: Any, question: Question) -> Any:
 
 
 class TritonCaller:
-    """Calls Triton's service. Streamed answers come over streams that are used again, each for one at a time."""
+    """Calls Triton's service. Streams of streamed answers are reused, for one answer at a time."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Metadata = ()) -> None:
         from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as triton
@@ -242,7 +249,7 @@ class TritonCaller:
         )
 
     def close(self) -> None:
-        """End the idle streams. No request may be running."""
+        """Ends the idle streams. The caller has no request in flight then."""
         for stream in self._idle:
             stream.cancel()
 
@@ -263,7 +270,7 @@ class TritonCaller:
             error = failure.code().name
             return Sample(started, time.perf_counter(), 0, pieces, error, message=failure.details() or "")
         now = time.perf_counter()
-        if error:  # a stream of Triton has a text in place of a status
+        if error:  # a stream of Triton reports a text instead of a status
             return Sample(started, now, 0, pieces, "FAILED", message=error)
         metrics = answer["metrics"]
         num_tokens = metrics["output_tokens"]
@@ -274,7 +281,7 @@ class TritonCaller:
         return Sample(started, now, num_tokens, pieces, "", num_first, num_input_tokens=metrics["input_tokens"])
 
     async def _stream(self, message: Any, pieces: array[float]) -> tuple[Mapping[str, Any], str]:
-        """The whole answer at the end of the pieces, and what failed."""
+        """Returns the whole answer at the end of its pieces, and the error that ended it."""
         stream: Any = self._idle.pop() if self._idle else self._open(metadata=self._metadata)
         is_usable = False
         try:
@@ -319,5 +326,5 @@ def _bytes(value: bytes) -> bytes:
 
 
 def _output(response: Any) -> dict[str, Any]:
-    """The JSON of an answer or of a piece of it."""
+    """Returns the JSON of an answer or of a piece of it."""
     return json.loads(response.raw_output_contents[0][_LENGTH.size :])

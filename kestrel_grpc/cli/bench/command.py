@@ -1,8 +1,7 @@
-"""The command `kestrel-grpc bench`: loads a running server, measures its answers, and compares two results.
+"""Implements `kestrel-grpc bench`: loads a running server, measures its answers, and compares two results.
 
-`workload.py` says what is asked, `calls.py` and `http.py` ask it over one of the APIs,
-`processes.py` keeps the load up, `numbers.py` says what it amounts to, and `report.py` and
-`page.py` show it.
+`workload.py` makes the questions, `calls.py` and `http.py` send them over one of the APIs, `processes.py` keeps up
+the load, `numbers.py` computes rates and percentiles, and `report.py` and `page.py` show them.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ _SKILL = "query"
 _MAX_TOKENS = 64
 _BY_SIGNAL = 128
 _WAIT_LIMIT_S = 10.0
-"""In an open loop, how long answers are waited for after the last request of a window."""
+"""The wait for answers after the last request of a window in an open loop, in seconds."""
 _CHECK_TIMEOUT_S = 30.0
 _REQUESTS_PER_S = 100_000
-"""More than any run sends."""
+"""An upper bound of the requests that a run sends in a second."""
 
 
 def add_bench_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -66,7 +65,7 @@ def add_bench_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
     compare.set_defaults(run=_compare)
 
     parser.add_argument("--api", choices=APIS, default="grpc", help="how requests are sent (%(default)s)")
-    _add_workload(parser.add_argument_group("what is asked"))
+    _add_workload(parser.add_argument_group("requests"))
     _add_load(parser.add_argument_group("load"))
     output = parser.add_argument_group("results")
     output.add_argument(
@@ -90,7 +89,7 @@ def add_bench_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
 
 
 def _add_workload(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--skill", choices=SKILLS, help=f"what is asked for ({_SKILL})")
+    group.add_argument("--skill", choices=SKILLS, help=f"the skill that is called ({_SKILL})")
     group.add_argument(
         "--text",
         metavar="TEXT",
@@ -198,13 +197,13 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One load: so many requests at a time, or so many a second."""
+    """Describes one load: a number of requests at a time, or a number per second."""
 
     concurrency: int | None
     rate_per_s: float | None
 
     def record(self, load: LoadProcesses[None], arguments: argparse.Namespace) -> Recording:
-        """Put the load on the server, and say what happened."""
+        """Loads the server, and returns the recording."""
         if self.concurrency is not None:
             if arguments.requests is None:
                 return load.closed(None, self.concurrency, arguments.duration, arguments.warm_up)
@@ -226,7 +225,7 @@ class Step:
 
 
 def steps_of(arguments: argparse.Namespace) -> list[Step]:
-    """The steps that the arguments ask for."""
+    """Returns the steps that the arguments ask for."""
     if arguments.rate is not None:
         return [Step(None, arguments.rate)]
     if arguments.rate_ramp is not None:
@@ -237,7 +236,7 @@ def steps_of(arguments: argparse.Namespace) -> list[Step]:
 
 
 def _doubled(first: float, last: float) -> Iterator[float]:
-    """From the first to the last, which is always among them."""
+    """Yields the first number, its doubles below the last, and the last."""
     value = first
     while value < last:
         yield value
@@ -294,7 +293,7 @@ def _recordings(
     arguments: argparse.Namespace,
     interruption: Interruption,
 ) -> Iterator[Recording]:
-    """Of the steps, until an interruption. Raises `LoadFailed`."""
+    """Yields the recordings of the steps, until an interruption. Raises `LoadFailed`."""
     from kestrel_grpc.cli.bench.processes import EndedEarly, LoadProcesses
     from kestrel_grpc.cli.bench.progress import Progress
 
@@ -312,7 +311,7 @@ def _recordings(
             target,
             workload,
             arguments.processes,
-            # The numbers are in the drawn files: without this, a second run would find those of the first cached.
+            # Drawn files contain these numbers: if they were the same, a second run would find the files cached.
             first_number=int(time.time()) * _REQUESTS_PER_S,
             timeout_s=arguments.timeout,
             watch=progress.show,
@@ -331,7 +330,7 @@ def _recordings(
 
 
 def _show(result: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Print the result and write the files. Raises OSError."""
+    """Prints the result and writes the files. Raises OSError."""
     from kestrel_grpc.cli.bench.report import text
 
     show(text(result))
@@ -352,7 +351,8 @@ def _measured(step: Step, recording: Recording, objective: Objective) -> dict[st
 
 
 def _workload(arguments: argparse.Namespace) -> Workload:
-    """Raises ValueError for all that does not fit together, and OSError for pictures that cannot be read."""
+    """Returns the workload. Raises ValueError for arguments that exclude each other, OSError for unreadable
+    pictures."""
     from kestrel_grpc.cli.bench.workload import QUESTIONS, TEXT_QUESTIONS, Workload, picture_files
 
     problems: list[str] = []
@@ -387,12 +387,15 @@ def _workload(arguments: argparse.Namespace) -> Workload:
         temperature=arguments.temperature,
         is_streamed=not arguments.whole,
         adapters=tuple(arguments.adapter),
-        tells_pictures=arguments.tell_pictures,
+        sends_digests=arguments.tell_pictures,
     )
 
 
 def _target(arguments: argparse.Namespace) -> Target:
-    """The server, which has answered a first question: what it serves. Raises as a client does, or ValueError."""
+    """Returns the server, which has answered a first question: the name of its model.
+
+    Raises the errors of a client, or ValueError.
+    """
     from kestrel_client import Client
     from kestrel_client.connection import address_of
 
@@ -414,7 +417,7 @@ def _target(arguments: argparse.Namespace) -> Target:
 
 
 def _model_over_http(address: str, tls: Any, token: str | None) -> str:
-    """The name of the model. Raises ValueError or OSError."""
+    """Returns the name of the model. Raises ValueError or OSError."""
     from http.client import HTTPException
 
     from kestrel_grpc.cli.batch.callers import ServerAddress
@@ -436,7 +439,7 @@ def _model_over_http(address: str, tls: Any, token: str | None) -> str:
 
 
 def _options(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
-    """What was asked for, without what is secret and without where results go."""
+    """Returns the arguments of the run, without secrets and without the files of results."""
     hidden = {"command", "run", "token", "json", "html"}
     found = {name: value for name, value in vars(arguments).items() if name not in hidden and value is not None}
     found["address"] = target.address
@@ -478,7 +481,7 @@ def _whole(least: int) -> Callable[[str], int]:
 
 
 def _positive(least: float | None = None) -> Callable[[str], float]:
-    """A number above 0, or from `least`."""
+    """Returns a parser of numbers above 0, or from `least` on."""
 
     def parse(text: str) -> float:
         try:

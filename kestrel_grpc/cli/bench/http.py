@@ -1,6 +1,6 @@
-"""Requests to the REST and OpenAI APIs for `kestrel-grpc bench`: HTTP/1.1 that costs little.
+"""Sends requests to the REST and OpenAI APIs for `kestrel-grpc bench`, over HTTP/1.1 with little processor time.
 
-Each connection has one request at a time; as many are open as requests are running.
+Each connection has one request at a time; as many connections are open as requests are running.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UNREACHABLE = "UNAVAILABLE"
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection. `is_open` says whether another request may be sent over it."""
+    """Represents one connection. `is_open` is True if another request may be sent over it."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -40,16 +40,16 @@ class HttpConnection(asyncio.Protocol):
 
     @classmethod
     async def connect(cls, address: ServerAddress) -> HttpConnection:
-        """Raises OSError."""
+        """Opens the connection. Raises OSError."""
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(cls, address.host, address.port, ssl=address.tls)
         return connection
 
     async def exchange(self, request: bytes, take: Callable[[bytes], None]) -> int:
-        """Send a request; `take` gets the body as it comes. Returns the status.
+        """Sends a request, and passes the body to `take` as it arrives. Returns the status.
 
-        Raises OSError if the connection ends before the response does, and ValueError for what is no response. One
-        that is cancelled has to be closed.
+        Raises OSError if the connection ends before the response does, and ValueError for an invalid response.
+        After a cancellation the connection must be closed.
         """
         self._take = take
         self._ended = asyncio.get_running_loop().create_future()
@@ -57,7 +57,7 @@ class HttpConnection(asyncio.Protocol):
         return await self._ended
 
     def close(self) -> None:
-        """End the connection, in the middle of a request too."""
+        """Closes the connection, also in the middle of a request."""
         self.is_open = False
         self._transport.close()
 
@@ -75,12 +75,12 @@ class HttpConnection(asyncio.Protocol):
             self._fail(ValueError(f"no response of HTTP/1.1: {error}"))
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body, from the parser."""
+        """Receives a part of the body from the parser."""
         if self._take is not None:
             self._take(body)
 
     def on_message_complete(self) -> None:
-        """The end of a response, from the parser."""
+        """Receives the end of a response from the parser."""
         self.is_open = self.is_open and self._parser.should_keep_alive()
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(self._parser.get_status_code())
@@ -108,7 +108,7 @@ class HttpCaller:
         self._idle: list[HttpConnection] = []
 
     def close(self) -> None:
-        """Close the idle connections. No request may be running."""
+        """Closes the idle connections. The caller has no request in flight then."""
         for connection in self._idle:
             connection.close()
 
@@ -146,11 +146,11 @@ class HttpCaller:
 
 
 class _Reading:
-    """What has come of one answer: JSON as a whole, or server-sent events."""
+    """Collects one answer: JSON as a whole, or server-sent events."""
 
     def __init__(self, *, is_openai: bool) -> None:
         self.is_whole = False
-        """Whether the response has ended as it should, also one that is an error."""
+        """True once the response has ended properly, also if it reports an error."""
         self._is_openai = is_openai
         self._rest = b""
         self._pieces: array[float] = array("d")
@@ -159,7 +159,7 @@ class _Reading:
         self._error = self._message = ""
 
     def take(self, data: bytes) -> None:
-        """A part of the body."""
+        """Takes a part of the body."""
         *events, self._rest = (self._rest + data).split(b"\n\n")
         for event in events:
             self._is_streamed = True
@@ -167,7 +167,7 @@ class _Reading:
                 self._event(json.loads(event[6:]))
 
     def end(self, status: int) -> None:
-        """The response is complete. Raises what parsing raises."""
+        """Completes the response. Raises the errors of parsing."""
         self.is_whole = True
         if self._is_streamed:
             return
@@ -178,11 +178,11 @@ class _Reading:
         self._pieces.append(time.perf_counter())
 
     def fail(self, error: str, message: str) -> None:
-        """The request has failed."""
+        """Records the failure of the request."""
         self._error, self._message = self._error or error, self._message or message
 
     def sample(self, started: float) -> Sample:
-        """The request, which ends at this moment."""
+        """Returns the sample of the request, which ends at this moment."""
         if not self._error and not self._usage:
             self.fail("UNKNOWN", "the answer has no end")
         usage = self._usage

@@ -1,4 +1,4 @@
-"""Sends requests in a closed loop, whose callers ask again as soon as they are answered, or at random moments."""
+"""Sends requests in a closed loop, whose callers ask again once they are answered, or at random moments."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ _PAUSE_AFTER_ERROR_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request. Times are seconds of the monotonic clock; `error` is empty or the status that it ended with."""
+    """Describes one request.
+
+    Times are seconds of the monotonic clock; `error` is empty, or the status of a failure.
+    """
 
     started: float
-    """When it was sent, or should have been."""
+    """The moment when it was sent, or was due."""
     ended: float
     num_tokens: int = 0
     arrivals: array[float] = field(default_factory=lambda: array("d"))
-    """When each piece of the answer came."""
+    """The moments when the pieces of the answer arrived."""
     error: str = ""
     num_first_tokens: int = 1
-    """How many of the tokens came with the first piece."""
+    """The number of tokens in the first piece."""
     num_cached_tokens: int = 0
-    """Tokens of the prompt whose keys and values the server had."""
+    """The tokens of the prompt whose keys and values the server had cached."""
     num_input_tokens: int = 0
     message: str = ""
-    """What the server says of the error."""
+    """The server's message about the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A stretch of the monotonic clock."""
+    """Represents an interval of the monotonic clock."""
 
     start: float
     end: float
@@ -46,24 +49,24 @@ class Window:
         return self.end - self.start
 
     def until(self, moment: float | None) -> Window:
-        """What of the window is before a moment; all of it without one."""
+        """Returns the part of the window before `moment`, or the whole window if `moment` is None."""
         return self if moment is None else Window(self.start, max(self.start, min(self.end, moment)))
 
     def parts(self, count: int) -> list[Window]:
-        """The window in equal parts."""
+        """Returns equal parts of the window."""
         edges = [self.start + self.duration_s * index / count for index in range(count)]
         return [Window(start, end) for start, end in itertools.pairwise((*edges, self.end))]
 
 
 Ask = Callable[[float], Awaitable[Sample]]
-"""Sends a request that began at this moment of the monotonic clock, or should have."""
+"""Sends a request that starts, or was due, at this moment of the monotonic clock."""
 
 
 class ClosedLoop:
     """Keeps `num_callers` requests running from its construction on, or until `num_requests` have been sent.
 
-    Without a number the load goes on until every request that a window overlaps has ended, so that none ends while
-    fewer callers ask.
+    Without a number the load continues until every request that overlaps a window has ended, so that none ends
+    while fewer callers ask.
     """
 
     def __init__(self, ask: Ask, num_callers: int, num_requests: int | None = None) -> None:
@@ -82,31 +85,31 @@ class ClosedLoop:
         return tuple(self._samples)
 
     async def warm_up(self, longest_s: float) -> None:
-        """Return once every caller has had an answer, or after `longest_s`."""
+        """Waits until every caller has received an answer, but at most `longest_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(longest_s):
                 await self._until(lambda: len(self._answered) == len(self._tasks))
 
     async def outlast(self, window: Window) -> None:
-        """Return once everything that began before the window's end has ended."""
+        """Waits until every request that began before the window's end has ended."""
         await self._until(lambda: all(started >= window.end for started in self._running.values()))
 
     async def cancel(self) -> None:
-        """End all callers now, in the middle of their requests."""
+        """Ends all callers now, also in the middle of a request."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def stop(self) -> None:
-        """End each caller after its request."""
+        """Ends each caller after its request."""
         self._is_closing = True
 
     async def end(self) -> None:
-        """Return once all `num_requests` have ended, or those that were running at `stop`."""
+        """Waits until all `num_requests` have ended, or all requests that were running at `stop`."""
         await asyncio.gather(*self._tasks)
 
     def overlapping(self, window: Window) -> tuple[Sample, ...]:
-        """The requests that were running in the window."""
+        """Returns the requests that were running in the window."""
         return tuple(item for item in self._samples if item.ended > window.start and item.started < window.end)
 
     async def _run(self, number: int) -> None:
@@ -129,7 +132,7 @@ class ClosedLoop:
 
 
 def arrivals(start: float, rate_per_s: float, seed: int) -> Iterator[float]:
-    """Moments of a Poisson process after `start`, without an end: the same for the same seed."""
+    """Yields moments of a Poisson process after `start`, without an end; they depend on the seed alone."""
     chance = random.Random(seed)
     due = start
     while True:
@@ -138,7 +141,7 @@ def arrivals(start: float, rate_per_s: float, seed: int) -> Iterator[float]:
 
 
 class OpenLoop:
-    """Sends a request at each of some moments, in rising order, however long answers take."""
+    """Sends a request at each of the given moments, in rising order, regardless of the time that answers take."""
 
     def __init__(self, ask: Ask, moments: Iterable[float]) -> None:
         self._ask = ask
@@ -146,11 +149,11 @@ class OpenLoop:
         self._sending = asyncio.create_task(self._send(moments))
 
     def stop(self) -> None:
-        """Send no further request."""
+        """Stops sending requests."""
         self._sending.cancel()
 
     async def end(self) -> tuple[Sample, ...]:
-        """All requests, once the last has been sent and all have ended."""
+        """Returns all requests, once the last has been sent and all have ended."""
         await asyncio.wait((self._sending,))
         return tuple(await asyncio.gather(*self._asking))
 

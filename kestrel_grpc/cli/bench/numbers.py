@@ -1,8 +1,9 @@
-"""What a recording amounts to: rates, percentiles of times, statuses and goodput, by the names of ghz and of vLLM.
+"""Computes rates, percentiles of times, statuses and goodput of a recording, under the names of ghz and of vLLM.
 
-Rates count a request by the part of its life that lies in the window: half of it, half a request. So a window is
-fair to requests that are nearly as long as itself. Percentiles are of the requests that began in the window, and so
-is the goodput of an open loop, which sets out with nothing running: of what was sent, how much came in time.
+Rates count a request by the share of its duration that lies in the window: a request that lies half in it counts as
+a half. So a window is fair to requests that are nearly as long as itself. Percentiles cover the requests that began
+in the window. So does the goodput of an open loop, which starts without running requests: it is the share of the
+sent requests that were answered in time.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ OK = "OK"
 _GHZ_PERCENTILES = (10, 25, 50, 75, 90, 95, 99)
 _NUM_BUCKETS = 10
 _NUM_PARTS = 8
-"""Parts of a window whose differences say how exact the numbers of the whole are."""
+"""The number of parts of a window whose differences show how exact the numbers of the whole are."""
 _T_OF_PARTS = 2.365
-"""Student's t: 95% of the values are within so many standard errors, where there are `_NUM_PARTS` of them."""
+"""Student's t: 95% of the values lie within this many standard errors, given `_NUM_PARTS` values."""
 _LEAST_PER_PART = 5
 _NUM_POINTS = 40
 _NS = 1e9
@@ -33,7 +34,7 @@ _NS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """When an answer came fast enough, in milliseconds; None where a time does not matter."""
+    """Defines the longest times of a fast answer, in milliseconds; None if a time does not matter."""
 
     first_token_ms: float | None = None
     per_token_ms: float | None = None
@@ -42,7 +43,7 @@ class Objective:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From `first_token_ms=500,per_token_ms=50`. Raises ValueError."""
+        """Parses `first_token_ms=500,per_token_ms=50`. Raises ValueError."""
         names = [field.name for field in fields(cls)]
         bounds: dict[str, float] = {}
         for part in text.split(","):
@@ -57,11 +58,11 @@ class Objective:
 
     @property
     def is_any(self) -> bool:
-        """Whether a time matters."""
+        """True if any time matters."""
         return any(getattr(self, field.name) is not None for field in fields(self))
 
     def is_met(self, sample: Sample) -> bool:
-        """Whether a request succeeded in time."""
+        """Returns True if a request succeeded in time."""
         if sample.error or not sample.arrivals:
             return False
         return (
@@ -81,12 +82,12 @@ def _bound(value: float | None) -> float:
 
 
 def first_token_ms(sample: Sample) -> float:
-    """From sending to the first piece of the answer."""
+    """Returns the time from sending to the first piece of the answer, in milliseconds."""
     return 1e3 * (sample.arrivals[0] - sample.started)
 
 
 def per_token_ms(sample: Sample) -> float | None:
-    """The average over the tokens after the first piece; None where there is none."""
+    """Returns the average over the tokens after the first piece, in milliseconds; None if there are none."""
     num_tokens = sample.num_tokens - sample.num_first_tokens
     if num_tokens < 1 or not sample.arrivals:
         return None
@@ -94,12 +95,12 @@ def per_token_ms(sample: Sample) -> float | None:
 
 
 def total_ms(sample: Sample) -> float:
-    """From sending to the end of the answer."""
+    """Returns the time from sending to the end of the answer, in milliseconds."""
     return 1e3 * (sample.ended - sample.started)
 
 
 def rate(samples: Iterable[Sample], window: Window, worth: Callable[[Sample], float]) -> float:
-    """What requests are worth per second, each by its share in the window."""
+    """Returns the sum of `worth` over the requests, each weighted by its share in the window, per second."""
     total = 0.0
     for sample in samples:
         overlap_s = min(sample.ended, window.end) - max(sample.started, window.start)
@@ -109,14 +110,16 @@ def rate(samples: Iterable[Sample], window: Window, worth: Callable[[Sample], fl
 
 
 def began_in(window: Window, samples: Iterable[Sample]) -> list[Sample]:
-    """The requests that percentiles are of. A window shorter than one answer has none that began in it; what it
-    overlaps has to do."""
+    """Returns the requests that percentiles cover.
+
+    These began in the window or, if none did because answers take longer, overlap it.
+    """
     samples = list(samples)
     return [sample for sample in samples if window.start <= sample.started < window.end] or samples
 
 
 def goodput(recording: Recording, objective: Objective, *, is_open: bool) -> float:
-    """Requests per second that met the objective."""
+    """Returns the requests per second that met the objective."""
     window = recording.window
     if is_open:
         began = [sample for sample in recording.samples if window.start <= sample.started < window.end]
@@ -125,7 +128,7 @@ def goodput(recording: Recording, objective: Objective, *, is_open: bool) -> flo
 
 
 def percentiles(values: Iterable[float], ranks: Sequence[int] = PERCENTILES) -> dict[str, float]:
-    """`{"p50": …}`; empty where there are no values."""
+    """Returns `{"p50": …}`; empty if there are no values."""
     numbers = np.fromiter(values, dtype=np.float64)
     if not numbers.size:
         return {}
@@ -152,7 +155,7 @@ RATES: tuple[tuple[str, Callable[[Sample], float]], ...] = (
 
 
 def numbers(recording: Recording, objective: Objective, *, is_open: bool) -> dict[str, Any]:
-    """The numbers of a recording: latencies of ghz in nanoseconds, those of vLLM in milliseconds."""
+    """Returns the numbers of a recording: latencies of ghz in nanoseconds, those of vLLM in milliseconds."""
     window, samples = recording.window, recording.samples
     counted = began_in(window, samples)
     good = [sample for sample in counted if not sample.error]
@@ -193,11 +196,11 @@ def _ns(seconds: Any) -> int:
 
 
 def _histogram(seconds: Any) -> list[dict[str, Any]]:
-    """Each bucket ends at its mark, in seconds; the first has the fastest alone."""
+    """Returns buckets that end at their marks, in seconds; the first holds the fastest alone."""
     if not seconds.size:
         return []
     marks = np.linspace(seconds.min(), seconds.max(), _NUM_BUCKETS + 1)
-    # Equal to a mark is below it, as is what rounding has moved behind the last one.
+    # A value equal to a mark belongs below it, as does a value that rounding has moved beyond the last mark.
     places = np.minimum(np.searchsorted(marks, seconds, side="left"), _NUM_BUCKETS)
     counts = np.bincount(places, minlength=_NUM_BUCKETS + 1)
     return [
@@ -232,8 +235,11 @@ def _vllm(
 
 
 def _uncertainty(window: Window, samples: Sequence[Sample], good: list[Sample]) -> dict[str, float | None]:
-    """Of the rates, medians and 99th percentiles: half the width of the 95% interval as a share of the value, from
-    the differences between parts of the window. None where the parts have too few requests."""
+    """Returns the uncertainty of the rates, medians and 99th percentiles; None if the parts have too few requests.
+
+    The uncertainty is half the width of the 95% interval as a share of the value, from the differences between
+    parts of the window.
+    """
     parts = window.parts(_NUM_PARTS)
     by_part = [[sample for sample in good if part.start <= sample.started < part.end] for part in parts]
     is_enough = window.duration_s > 0.0 and min(map(len, by_part)) >= _LEAST_PER_PART
@@ -256,7 +262,7 @@ def _half_width(values: list[float]) -> float | None:
 
 
 def _timeline(window: Window, samples: Sequence[Sample], good: list[Sample]) -> dict[str, Any]:
-    """How the window went, in equal parts: rates, and medians of the requests that began in each."""
+    """Returns the course of the window in equal parts: rates, and medians of the requests that began in each."""
     count = max(1, min(_NUM_POINTS, len(good) // _LEAST_PER_PART))
     parts = window.parts(count)
     found: dict[str, Any] = {"interval_s": window.duration_s / count}

@@ -1,4 +1,5 @@
-"""The page of `kestrel-grpc bench --html`: tables and plots of a result in one HTML file that loads nothing."""
+"""Renders the page of `kestrel-grpc bench --html`: tables and plots of a result in one HTML file that loads
+nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ _MEANINGS = {
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     title = f"Load on {result['model_id'] or 'a server'}"
     steps = steps_of(result)
     options = {name: _fact(value) for name, value in result["options"].items() if value not in (None, [])}
@@ -70,14 +71,14 @@ def page(result: Mapping[str, Any]) -> str:
 
 
 def html_page(title: str, body: Sequence[str]) -> str:
-    """A document, whose style is in itself."""
+    """Returns a document that contains its style."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>{escape(title)}</title><style>{STYLE}</style>"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{"".join(body)}\n</body></html>\n'
 
 
 def html_table(table: Table) -> str:
-    """A table with a head."""
+    """Returns a table with a head."""
     head, *rows = table
     lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
     lines += [_row(row) for row in rows]
@@ -85,18 +86,18 @@ def html_table(table: Table) -> str:
 
 
 def facts_table(facts: Mapping[str, str]) -> str:
-    """Names and values."""
+    """Returns a table of names and values."""
     return f'<table class="facts">{"".join(_row(fact) for fact in facts.items())}</table>'
 
 
 def definitions(meanings: Mapping[str, str]) -> str:
-    """What words mean."""
+    """Returns a list of words and their meanings."""
     items = (f"<dt>{escape(name)}</dt><dd>{escape(meaning)}.</dd>" for name, meaning in meanings.items())
     return f"<dl>{''.join(items)}</dl>"
 
 
 def plots(svgs: Iterator[str]) -> str:
-    """Plots side by side."""
+    """Returns plots side by side."""
     return f'<div class="plots">{"".join(svgs)}</div>'
 
 
@@ -115,12 +116,12 @@ def _counts(counts: Mapping[str, int]) -> list[list[str]]:
 
 
 def step_plots(step: Mapping[str, Any]) -> Iterator[str]:
-    """How long answers took, and how the window went."""
+    """Yields plots of the times of answers, and of the course of the window."""
     buckets = step["histogram"]
     edges = [1e3 * bucket["mark"] for bucket in buckets]
     if len(set(edges)) > 1:
         counts = [bucket["count"] for bucket in buckets]
-        # The first bucket has the fastest request alone, and no width.
+        # The first bucket holds the fastest request alone, and has no width.
         counts[1] += counts[0]
         bars = list(zip(edges, edges[1:], counts[1:], strict=False))
         yield bar_plot("Whole answers", Axis("ms"), Axis("requests"), bars)
@@ -139,7 +140,7 @@ def step_plots(step: Mapping[str, Any]) -> Iterator[str]:
 
 
 def ramp_plots(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Rates and times by load."""
+    """Yields plots of rates and times by load."""
     is_open = steps[0]["max_concurrency"] is None
     loads = [step["request_rate"] if is_open else step["max_concurrency"] for step in steps]
     load = Axis("requests sent per second" if is_open else "requests at once", 2)

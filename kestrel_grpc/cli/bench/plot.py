@@ -1,4 +1,5 @@
-"""Plots as SVG text for a page, in colours that the colour-blind tell apart. Needs no library and no other file."""
+"""Draws plots as SVG text for a page, in colours that the colour-blind can distinguish, without libraries or
+files."""
 
 from __future__ import annotations
 
@@ -8,19 +9,19 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 352, 248
-"""Units of a plot, which a page may scale."""
-# Okabe and Ito's colours, without the yellow that white swallows.
+"""The size of a plot in units, which a page may scale."""
+# Okabe and Ito's colours, without the yellow, which is hard to see on white.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 26, 36
 _LEGEND_ROW = 15
 _CHARACTER = 5.6
-"""About the width of a character of the legend."""
+"""The approximate width of a character of the legend."""
 _MOST_TICKS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line: points (x, y) in rising x. `is_dashed` for a limit or a goal."""
+    """Represents a line: points (x, y) in rising x. `is_dashed` marks a limit or a goal."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -29,14 +30,15 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What is counted, with its unit. With `log_base` 2 or 10 it is logarithmic and shows values above 0 only."""
+    """Describes a quantity with its unit. With `log_base` 2 or 10 the axis is logarithmic and shows values above 0
+    only."""
 
     label: str
     log_base: int | None = None
 
 
 def number(value: float) -> str:
-    """For people: three digits that count."""
+    """Formats a number for people, with three significant digits."""
     if value == 0:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -45,7 +47,7 @@ def number(value: float) -> str:
 
 
 def line_plot(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) -> str:
-    """An `<svg>` element; empty where there is nothing to show."""
+    """Returns an `<svg>` element; empty if there are no values."""
     shown = [
         Series(line.name, points, line.is_dashed)
         for line in series
@@ -63,7 +65,7 @@ def line_plot(title: str, x_axis: Axis, y_axis: Axis, series: Sequence[Series]) 
 
 
 def bar_plot(title: str, x_axis: Axis, y_axis: Axis, bars: Sequence[tuple[float, float, float]]) -> str:
-    """An `<svg>` element of bars: from, to, and height of each. Empty where there is none."""
+    """Returns an `<svg>` element of bars: from, to, and height of each. Empty if there are none."""
     if not bars:
         return ""
     x = _Scale.of(x_axis, [edge for bar in bars for edge in bar[:2]], _LEFT, WIDTH - _RIGHT, from_zero=False)
@@ -82,14 +84,14 @@ def bar_plot(title: str, x_axis: Axis, y_axis: Axis, bars: Sequence[tuple[float,
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Where values are on an axis: `place` gives units of the SVG."""
+    """Maps values to positions on an axis: `place` returns units of the SVG."""
 
     place: Callable[[float], float]
     ticks: tuple[float, ...]
 
     @classmethod
     def of(cls, axis: Axis, values: Sequence[float], first: float, last: float, *, from_zero: bool) -> _Scale:
-        """An axis from `first` to `last`, in units, on which all values are."""
+        """Returns an axis from `first` to `last`, in units, that covers all values."""
         if axis.log_base is None:
             ticks = _ticks(0.0 if from_zero else min(values), max(values))
             low, high = (ticks[0], ticks[-1]) if from_zero else (min(values), max(values))
@@ -108,7 +110,7 @@ class _Scale:
 
 
 def _ticks(low: float, high: float) -> tuple[float, ...]:
-    """Round numbers around the values."""
+    """Returns round numbers around the values."""
     if high <= low:
         high = low + (abs(low) or 1.0)
     rough = (high - low) / (_MOST_TICKS - 1)
@@ -118,7 +120,7 @@ def _ticks(low: float, high: float) -> tuple[float, ...]:
 
 
 def _decimal_ticks(low: float, high: float) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20 … around the values; powers of ten alone where those are many."""
+    """Returns 1, 2, 5, 10, 20 … around the values; powers of ten alone if those are many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     digits = (1, 2, 5) if len(powers) <= 3 else (1,)
     ticks = [digit * 10.0**power for power in powers for digit in digits]
@@ -148,7 +150,7 @@ def _axes(x_axis: Axis, y_axis: Axis, x: _Scale, y: _Scale) -> Iterator[str]:
 
 def _line(line: Series, color: str, x: _Scale, y: _Scale) -> Iterator[str]:
     places = [(x.place(px), y.place(py)) for px, py in line.points]
-    # Two measurements say nothing of what is between them.
+    # Two points alone get no line: nothing was measured between them.
     if len(places) > 2 or line.is_dashed:
         path = "L".join(f"{px:.1f} {py:.1f}" for px, py in places)
         dashes = ' stroke-dasharray="5 3"' if line.is_dashed else ""
@@ -160,7 +162,7 @@ def _line(line: Series, color: str, x: _Scale, y: _Scale) -> Iterator[str]:
 
 
 def _legend(series: Sequence[Series]) -> tuple[list[str], int]:
-    """Below the axes it hides no line. Also how high it is."""
+    """Returns the legend, and its height. Below the axes it hides no line."""
     parts: list[str] = []
     x, y = float(_LEFT), HEIGHT + 4
     for index, line in enumerate(series):

@@ -1,8 +1,8 @@
-"""Loads a server from processes of its own, and says when each answer, and each piece of it, came.
+"""Loads a server from processes of its own, and records when each answer, and each piece of it, arrives.
 
-Pictures are read or drawn before the clock runs, so that such a process does little but send and receive. Each
-tells the processor time that it used: near 1 core a process measures itself. All processes of a machine share one
-monotonic clock. Knows requests and times; what they amount to is for `numbers.py`.
+Pictures are read or drawn before the clock runs, so that such a process only sends and receives. Each process
+reports the processor time that it used: near 1 core a process measures itself. All processes of a machine share one
+monotonic clock. `numbers.py` computes rates and percentiles from the recordings.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kestrel_grpc.process.resources import loop_factory
 
 CALL_TIMEOUT_S = 120.0
 LAST_ANSWERS_S = 10.0
-"""How long answers are waited for that are running when a measurement is ended early."""
-# Late by more than this, an event loop is busy with something else than waiting.
+"""The wait for answers that are running when a measurement is ended early, in seconds."""
+# An event loop that is later than this is busy with more than waiting.
 _TICK_S = 0.01
 _WATCHED_EVERY_S = 0.25
 _UNTIL_FIRST_DUE_S = 0.2
@@ -36,11 +36,11 @@ _ENDED = "a process of load has ended"
 
 Work = TypeVar("Work")
 Source = Callable[[], Callable[[Work, int], Question]]
-"""Prepares, in a process of its own, what makes the request with a number from the work that a command names."""
+"""Prepares, in a process of load, the function that makes the request with a number from the work of a command."""
 
 
 class LoadFailed(Exception):
-    """A process of load cannot begin or go on; the text says why."""
+    """A process of load cannot start or continue; the text says why."""
 
 
 class EndedEarly(Exception):
@@ -49,22 +49,22 @@ class EndedEarly(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What happened in a window, as all processes saw it."""
+    """Holds the requests of a window, as all processes measured them."""
 
     window: Window
     samples: tuple[Sample, ...]
-    """Requests that overlap the window."""
+    """The requests that overlap the window."""
     busiest_client: float
-    """Processor time of the busiest process, as a share of the window."""
+    """The processor time of the busiest process, as a share of the window."""
     client_lag_ms: float
-    """99th percentile of how late the slowest process got to what was due."""
+    """The 99th percentile of the delays of due work in the slowest process."""
     is_partial: bool = False
-    """Whether the window was to be longer, or have more requests."""
+    """True if the window was planned to be longer, or to have more requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How far a measurement is, from its first request on, or before it the warm-up."""
+    """Counts the progress of a measurement, from its first request on, or during the warm-up."""
 
     num_answered: int
     num_failed: int
@@ -73,14 +73,14 @@ class Tally:
 
 
 class LoadProcesses(Generic[Work]):
-    """Several processes that load one server together. Each command goes to all, which share the work evenly.
+    """Loads one server from several processes. Each command is sent to all, which share the work evenly.
 
-    Pictures are known by the numbers of requests, which begin with `first_number`: two who load one server begin
-    far from each other. `watch` is called a few times in a second while a command runs, and so is `is_ended`.
+    The numbers of requests, which begin with `first_number`, choose the pictures: two users who load one server use
+    different ranges. While a command runs, `watch` and `is_ended` are called a few times per second.
 
-    Once `is_ended` returns True, the command ends early: its window ends at that moment, and answers are waited for
-    `LAST_ANSWERS_S`. What has not come then counts as failed. SIGINT and SIGTERM, which a terminal and others send
-    to all processes of a group, are left to the caller: the processes end when it does.
+    Once `is_ended` returns True, the command ends early: its window ends at that moment, and the command waits for
+    answers for `LAST_ANSWERS_S`. Requests without an answer then count as failed. SIGINT and SIGTERM, which a
+    terminal sends to all processes of a group, are left to the caller: the processes end when it does.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class LoadProcesses(Generic[Work]):
         watch: Callable[[Tally], None] | None = None,
         is_ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Raises `LoadFailed`, and as all commands `EndedEarly`."""
+        """Starts the processes. Raises `LoadFailed`, and like all commands `EndedEarly`."""
         context = multiprocessing.get_context("spawn")
         self._watch = watch
         self._is_ended = is_ended
@@ -130,7 +130,7 @@ class LoadProcesses(Generic[Work]):
             self.close()
 
     def close(self) -> None:
-        """End the processes."""
+        """Ends the processes."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -140,24 +140,25 @@ class LoadProcesses(Generic[Work]):
                 process.join()
 
     def _kill(self) -> None:
-        """End the processes at once."""
+        """Ends the processes at once."""
         for process in self._processes:
             process.kill()
         self.close()
 
     def closed(self, work: Work, concurrency: int, duration_s: float, warm_up_s: float) -> Recording:
-        """Keep `concurrency` requests running, and record a window once all of them have been answered once, or
-        after `warm_up_s`."""
-        self._tell("closed", work, concurrency, warm_up_s)
+        """Keeps `concurrency` requests running; records a window once each has been answered once, or after
+        `warm_up_s`."""
+        self._send("closed", work, concurrency, warm_up_s)
         self._gather()
         window = self._begin(duration_s)
         self._gather()
-        self._tell("stop")
+        self._send("stop")
         return self._recording(window)
 
     def counted(self, work: Work, concurrency: int, num_requests: int, warm_up_s: float) -> Recording:
-        """The same for a number of requests: the window ends with the last answer."""
-        self._tell("counted", work, concurrency, num_requests, warm_up_s)
+        """Keeps `concurrency` requests running until a number has been sent: the window ends with the last
+        answer."""
+        self._send("counted", work, concurrency, num_requests, warm_up_s)
         self._gather()
         window = self._begin(0.0)
         return self._recording(window)
@@ -173,13 +174,13 @@ class LoadProcesses(Generic[Work]):
         seed: int = 0,
         warm_up_s: float = 0.0,
     ) -> Recording:
-        """Send requests at random moments, on average `rate_per_s`, however long the answers take.
+        """Sends requests at random moments, on average `rate_per_s`, regardless of the time that answers take.
 
-        An answer that has not come `wait_limit_s` after the last request was sent counts as an error. With
-        `num_requests` so many are sent, and the window ends with the last answer. Before it each process has a
-        request answered, unless that takes `warm_up_s`.
+        An answer that has not arrived `wait_limit_s` after the last request was sent counts as an error. With
+        `num_requests` this many are sent, and the window ends with the last answer. Before the window each process
+        waits for the answer to a request, at most `warm_up_s`.
         """
-        self._tell("open", work, rate_per_s, wait_limit_s, num_requests, seed, warm_up_s)
+        self._send("open", work, rate_per_s, wait_limit_s, num_requests, seed, warm_up_s)
         self._gather()
         window = self._begin(0.0 if num_requests is not None else duration_s, _UNTIL_FIRST_DUE_S)
         return self._recording(window)
@@ -190,7 +191,7 @@ class LoadProcesses(Generic[Work]):
             counts[:] = [0, 0, 0]
         start = time.perf_counter() + after_s
         window = Window(start, start + duration_s)
-        self._tell("window", window)
+        self._send("window", window)
         return window
 
     def _recording(self, window: Window) -> Recording:
@@ -211,8 +212,8 @@ class LoadProcesses(Generic[Work]):
             is_partial=self._ended_at is not None,
         )
 
-    def _tell(self, *command: Any) -> None:
-        """Raises `LoadFailed`."""
+    def _send(self, *command: Any) -> None:
+        """Sends a command to all processes. Raises `LoadFailed`."""
         try:
             for pipe in self._pipes:
                 pipe.send(command)
@@ -220,12 +221,12 @@ class LoadProcesses(Generic[Work]):
             raise LoadFailed(_ENDED) from None
 
     def _gather(self) -> list[Any]:
-        """What each process says next. Raises `LoadFailed` or `EndedEarly`."""
+        """Returns the next report of each process. Raises `LoadFailed` or `EndedEarly`."""
         said: dict[int, Any] = {}
         while len(said) < len(self._pipes):
             if self._ended_at is None and self._is_ended():
                 self._ended_at = time.perf_counter()
-                self._tell("end", self._ended_at)
+                self._send("end", self._ended_at)
             if self._ended_at is not None and not self._is_recording:
                 raise EndedEarly
             waiting = {pipe: index for index, pipe in enumerate(self._pipes) if index not in said}
@@ -246,7 +247,7 @@ class LoadProcesses(Generic[Work]):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Which process of how many, and how long it waits for an answer."""
+    """Identifies a process among all, and holds its longest wait for an answer."""
 
     index: int
     num_processes: int
@@ -254,18 +255,18 @@ class _Part:
     timeout_s: float
 
     def callers(self, concurrency: int) -> range:
-        """Its callers, of all."""
+        """Returns the number of this process's callers, of all."""
         return range(self.index, concurrency, self.num_processes)
 
     def share(self, concurrency: int, num_requests: int) -> int:
-        """How many requests its callers send, of all."""
+        """Returns the number of requests that this process's callers send, of all."""
         return sum(len(range(caller, num_requests, concurrency)) for caller in self.callers(concurrency))
 
 
 @contextlib.contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Processes that are started in the block never receive SIGINT and SIGTERM, also while they import."""
-    resource_tracker.ensure_running()  # which would unblock them when the first process is started
+    """Starts processes in the block that never receive SIGINT and SIGTERM, also while they import."""
+    resource_tracker.ensure_running()  # otherwise the first start of a process unblocks them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield
@@ -274,7 +275,7 @@ def _blocked_signals() -> Iterator[None]:
 
 
 def _run(pipe: Connection, target: Target, source: Source[Any], part: _Part, counts: Any) -> None:
-    """A process of load: answers commands until its pipe closes."""
+    """Runs a process of load: answers commands until its pipe closes."""
     with contextlib.suppress(EOFError, BrokenPipeError, asyncio.CancelledError):
         try:
             question = source()
@@ -294,7 +295,7 @@ async def _serve(
 
 
 class _Load:
-    """One process's part of every command."""
+    """Runs one process's part of every command."""
 
     def __init__(
         self,
@@ -309,16 +310,17 @@ class _Load:
         self._question = question
         self._part = part
         self._counts = counts
-        # Never the same in two processes, nor twice in the life of one.
+        # Different in every process, and never repeated within one.
         self._numbers = itertools.count(part.first_number + part.index, part.num_processes)
         self._commands: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
         self._ended_at: float | None = None
         self._last_answers_at: float | None = None
-        """On the clock of the event loop: when what is running has failed, once the measurement is ended early."""
+        """The moment, on the clock of the event loop, when unfinished requests fail after the measurement was ended
+        early."""
         self._limits: set[asyncio.Timeout] = set()
 
     async def run(self) -> None:
-        """Until the pipe closes, which cancels the task."""
+        """Runs commands until the pipe closes, which cancels the task."""
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
@@ -343,7 +345,7 @@ class _Load:
             self._commands.put_nowait((name, *arguments))
 
     def _end(self, moment: float) -> None:
-        """End what is being measured at this moment, which has just passed."""
+        """Ends the measurement at this moment, which has just passed."""
         self._ended_at = moment
         self._last_answers_at = asyncio.get_running_loop().time() + LAST_ANSWERS_S
         for limit in self._limits:
@@ -406,7 +408,7 @@ class _Load:
         self._pipe.send((await ending, *cost))
 
     async def _warm_up(self, work: Any, num_callers: int, longest_s: float) -> Window:
-        """A request of each caller, where there is time for it; returns the window that begins then."""
+        """Sends a request of each caller if there is time for it; returns the window that begins then."""
         if longest_s > 0.0:
             loop = ClosedLoop(self._asking(work), num_callers, num_callers)
             await loop.warm_up(longest_s)
@@ -416,8 +418,10 @@ class _Load:
         return window
 
     async def _watch(self, start: float, is_over: Callable[[], bool]) -> tuple[float, float]:
-        """Sit a window out, or until the measurement is ended early; returns the processor time spent in it and how
-        late this process was, in seconds."""
+        """Waits for the end of a window, or until the measurement is ended early.
+
+        Returns the processor time spent in it and the delay of this process, in seconds.
+        """
         await asyncio.sleep(max(start - time.perf_counter(), 0.0))
         cpu_s, lags = time.process_time(), [0.0]
         while self._ended_at is None and not is_over():

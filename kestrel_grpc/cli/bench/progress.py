@@ -1,4 +1,4 @@
-"""How a measurement of `kestrel-grpc bench` goes, as a line on a terminal."""
+"""Shows the progress of a measurement of `kestrel-grpc bench`, as a line on a terminal."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SHOWN_EVERY_S = 0.5
 
 
 class Progress:
-    """Shows how a measurement goes: one line, which is rewritten, on a terminal; nothing elsewhere."""
+    """Shows the progress of a measurement: one line, which is rewritten, on a terminal; nothing elsewhere."""
 
     def __init__(
         self, num_steps: int, duration_s: float, num_requests: int | None, stream: TextIO = sys.stderr
     ) -> None:
-        """Each step has a number of requests, or else a duration."""
+        """Creates the line. Each step has a number of requests, or else a duration."""
         self._num_steps = num_steps
         self._duration_s = duration_s
         self._num_requests = num_requests
@@ -29,14 +29,14 @@ class Progress:
         self._is_warm_up = True
 
     def begin(self, step: str) -> None:
-        """A step begins, with its warm-up."""
+        """Begins a step, with its warm-up."""
         self._step = step
         self._number += 1
         self._began = time.monotonic()
         self._is_warm_up = True
 
     def show(self, tally: Tally) -> None:
-        """How far the step is."""
+        """Shows the progress of the step."""
         now = time.monotonic()
         if self._is_warm_up and not tally.is_warm_up:
             self._began = now
@@ -47,8 +47,11 @@ class Progress:
             self._stream.flush()
 
     def line(self, tally: Tally, elapsed_s: float) -> str:
-        """As "step 2 of 4, 8 at once, 12 s of 30: 345 answered, 2 failed, 28.8/s, 922 tokens/s"; before the window
-        "step 2 of 4, 8 at once, warm-up, 1 s: 9 answered"."""
+        """Returns a line such as "step 2 of 4, 8 at once, 12 s of 30: 345 answered, 2 failed, 28.8/s, 922
+        tokens/s".
+
+        Before the window: "step 2 of 4, 8 at once, warm-up, 1 s: 9 answered".
+        """
         place = f"step {self._number} of {self._num_steps}, " if self._num_steps > 1 else ""
         if tally.is_warm_up:
             return f"{place}{self._step}, warm-up, {elapsed_s:.0f} s: {tally.num_answered:,} answered"
@@ -63,7 +66,7 @@ class Progress:
         )
 
     def close(self) -> None:
-        """No step follows."""
+        """Ends the line after the last step."""
         if self._is_shown:
             self._stream.write("\r\x1b[K")
             self._stream.flush()

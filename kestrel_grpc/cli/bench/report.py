@@ -1,4 +1,4 @@
-"""The results of `kestrel-grpc bench`: as a document in JSON, as text, and two of them compared."""
+"""Reports the results of `kestrel-grpc bench`: as a document in JSON, as text, and two of them compared."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TIME_NAMES = {
     "itl": "between pieces, ms",
     "e2el": "whole answer, ms",
 }
-"""What the times of vLLM's short names are."""
+"""The descriptions of the times with vLLM's short names."""
 _COLUMNS = ("mean", "median", "p90", "p95", "p99")
 _BUSY = 0.8
 _UNKNOWN = "–"
-# What is compared, and whether more of it is better.
+# The compared numbers; True if more is better.
 _COMPARED: tuple[tuple[str, str, bool], ...] = (
     ("request_throughput", "requests/s", True),
     ("output_throughput", "tokens/s", True),
@@ -37,7 +37,7 @@ Table = list[list[str]]
 
 
 class Unreadable(Exception):
-    """A file is no result; the text says why."""
+    """A file is not a result; the text says why."""
 
 
 def document(
@@ -48,8 +48,11 @@ def document(
     *,
     is_complete: bool = True,
 ) -> dict[str, Any]:
-    """All results of a run. Without a ramp the numbers of the step stand at the top, where ghz and vLLM have them.
-    A run that is not complete was ended before its last step, or in it."""
+    """Returns a document with all results of a run.
+
+    Without a ramp the numbers of the step stand at the top level, as in ghz and vLLM. An incomplete run was ended
+    before or during its last step.
+    """
     found: dict[str, Any] = {
         "date": date,
         "endReason": "normal" if is_complete else "cancel",
@@ -63,12 +66,12 @@ def document(
 
 
 def steps_of(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The steps of a run."""
+    """Returns the steps of a run."""
     return result.get("steps") or [result]
 
 
 def read(file: Path) -> dict[str, Any]:
-    """A result from its file. Raises `Unreadable` or OSError."""
+    """Reads a result from its file. Raises `Unreadable` or OSError."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         for step in steps_of(found):
@@ -81,14 +84,14 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def load_of(step: Mapping[str, Any]) -> str:
-    """The load of a step in words."""
+    """Describes the load of a step."""
     if step["max_concurrency"] is not None:
         return f"{step['max_concurrency']} at once"
     return f"{number(step['request_rate'])} sent/s"
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """Tables for a terminal."""
+    """Returns tables for a terminal."""
     options = result["options"]
     lines = [f"{result['model_id'] or 'a model'} at {options['address']}, {options['api']}: {options['skill']}"]
     steps = steps_of(result)
@@ -103,7 +106,7 @@ def text(result: Mapping[str, Any]) -> str:
 
 
 def rate_table(step: Mapping[str, Any]) -> Table:
-    """The rates of a step."""
+    """Returns the rates of a step."""
     rows = [["requests/s", number(step["request_throughput"])], ["tokens/s", number(step["output_throughput"])]]
     if step["request_goodput"] is not None:
         rows.append(["in time/s", number(step["request_goodput"])])
@@ -111,7 +114,7 @@ def rate_table(step: Mapping[str, Any]) -> Table:
 
 
 def time_table(step: Mapping[str, Any]) -> Table:
-    """The times of a step."""
+    """Returns the times of a step."""
     head = ["", *(name.replace("median", "p50") for name in _COLUMNS)]
     return [
         head,
@@ -123,7 +126,7 @@ def time_table(step: Mapping[str, Any]) -> Table:
 
 
 def ramp_table(result: Mapping[str, Any]) -> Table:
-    """A row for each step."""
+    """Returns a row for each step."""
     has_goodput = any(step["request_goodput"] is not None for step in steps_of(result))
     head = ["load", "requests/s", "tokens/s", *(["in time/s"] if has_goodput else [])]
     head += [f"{name.removesuffix(', ms')} p50 / p99, ms" for name in TIME_NAMES.values()]
@@ -149,7 +152,7 @@ def _statuses(step: Mapping[str, Any]) -> Iterator[str]:
 
 
 def notes(step: Mapping[str, Any]) -> Iterator[str]:
-    """What to know about the numbers of a step."""
+    """Yields remarks about the numbers of a step."""
     if step["is_partial"]:
         yield f"{load_of(step)}: ended early, after {number(step['duration'])} s"
     if step["busiest_client"] > _BUSY:
@@ -169,7 +172,8 @@ def _aligned(table: Table) -> list[str]:
 
 
 def comparison(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    """The second result over the first, number by number, and what differs in how they were measured."""
+    """Compares the second result with the first, number by number, and lists differences in how they were
+    measured."""
     by_load = {load_of(step): step for step in steps_of(first)}
     lines: list[str] = [*_differences(first, second)]
     shared = [(load_of(step), step) for step in steps_of(second) if load_of(step) in by_load]
@@ -179,14 +183,14 @@ def comparison(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
         lines += ["", load, *_aligned(comparison_table(by_load[load], step))]
     lines += [
         "",
-        "Noise is what 95% of repetitions stay within, as far as the parts of a run tell; it knows nothing",
+        "Noise is the range of 95% of repetitions, estimated from the parts of a run; it covers nothing",
     ]
     lines += ["of what differs between runs. Repeat both in turns before you rely on a small difference."]
     return "\n".join(lines).lstrip("\n")
 
 
 def comparison_table(first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
-    """The rows of one load."""
+    """Returns the rows of one load."""
     table = [["", "A", "B", "B / A", "noise", ""]]
     for field, name, more_is_better in _COMPARED:
         a, b = first.get(field), second.get(field)
@@ -194,14 +198,14 @@ def comparison_table(first: Mapping[str, Any], second: Mapping[str, Any]) -> Tab
             continue
         shares = [step["uncertainty"].get(field) for step in (first, second)]
         noise = None if None in shares else math.hypot(*shares)
-        verdict = judged(b / a, noise, more_is_better=more_is_better)
+        verdict = describe_ratio(b / a, noise, more_is_better=more_is_better)
         row = [name, number(a), number(b), f"{b / a:.3f}", _UNKNOWN if noise is None else f"±{noise:.1%}", verdict]
         table.append(row)
     return table
 
 
-def judged(ratio: float, noise: float | None, *, more_is_better: bool) -> str:
-    """What a ratio means, where `noise` is the share that two runs of the same differ by."""
+def describe_ratio(ratio: float, noise: float | None, *, more_is_better: bool) -> str:
+    """Describes a ratio, given `noise`: the share by which two equal runs differ."""
     if noise is None:
         return "noise unknown"
     if abs(math.log(ratio)) <= noise:

@@ -1,4 +1,4 @@
-"""What the requests of `kestrel-grpc bench` ask: about drawn charts, about pictures of your own, or without any.
+"""Makes the requests of `kestrel-grpc bench`: about drawn charts, about pictures of your own, or without any.
 
 A chart is drawn from a seed: 800 by 557 pixels, about 40 KB as JPEG, which a Moondream cuts into 2 × 4 crops and a
 global crop.
@@ -21,7 +21,7 @@ WIDTH_PX, HEIGHT_PX = 800, 557
 JPEG_QUALITY = 90
 
 NUM_DRAWN = 16
-"""Drawings of a process. Drawing costs more than asking, so they come again, each time as another file."""
+"""The drawings of a process. Drawing takes longer than asking, so they are reused, each time as another file."""
 
 _ASPECTS = ("value", "label", "height", "width", "color")
 _WHICH = ("tallest", "shortest", "first", "second", "third", "last", "left", "right", "middle", "biggest")
@@ -36,24 +36,25 @@ _SYLLABLES = ("ka", "to", "mi", "ren", "sol", "va", "dor", "el", "nu", "pra", "s
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked. Requests are numbered, and the number decides which of the texts and pictures one has."""
+    """Describes the questions. Requests are numbered, and the number selects the text and the picture."""
 
     skill: str
     texts: tuple[str, ...]
-    """Questions, or names of objects; empty for captions."""
+    """The questions, or the names of objects; empty for captions."""
     pictures: Path | None = None
     """A file, or a folder of files; None for drawn charts."""
     num_pictures: int | None = None
-    """Different charts: 0 for requests without a picture, None for a new file in every request."""
+    """The number of different charts: 0 for requests without a picture, None for a new file in every request."""
     max_tokens: int | None = None
     temperature: float | None = None
     is_streamed: bool = True
     adapters: tuple[str, ...] = ()
-    tells_pictures: bool = False
-    """Whether the metadata of a call name its picture."""
+    sends_digests: bool = False
+    """True if the metadata of a call name its picture."""
 
     def __call__(self) -> Callable[[None, int], Question]:
-        """Read or draw the pictures; returns what makes the request with a number. Raises OSError."""
+        """Reads or draws the pictures; returns the function that makes the request with a number. Raises
+        OSError."""
         picture = self._pictures()
 
         def question(_: None, number: int) -> Question:
@@ -65,7 +66,7 @@ class Workload:
                 temperature=self.temperature,
                 is_streamed=self.is_streamed,
                 adapter=self.adapters[number % len(self.adapters)] if self.adapters else "",
-                tells_picture=self.tells_pictures,
+                sends_digest=self.sends_digests,
             )
 
         return question
@@ -84,7 +85,7 @@ class Workload:
 
 
 def picture_files(path: Path) -> list[Path]:
-    """The file, or the image files in the folder, by name. Raises ValueError where there is none."""
+    """Returns the file, or the image files in the folder, by name. Raises ValueError if there are none."""
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")
     if not path.is_dir():
@@ -96,7 +97,7 @@ def picture_files(path: Path) -> list[Path]:
 
 
 def chart(seed: int, width_px: int = WIDTH_PX, height_px: int = HEIGHT_PX) -> bytes:
-    """A bar chart as JPEG: bars, the numbers on them, names, a grid and two lines of text."""
+    """Draws a bar chart as JPEG: bars, the numbers on them, names, a grid and two lines of text."""
     chance = random.Random(seed)
     image = Image.new("RGB", (width_px, height_px), "white")
     draw = ImageDraw.Draw(image)
@@ -125,7 +126,7 @@ def chart(seed: int, width_px: int = WIDTH_PX, height_px: int = HEIGHT_PX) -> by
 
 
 def with_comment(jpeg: bytes, comment: str) -> bytes:
-    """The same picture as another file, which caches do not know."""
+    """Returns the same picture as another file, which caches do not know."""
     text = comment.encode()
     return jpeg[:2] + b"\xff\xfe" + (2 + len(text)).to_bytes(2, "big") + text + jpeg[2:]
 

@@ -17,8 +17,8 @@ from kestrel_grpc.cli.batch.lines import (
     Record,
     Template,
     answer_line,
+    fields_missing_in_all,
     fields_of,
-    fields_that_all_lack,
     is_failure,
     open_source,
     reason_of,
@@ -304,7 +304,7 @@ def test_what_has_the_name_of_a_picture_and_is_none_fails_alone(tmp_path):
 def lacked(lines: list[dict[str, Any]], tmp_path: Path, template: Template) -> tuple[str, ...]:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return fields_that_all_lack(open_source(path), template)
+    return fields_missing_in_all(open_source(path), template)
 
 
 @pytest.mark.parametrize(

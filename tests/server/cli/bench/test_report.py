@@ -19,7 +19,7 @@ from kestrel_grpc.cli.bench.numbers import Objective, numbers
 from kestrel_grpc.cli.bench.page import page
 from kestrel_grpc.cli.bench.plot import Axis, Series, bar_plot, line_plot
 from kestrel_grpc.cli.bench.processes import Recording
-from kestrel_grpc.cli.bench.report import comparison, document, judged, read, text
+from kestrel_grpc.cli.bench.report import comparison, describe_ratio, document, read, text
 from kestrel_grpc.cli.commands import run
 from tests.reference_fixtures import CHECKOUT
 
@@ -149,11 +149,11 @@ def test_a_comparison_says_what_differs_and_what_it_does_not_know() -> None:
     assert "no load is in both" in comparison(result(), other)
 
 
-def test_a_ratio_is_judged_by_its_direction() -> None:
-    assert judged(1.02, 0.03, more_is_better=True) == "within noise"
-    assert judged(1 / 1.02, 0.03, more_is_better=False) == "within noise"
-    assert judged(1.1, 0.03, more_is_better=False) == "worse"
-    assert judged(0.9, 0.03, more_is_better=False) == "better"
+def test_the_description_of_a_ratio_depends_on_its_direction() -> None:
+    assert describe_ratio(1.02, 0.03, more_is_better=True) == "within noise"
+    assert describe_ratio(1 / 1.02, 0.03, more_is_better=False) == "within noise"
+    assert describe_ratio(1.1, 0.03, more_is_better=False) == "worse"
+    assert describe_ratio(0.9, 0.03, more_is_better=False) == "better"
 
 
 def test_the_command_compares_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
