@@ -65,7 +65,7 @@ RUNTIME_ARROWS = {
     "adapters": {"api"},
     "loading": {"api"},
     "scheduling": {"api", "fairness", "output"},
-    "constraints": {"api", "loading", "output", "scheduling"},
+    "constraints": {"api", "fairness", "loading", "output", "scheduling"},
     "execution": {"api", "scheduling", "output", "memory"},
     "engine": {
         *("api", "fairness", "memory", "imaging", "adapters", "loading", "scheduling", "constraints"),

@@ -13,13 +13,14 @@ permit only when no other call waits.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kestrel_grpc.calls.call_context import Interruptible
 from kestrel_runtime.api.errors import EngineUnavailable
+from kestrel_runtime.fairness.eviction import oldest_of_largest_tenant
 from kestrel_runtime.fairness.fair_limit import FairLimit
 
 _RETRY_S = 1.0
@@ -361,11 +362,9 @@ class StreamGate:
         rested = self._loop.time() - self._rest_s
         evictable = {reading: tenant for reading, tenant in self._waiting.items() if reading.started <= rested}
         if evictable:
-            counts = Counter(evictable.values())
-            tenant = max(counts, key=counts.__getitem__)
-            oldest = next(reading for reading, owner in evictable.items() if owner == tenant)
-            del self._waiting[oldest]
-            oldest.interrupt(StreamEvicted())
+            evicted = oldest_of_largest_tenant(evictable)
+            del self._waiting[evicted]
+            evicted.interrupt(StreamEvicted())
             return
         turn = self._loop.create_future()
         self._queue.append(turn)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from kestrel_runtime.constraints.json_answer import JsonTokens, rest_tokens_of
 from kestrel_runtime.constraints.library_errors import cause_of, located
 from kestrel_runtime.constraints.library_schema import library_schema
 from kestrel_runtime.constraints.masks import CompiledConstraint
+from kestrel_runtime.fairness.fair_turns import FairTurns
 from kestrel_runtime.loading.tokenizer import Tokenizer
 
 _NUM_THREADS = 4
@@ -64,8 +64,7 @@ class ConstraintCompiler:
         self._vocabularies: dict[int, Vocabulary] = {}
         self._lock = threading.Lock()
         self._has_more = threading.Condition(self._lock)
-        self._waiting: list[_Job] = []
-        self._num_running: Counter[str] = Counter()  # jobs by tenant
+        self._turns: FairTurns[_Job] = FairTurns(_THREADS_PER_TENANT)
         self._num_threads = 0
         # A mask of an answer takes a few milliseconds at most, and an answer some 20 MB.
         self._limits = llguidance.LLParserLimits(
@@ -87,7 +86,7 @@ class ConstraintCompiler:
         """
         job = _Job(Future(), constraint, self._vocabulary(end_id), tenant)
         with self._lock:
-            self._waiting.append(job)
+            self._turns.push(job)
             self._has_more.notify()
         self._start_thread()
         try:
@@ -96,7 +95,7 @@ class ConstraintCompiler:
             with self._lock:
                 was_waiting = job.done.cancel()
                 if was_waiting:
-                    self._waiting.remove(job)
+                    self._turns.remove(job)
             if was_waiting:
                 raise Overloaded(_NUM_THREADS, _MAX_S, QueueBound.CONSTRAINTS) from None
             raise _refused(constraint, "takes too long to compile") from None
@@ -126,21 +125,14 @@ class ConstraintCompiler:
                 done.set_exception(error)
             del done, constraint, vocabulary
             with self._lock:
-                self._num_running[tenant] -= 1
-                if not self._num_running[tenant]:
-                    del self._num_running[tenant]
+                self._turns.end(tenant)
 
     def _take(self) -> _Job:
-        """Returns the oldest job of the tenant that runs fewest, once there is one whose tenant may run another."""
+        """Returns the next job, once there is one whose tenant may run another."""
         with self._lock:
-            while True:
-                job = min(self._waiting, key=lambda job: self._num_running[job.tenant], default=None)
-                if job is not None and self._num_running[job.tenant] < _THREADS_PER_TENANT:
-                    break
+            while (job := self._turns.start()) is None:
                 self._has_more.wait()
-            self._waiting.remove(job)
             job.done.set_running_or_notify_cancel()
-            self._num_running[job.tenant] += 1
             return job
 
     def _compile(self, constraint: Constraint, vocabulary: Vocabulary) -> CompiledConstraint:
