@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self, TypeVar
 
 import msgspec
 
@@ -77,6 +77,7 @@ from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.flight_record import FlightRecord
 from kestrel_runtime.engine.offending_requests import fingerprint_of
+from kestrel_runtime.engine.recent import LruCache
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.fairness.image_budget import MAX_DECODING_BYTES, MemoryBudget
 from kestrel_runtime.imaging.decoding import decode_image, decoded_pixels, inspect_image
@@ -87,6 +88,9 @@ _LATE_S = 2.0
 _CLOSE_TIMEOUT_S = 2.0
 _OPERATION_TIMEOUT_S = 60.0
 _PIXEL_BYTES = 4
+_AHEAD_LOAD, _MAX_AHEAD_BYTES = 4, 32 * 2**20
+"""Requests of a core, and memory for decoding, up to which an image is decoded before the core asks for it."""
+_MAX_SEEN_IMAGES = 4096
 _SUSPECTED_S = 600.0
 _FAULT, _KILL = 2, 1
 """What the end of a core's process says against the requests that were in flight. SIGKILL comes from outside, as
@@ -103,6 +107,9 @@ _IS_SILENT, _IS_BACK = 3, 4
 with one."""
 
 _ForClient = Events | NeedPixels | Cleared
+_SharedPixels = tuple[int, int, BinaryIO]
+"""Width, height and pixels of a decoded image, as `Pixels` carries them."""
+Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
@@ -135,6 +142,8 @@ class EngineClient:
         self._callbacks: list[Callable[[EngineStatus], None]] = []
         self._death_weights: dict[str, tuple[int, float]] = {}  # by fingerprint: how much, and since when
         self._refused: dict[str, None] = {}
+        self._seen_images: LruCache[tuple[str, bytes], bool] = LruCache(_MAX_SEEN_IMAGES)
+        """By namespace and digest. Within a namespace only, since the time that a request takes shows it."""
         self._late: dict[int, asyncio.Task[None]] = {}
         """Connections to cores that have not answered at first, by index."""
         for core in cores:
@@ -279,11 +288,13 @@ class EngineClient:
                 call.header = self._inspect(request.image)
             for stream in streams:
                 self._calls[stream.id] = call
-                stream.over.add_done_callback(lambda _, id=stream.id: self._calls.pop(id, None))
+                stream.over.add_done_callback(lambda _, id=stream.id: self._end(call, id))
                 stream.follow(self._cancel, self._want_only_end, call)
             if request.image is None or is_hashed_at_once(request.image):
                 call.digest = None if request.image is None else image_digest(request.image)
                 self._send(call)
+                if call.header is not None:  # after the request is sent, so that a worker does not delay that
+                    self._loop.call_soon(self._decode_ahead, call)
             else:
                 self._hash(call, request.image)
         except KestrelError as error:
@@ -420,6 +431,12 @@ class EngineClient:
                 self._send(call)
         core.give_up_places()
 
+    def _end(self, call: _Call, id: int) -> None:
+        """One of the streams of a request is over."""
+        self._calls.pop(id, None)
+        if call.is_over:
+            call.drop_pixels()
+
     def _update_status(self) -> None:
         statuses = {core.status for core in self._cores}
         if self._is_closed:
@@ -446,7 +463,7 @@ class EngineClient:
     def _hash(self, call: _Call, image: Image) -> None:
         """Have a worker hash a large image, and send the request then."""
 
-        self._submit_job(call, lambda: image_digest(image), lambda done: self._send_hashed(call, done))
+        self._then(self._submit_job(call, lambda: image_digest(image)), lambda done: self._send_hashed(call, done))
 
     def _send_hashed(self, call: _Call, done: Future[bytes]) -> None:
         if not call.is_over:
@@ -499,6 +516,7 @@ class EngineClient:
             if call is None or call.core is not core:
                 continue
             call.has_events = True
+            call.drop_pixels()
             events, error = messages.events_in(item)
             if events and isinstance(events[-1], Finished):
                 self._clear_suspect(call)
@@ -518,13 +536,35 @@ class EngineClient:
 
     def _give_pixels(self, core: _Core, message: NeedPixels) -> None:
         call = self._call_of(message.id)
-        image = None if call is None else call.request.image
-        if call is None or image is None or isinstance(image, RemoteImage):
+        if call is None or call.request.image is None:
             error = messages.encode_error(EngineUnavailable("the caller has gone"))
             core.send(Pixels(message.number, 0, 0, error))
             return
+        try:
+            pixels = call.take_pixels() or self._decode(call)
+        except EngineUnavailable as error:
+            core.send(Pixels(message.number, 0, 0, messages.encode_error(error)))
+        else:
+            self._then(pixels, lambda done: _send_pixels(core, message.number, done))
 
-        def decode() -> tuple[int, int, BinaryIO]:
+    def _decode_ahead(self, call: _Call) -> None:
+        """Decode an image that is most likely new while its core, which is not busy, looks for it in its caches."""
+        if call.header is None or call.digest is None or call.core is None or call.is_over:
+            return
+        key = call.namespace, call.digest
+        is_new = self._seen_images.get(key) is None
+        self._seen_images.put(key, True)
+        if is_new and call.core.load <= _AHEAD_LOAD and _decoding_bytes(call.header) <= _MAX_AHEAD_BYTES:
+            with contextlib.suppress(EngineUnavailable):  # which the core is told if it asks
+                call.pixels = self._decode(call)
+
+    def _decode(self, call: _Call) -> Future[_SharedPixels]:
+        """Have a worker decode the image of a request. Raises `EngineUnavailable`."""
+        image = call.request.image
+        assert image is not None
+        assert not isinstance(image, RemoteImage)
+
+        def decode() -> _SharedPixels:
             decoded = decode_image(
                 image, max_image_pixels=self.info.config.max_image_pixels, check_wanted=check_wanted
             )
@@ -537,18 +577,19 @@ class EngineClient:
             if call.is_over or self._workers.is_closing:
                 raise Interrupted
 
-        try:
-            self._submit_job(call, decode, lambda done: _send_pixels(core, message.number, done))
-        except EngineUnavailable as error:
-            core.send(Pixels(message.number, 0, 0, messages.encode_error(error)))
+        return self._submit_job(call, decode)
 
-    def _submit_job(self, call: _Call, work: Callable[[], Any], then: Callable[[Future[Any]], None]) -> None:
-        """Have a worker do something for a request, and the event loop call `then` with what came of it."""
+    def _then(self, job: Future[Result], then: Callable[[Future[Result]], None]) -> None:
+        """Have the event loop call `then` with a worker's job when it is done."""
 
-        def finish(done: Future[Any]) -> None:
+        def finish(done: Future[Result]) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
                 self._loop.call_soon_threadsafe(then, done)
 
+        job.add_done_callback(finish)
+
+    def _submit_job(self, call: _Call, work: Callable[[], Result]) -> Future[Result]:
+        """Have a worker do something for a request. Raises `EngineUnavailable`."""
         options = call.request.options
         job = Job(
             work,
@@ -559,7 +600,7 @@ class EngineClient:
             num_bytes=0 if call.header is None else _decoding_bytes(call.header),
         )
         try:
-            self._workers.submit(job).add_done_callback(finish)
+            return self._workers.submit(job)
         except RuntimeError as error:
             raise EngineUnavailable("no worker can take the request") from error
 
@@ -625,6 +666,8 @@ class _Call:
     core: _Core | None = None
     """Where it was sent to last."""
     has_events: bool = False
+    pixels: Future[_SharedPixels] | None = None
+    """Its image, which is being decoded before a core has asked for it."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -637,6 +680,17 @@ class _Call:
     def fingerprint(self) -> str:
         """The fingerprint of the request, to which a core may have added that of its adapter."""
         return fingerprint_of(self.request, self.digest)
+
+    def take_pixels(self) -> Future[_SharedPixels] | None:
+        """Returns what was decoded ahead, if anything, for one answer to a core."""
+        pixels, self.pixels = self.pixels, None
+        return pixels
+
+    def drop_pixels(self) -> None:
+        """Free what was decoded ahead: no core needs it."""
+        if (pixels := self.take_pixels()) is not None:
+            pixels.cancel()
+            pixels.add_done_callback(_free_pixels)
 
     def stream(self, id: int) -> _RemoteStream:
         """The stream of this id."""
@@ -885,7 +939,13 @@ def _decoding_bytes(header: ImageHeader) -> int:
     return header.decoding_bytes + _PIXEL_BYTES * header.width * header.height
 
 
-def _send_pixels(core: _Core, number: int, done: Future[tuple[int, int, BinaryIO]]) -> None:
+def _free_pixels(done: Future[_SharedPixels]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        *_, file = done.result()
+        file.close()
+
+
+def _send_pixels(core: _Core, number: int, done: Future[_SharedPixels]) -> None:
     error = EngineUnavailable("the caller has gone") if done.cancelled() else done.exception()
     if error is None:
         width_px, height_px, file = done.result()

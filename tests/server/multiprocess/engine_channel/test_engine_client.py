@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from PIL import Image
@@ -277,6 +277,80 @@ async def test_pixels_of_a_front_end_that_has_died_are_not_waited_for(
     one.servers[0].drop_frontend("frontend-0.1")
     await asyncio.to_thread(one.engines[0].close)
     assert one.engines[0].load().num_preprocessing == 0
+
+
+class Decoded:
+    """The images that a front end decodes, and the files in which it shares them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_begun = 0
+        self.begun, self.may_go_on = asyncio.Event(), threading.Event()
+        self.may_go_on.set()
+        self.files: list[BinaryIO] = []
+        loop, decode, share = asyncio.get_running_loop(), client_module.decode_image, client_module.shared_file
+
+        def decoding(*given: Any, **named: Any) -> Image.Image:
+            self.num_begun += 1
+            loop.call_soon_threadsafe(self.begun.set)
+            assert self.may_go_on.wait(MAX_WAIT_S)
+            return decode(*given, **named)
+
+        def sharing(data: memoryview) -> BinaryIO:
+            self.files.append(share(data))
+            return self.files[-1]
+
+        monkeypatch.setattr(client_module, "decode_image", decoding)
+        monkeypatch.setattr(client_module, "shared_file", sharing)
+
+
+async def test_a_new_image_is_decoded_before_a_core_asks_for_it_and_once(
+    one: Cores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = Decoded(monkeypatch)
+    give = EngineClient._give_pixels
+    asked = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(EngineClient, "_give_pixels", lambda *message: asked.set_result(message))
+    stream = submit(one.client, Query("what?", SMALL_IMAGE, sampling=GREEDY))
+    await decoded.begun.wait()
+    give(*await asked)
+    expected = (await one.engines[0].submit(Query("what?", SMALL_IMAGE, sampling=GREEDY)).result()).output
+    assert (await stream.result()).output == expected
+    assert (decoded.num_begun, [file.closed for file in decoded.files]) == (1, [True])
+
+
+async def test_what_was_decoded_ahead_of_an_image_that_the_core_knows_is_freed(
+    one: Cores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Query("what?", SMALL_IMAGE, sampling=GREEDY)
+    expected = (await one.engines[0].submit(request).result()).output
+    decoded = Decoded(monkeypatch)
+    decoded.may_go_on.clear()  # until the answer is complete
+    assert (await submit(one.client, request).result()).output == expected
+    decoded.may_go_on.set()
+    assert (await submit(one.client, request).result()).output == expected
+    assert decoded.num_begun <= 1, "the second time it is no new image"
+    await asyncio.to_thread(one.client._workers.close)
+    assert all(file.closed for file in decoded.files)
+
+
+async def test_a_caller_who_leaves_and_a_busy_core_have_nothing_decoded_ahead(
+    one: Cores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = Decoded(monkeypatch)
+    monkeypatch.setattr(EngineClient, "_give_pixels", lambda *_: None)
+    decoded.may_go_on.clear()
+    stream = submit(one.client, Query("what?", picture(1)))
+    await decoded.begun.wait()
+    stream.cancel()
+    decoded.may_go_on.set()
+    running = [submit(one.client, ENDLESS) for _ in range(5)]
+    await asyncio.gather(*map(anext, running))
+    while one.client.load().num_running < 5:
+        await until_idle(one.engines[0])
+    submit(one.client, Query("what?", picture(2)))
+    await asyncio.to_thread(one.client._workers.close)
+    assert decoded.num_begun == 1
+    assert all(file.closed for file in decoded.files)
 
 
 @pytest.mark.parametrize("end", ["front end", "core"])
