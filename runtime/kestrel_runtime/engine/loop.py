@@ -82,6 +82,9 @@ _BLOCKED_S = 0.05
 """The longest wait for an image that is being decoded, in seconds, before the thread looks at deadlines."""
 _QUIET_S = 0.2
 """The idle time, in seconds, after which graphs are captured that the start has left or that were missed."""
+_STARTING_S = 2.0
+"""The time, in seconds, after its start in which the thread captures nothing: the port opens meanwhile, and the
+first requests arrive at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -167,6 +170,7 @@ class EngineLoop:
         self._launching: Batch | None = None
         self._num_captures_awaited = 0
         self._may_want_captures = True  # the start leaves some; later since the last step
+        self._captures_from = 0.0
         self._num_marks = 0  # rises with each launch and completion, for the watchdog
         self._is_waiting = True
         self._is_stopping = False
@@ -175,6 +179,7 @@ class EngineLoop:
 
     def start(self) -> None:
         """Start the thread."""
+        self._captures_from = time.monotonic() + _STARTING_S
         self._thread.start()
 
     def add(self, sequence: Sequence, stream: Stream) -> None:
@@ -325,7 +330,9 @@ class EngineLoop:
         is_blocked = self._scheduler.is_blocked
         if (is_blocked or self._scheduler.is_idle) and not (self._prefills or self._decodes):
             self._is_waiting = True
-            quiet_s = _QUIET_S if self._may_want_captures else None
+            quiet_s = None
+            if self._may_want_captures:
+                quiet_s = max(_QUIET_S, self._captures_from - time.monotonic())
             try:
                 self._receive(self._inbox.get(timeout=_BLOCKED_S if is_blocked else quiet_s))
             except Empty:  # deadlines pass meanwhile

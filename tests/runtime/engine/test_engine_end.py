@@ -294,7 +294,8 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
             "kestrel_runtime.engine.build.new_probes", lambda _: [prepared("probe"), prepared("probe")]
         )
         monkeypatch.setattr("kestrel_runtime.engine.build.LibraryMasks", Masks)
-        monkeypatch.setattr(engine_loop, "_QUIET_S", 0.0)  # captures begin as soon as nothing is left to do
+        for pause in ("_STARTING_S", "_QUIET_S"):
+            monkeypatch.setattr(engine_loop, pause, 0.0)  # captures begin as soon as nothing is left to do
         preparations = Preparations(monkeypatch)
         monkeypatch.setattr(Preprocessor, "decode_again", lambda _, item: decoded_again(item))
         engine = LocalEngine(

@@ -250,6 +250,18 @@ async def test_graphs_are_captured_when_there_has_been_no_work_for_a_while(
     assert not bench.loop._wait_for_work()
 
 
+async def test_no_graph_is_captured_while_the_port_opens(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "_STARTING_S", 3600.0)
+    monkeypatch.setattr(loop_module, "_QUIET_S", 0.0)
+    num_captures: list[int] = []
+    monkeypatch.setattr(bench.loop._runner, "capture_wanted", lambda: num_captures.append(1))
+    bench.loop.start()
+    assert (await bench.add(tell(1)).result()).usage.num_output_tokens == 1
+    bench.loop.stop()
+    assert bench.loop.join(60.0)
+    assert num_captures == []
+
+
 async def test_a_request_that_comes_during_a_capture_waits_for_that_one_alone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
