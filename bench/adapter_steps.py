@@ -159,9 +159,9 @@ class Bench:
             own = terms[layer]
             rows = own.rows if block_rows is None else others[block_rows]
             if side == "up":
-                return triton_products.shrink((own.normed,) * 2, own.up, rows, cut=cut)
+                return triton_products.shrink((own.normed,) * 2, own.up, rows, config=cut)
             sources = activations.tensor_split((attended_dim,), dim=1)
-            return triton_products.shrink(sources, own.down, rows, own, scale=scale, cut=cut)
+            return triton_products.shrink(sources, own.down, rows, own, scale=scale, config=cut)
 
         others = {size: group(block_rows=size) for size in (16, 32, 64, 128)}
         for side in ("up", "down"):
@@ -205,7 +205,7 @@ class Bench:
                 rows = terms[0].rows if block_rows is None else others[block_rows]
                 with attempted(f"expand {side} {cut}"):
                     run = partial(triton_products.expand_add, target, shrink(side, None, None, 0))
-                    more = {"adds_both": side == "down", "cut": cut}
+                    more = {"adds_both": side == "down", "config": cut}
                     us = time_us([partial(run, getattr(own, side), rows, **more) for own in terms])
                     self.note(f"{where} expand {side} rows {block_rows} {cut and tuple(cut)}", us)
 

@@ -39,10 +39,10 @@ from bench.harness.output import write_json
 from bench.harness.prefill_inputs import random_text, random_text_with_experts
 from bench.harness.timing import Limits, attempted, measure_limits, time_us
 from kestrel_ops import Kernels, reference
-from kestrel_ops.attention.triton_rotary_decode_attention import AttentionPlan
+from kestrel_ops.attention.triton_rotary_decode_attention import AttentionConfig
 from kestrel_ops.dispatch import function_of
-from kestrel_ops.linear.triton_single_token import SingleTokenPlan
-from kestrel_ops.linear.triton_small_batch import SmallBatchPlan
+from kestrel_ops.linear.triton_single_token import SingleTokenConfig
+from kestrel_ops.linear.triton_small_batch import SmallBatchConfig
 from kestrel_runtime.api.options import parse_kernels
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.config import MoeConfig
@@ -61,7 +61,7 @@ class Cut:
     operation: str
     precision: Literal["model", "float8"]
     batch: int
-    plan: SmallBatchPlan | SingleTokenPlan | AttentionPlan
+    launch_config: SmallBatchConfig | SingleTokenConfig | AttentionConfig
     dtype: torch.dtype = torch.bfloat16
     """The cache's type, for attention."""
     contexts: tuple[int, int] = (0, 0)
@@ -69,7 +69,7 @@ class Cut:
 
     def case(self) -> str:
         """What is done, by any cut."""
-        if isinstance(self.plan, AttentionPlan):
+        if isinstance(self.launch_config, AttentionConfig):
             return (
                 f"{self.operation} {str(self.dtype)[6:]} {self.contexts[0]}..{self.contexts[1]} batch {self.batch}"
             )
@@ -77,15 +77,14 @@ class Cut:
 
     def name(self) -> str:
         """How this one does it."""
-        plan = self.plan
-        if isinstance(plan, AttentionPlan):
-            way = " in steps" if plan.in_steps else ""
-            return f"tile {plan.tile} warps {plan.num_warps} stages {plan.num_stages} parts {self.num_parts}{way}"
-        if isinstance(plan, SingleTokenPlan):
-            return f"n {plan.block_n} warps {plan.num_warps} bytes {plan.tile_bytes} in registers"
+        own = self.launch_config
+        if isinstance(own, AttentionConfig):
+            way = " in steps" if own.in_steps else ""
+            return f"tile {own.tile} warps {own.num_warps} stages {own.num_stages} parts {self.num_parts}{way}"
+        if isinstance(own, SingleTokenConfig):
+            return f"n {own.block_n} warps {own.num_warps} bytes {own.tile_bytes} in registers"
         return (
-            f"n {plan.block_n} k {plan.block_k} warps {plan.num_warps} stages {plan.num_stages}"
-            f" splits {plan.num_splits}"
+            f"n {own.block_n} k {own.block_k} warps {own.num_warps} stages {own.num_stages} splits {own.num_splits}"
         )
 
 
@@ -114,28 +113,30 @@ def _products() -> Iterator[Cut]:
     }
     for precision in shapes:
         for block_n, warps in ((2, 4), (4, 4), (4, 8), (8, 4), (8, 8), (16, 4), (16, 8)):
-            plan = SingleTokenPlan(block_n, warps)
-            yield Cut("decode_expand", precision, 1, plan)
+            launch_config = SingleTokenConfig(block_n, warps)
+            yield Cut("decode_expand", precision, 1, launch_config)
             for tile_bytes in (1024, 2048):
-                yield Cut("decode_contract", precision, 1, replace(plan, tile_bytes=tile_bytes))
+                yield Cut("decode_contract", precision, 1, replace(launch_config, tile_bytes=tile_bytes))
     for precision, cuts in shapes.items():
         for batch in (1, 16, 64, 128):
             for block_n, block_k, warps, stages in cuts:
-                yield Cut("decode_expand", precision, batch, SmallBatchPlan(block_n, block_k, warps, stages))
+                yield Cut("decode_expand", precision, batch, SmallBatchConfig(block_n, block_k, warps, stages))
                 for splits in (5, 8, 16) if precision == "float8" else (8,):
-                    plan = SmallBatchPlan(block_n, block_k, warps, stages, splits)
-                    yield Cut("decode_contract", precision, batch, plan)
+                    launch_config = SmallBatchConfig(block_n, block_k, warps, stages, splits)
+                    yield Cut("decode_contract", precision, batch, launch_config)
 
 
 def _attentions() -> Iterator[Cut]:
     tiles = ((16, 2, 1), (32, 2, 1), (32, 4, 1), (32, 4, 2), (32, 4, 3), (64, 4, 1), (64, 8, 1))
     steps = ((16, 1, 3), (16, 1, 4), (16, 2, 4), (32, 1, 1), (32, 2, 3), (32, 2, 4), (32, 4, 3))
-    plans = [AttentionPlan(*shape) for shape in tiles] + [AttentionPlan(*shape, in_steps=True) for shape in steps]
+    launch_configs = [AttentionConfig(*shape) for shape in tiles] + [
+        AttentionConfig(*shape, in_steps=True) for shape in steps
+    ]
     for dtype in (_FLOAT8, torch.bfloat16):
         for batch, all_parts in ((1, (16, 32)), (16, (1, 2, 4)), (64, (1, 2))):
             for num_parts in all_parts:
-                for plan in plans:
-                    yield Cut("rotary_decode_attention", "float8", batch, plan, dtype, _LONG, num_parts)
+                for launch_config in launch_configs:
+                    yield Cut("rotary_decode_attention", "float8", batch, launch_config, dtype, _LONG, num_parts)
 
 
 CUTS = (*_products(), *_attentions())
@@ -348,7 +349,7 @@ def run_cut(cut: Cut, model: Model, caches: dict[tuple[int, torch.dtype], KVCach
     else:
         make = expand_call if cut.operation == "decode_expand" else contract_call
         call = make(model, cut.batch)
-    return [partial(call, operation, layer, plan=cut.plan) for layer in range(model.config.n_layers)]
+    return [partial(call, operation, layer, config=cut.launch_config) for layer in range(model.config.n_layers)]
 
 
 @torch.no_grad()

@@ -38,10 +38,17 @@ from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.dispatch import function_of
 from kestrel_ops.experts.reference import mixture_of_experts as definition
 from kestrel_ops.experts.reference_int4 import INT4_GROUP
-from kestrel_ops.experts.triton_int4_plans import ONE_TOKEN_INT4, int4_plan_for
 from kestrel_ops.experts.triton_int4_products import contract_int4, expand_int4
-from kestrel_ops.experts.triton_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, ProductPlan, plan_for
-from kestrel_ops.experts.triton_products import combine, contract, expand, rounded
+from kestrel_ops.experts.triton_launch_configs import (
+    ONE_TOKEN,
+    ONE_TOKEN_INT4,
+    ExpertsConfig,
+    OneTokenConfig,
+    ProductConfig,
+    config_for,
+    int4_config_for,
+)
+from kestrel_ops.experts.triton_products import combine, contract, expand, quantised_rows
 from kestrel_ops.experts.triton_routing import route
 from kestrel_ops.shapes import FLOAT8
 from kestrel_runtime.models.moondream.config import MoeConfig
@@ -50,17 +57,17 @@ from kestrel_runtime.models.moondream.weights.published import MOONDREAM_3
 _PREFETCHED = (0, 256, 512)
 
 
-def cuts(precision: str, num_tokens: int) -> list[ExpertsPlan | OneTokenPlan]:
+def cuts(precision: str, num_tokens: int) -> list[ExpertsConfig | OneTokenConfig]:
     """The plans to try, the one that is used first."""
     return list(dict.fromkeys(_cuts(precision, num_tokens)))
 
 
-def _cuts(precision: str, num_tokens: int) -> Iterator[ExpertsPlan | OneTokenPlan]:
+def _cuts(precision: str, num_tokens: int) -> Iterator[ExpertsConfig | OneTokenConfig]:
     if num_tokens == 1:
         yield ONE_TOKEN_INT4 if precision == "int4" else ONE_TOKEN
         sizes = (8_192, 16_384, 32_768, 65_536)
         for first, second, warps in product(sizes, sizes, (4, 8)):
-            yield OneTokenPlan(first, second, warps)
+            yield OneTokenConfig(first, second, warps)
         return
     moe = MOONDREAM_3.text.moe
     assert moe is not None
@@ -69,23 +76,25 @@ def _cuts(precision: str, num_tokens: int) -> Iterator[ExpertsPlan | OneTokenPla
     used = planned(precision, num_tokens, moe, limits)
     yield used
     if operand == FLOAT8:
-        yield replace(used, rounds_rows=not used.rounds_rows)
+        yield replace(used, quantises_rows=not used.quantises_rows)
     block, most = used.block_tokens, used.block_tokens // 4
     if precision == "int4":
         yield from _int4_cuts(used)
         return
-    for plan in _products(operand.itemsize, block):
-        shared = (2 * plan.rows + block) * plan.columns * operand.itemsize * plan.num_stages
-        if shared <= limits.shared_bytes and plan.rows * block <= most * 64 * plan.num_warps:
-            yield replace(used, expand=replace(plan, is_read_once=used.expand.is_read_once))
-    for plan, prefetched in product(_products(operand.itemsize, block), _PREFETCHED):
-        shared = (plan.rows + block) * plan.columns * operand.itemsize * plan.num_stages
+    for launch_config in _products(operand.itemsize, block):
+        shared = (
+            (2 * launch_config.rows + block) * launch_config.columns * operand.itemsize * launch_config.num_stages
+        )
+        if shared <= limits.shared_bytes and launch_config.rows * block <= most * 64 * launch_config.num_warps:
+            yield replace(used, expand=replace(launch_config, is_read_once=used.expand.is_read_once))
+    for launch_config, prefetched in product(_products(operand.itemsize, block), _PREFETCHED):
+        shared = (launch_config.rows + block) * launch_config.columns * operand.itemsize * launch_config.num_stages
         if shared <= limits.shared_bytes:
-            own = replace(plan, is_read_once=used.contract.is_read_once, prefetched_bytes=prefetched)
+            own = replace(launch_config, is_read_once=used.contract.is_read_once, prefetched_bytes=prefetched)
             yield replace(used, contract=own)
 
 
-def _int4_cuts(used: ExpertsPlan) -> Iterator[ExpertsPlan]:
+def _int4_cuts(used: ExpertsConfig) -> Iterator[ExpertsConfig]:
     if used.block_tokens <= 64:
         for (rows, warps), num_stages in product(((64, 4), (64, 8), (128, 8)), (2, 3, 4, 5, 6)):
             yield replace(used, expand=replace(used.expand, rows=rows, num_warps=warps, num_stages=num_stages))
@@ -103,29 +112,32 @@ def operand_type(precision: str, limits: DeviceLimits) -> torch.dtype:
     return torch.bfloat16 if precision == "model" or not limits.has_float8 else FLOAT8
 
 
-def planned(precision: str, num_tokens: int, moe: MoeConfig, limits: DeviceLimits) -> ExpertsPlan:
-    """The plan for more than one token that is used."""
-    choose = int4_plan_for if precision == "int4" else plan_for
+def planned(precision: str, num_tokens: int, moe: MoeConfig, limits: DeviceLimits) -> ExpertsConfig:
+    """The launch configuration for more than one token that is used."""
+    choose = int4_config_for if precision == "int4" else config_for
     return choose(num_tokens, moe.num_experts, moe.experts_per_token, operand_type(precision, limits), limits)
 
 
-def _products(itemsize: int, block: int) -> Iterator[ProductPlan]:
+def _products(itemsize: int, block: int) -> Iterator[ProductConfig]:
     """Of few tokens tiles are small and what matters is how many are loaded at once."""
     shapes = ((64, 4), (128, 8)) if block <= 32 else ((64, 4), (128, 4), (128, 8))
     stages = (3, 4, 6, 8) if block <= 32 else (3, 4)
     for (rows, warps), line, num_stages in product(shapes, (64, 128, 256), stages):
-        yield ProductPlan(rows, line // itemsize, warps, num_stages)
+        yield ProductConfig(rows, line // itemsize, warps, num_stages)
 
 
-def plan_name(plan: ExpertsPlan | OneTokenPlan) -> str:
+def plan_name(launch_config: ExpertsConfig | OneTokenConfig) -> str:
     """How it does it."""
-    if isinstance(plan, OneTokenPlan):
-        return f"bytes {plan.expand_bytes} and {plan.contract_bytes} warps {plan.num_warps}"
+    if isinstance(launch_config, OneTokenConfig):
+        return (
+            f"bytes {launch_config.expand_bytes} and {launch_config.contract_bytes} warps {launch_config.num_warps}"
+        )
     first, second = (
         f"{each.rows}x{each.columns} w{each.num_warps} s{each.num_stages} p{each.prefetched_bytes}"
-        for each in (plan.expand, plan.contract)
+        for each in (launch_config.expand, launch_config.contract)
     )
-    return f"tokens {plan.block_tokens}  expand {first}{'  rounded' * plan.rounds_rows}  contract {second}"
+    quantised = "  quantised" * launch_config.quantises_rows
+    return f"tokens {launch_config.block_tokens}  expand {first}{quantised}  contract {second}"
 
 
 @torch.no_grad()
@@ -133,14 +145,14 @@ def stage_times(
     stacks: list[tuple[Tensor, ...]],  # of each layer: both weights and, where they are float8, their scales
     tokens: list[tuple[Tensor, Tensor]],  # of each layer: rows and logits
     choices: int,
-    plan: ExpertsPlan,
+    launch_config: ExpertsConfig,
 ) -> dict[str, float]:
     """Microseconds of a layer by stage."""
     hidden = tokens[0][0]
     is_int4 = stacks[0][0].dtype == torch.uint8
     quantises = (is_int4 or stacks[0][0].dtype == FLOAT8) and hidden.dtype != torch.float32
-    rounds = quantises and plan.rounds_rows
-    block, between = plan.block_tokens, FLOAT8 if quantises and not rounds else hidden.dtype
+    rounds = quantises and launch_config.quantises_rows
+    block, between = launch_config.block_tokens, FLOAT8 if quantises and not rounds else hidden.dtype
     times: dict[str, float] = {}
 
     def stage(name: str, calls: list[partial[object]]) -> list[object]:
@@ -154,18 +166,27 @@ def stage_times(
     inner = stage(
         "expand",
         [
-            later(expand_int4 if is_int4 else expand, routing, stack[0], own[0], None, plan.expand, block, between)
+            later(
+                expand_int4 if is_int4 else expand,
+                routing,
+                stack[0],
+                own[0],
+                None,
+                launch_config.expand,
+                block,
+                between,
+            )
             for routing, stack, own in each
         ],
     )
     if rounds:
-        inner = stage("round", [later(rounded, rows) for rows in inner])
+        inner = stage("round", [later(quantised_rows, rows) for rows in inner])
     rows = stage(
         "contract",
         [
             later(
                 contract_int4 if is_int4 else contract,
-                *(routing, own, stack[1], scale[1], None, plan.contract, block, hidden.dtype),
+                *(routing, own, stack[1], scale[1], None, launch_config.contract, block, hidden.dtype),
             )
             for own, (routing, stack, scale) in zip(inner, each, strict=True)
         ],
@@ -289,8 +310,8 @@ def parts(
     """Microseconds of a call by stage, or by kernel of what has no stages: one token, and the library."""
     num_tokens, choices = len(tokens[0][0]), sizes.moe.experts_per_token
     if implementation == "triton" and num_tokens > 1:
-        plan = planned(precision, num_tokens, sizes.moe, DeviceLimits.of(tokens[0][0].device))
-        return stage_times(stacks, tokens, choices, plan)
+        launch_config = planned(precision, num_tokens, sizes.moe, DeviceLimits.of(tokens[0][0].device))
+        return stage_times(stacks, tokens, choices, launch_config)
     return kernel_times(run) if torch.cuda.is_available() else {}
 
 
@@ -330,28 +351,30 @@ def measure(sizes: Sizes, arguments: argparse.Namespace, device: torch.device) -
 
 
 def compile_plans(work: list[tuple[str, int, Any]]) -> None:
-    """Run each plan once, in a process of its own, so that its kernels are found later."""
+    """Run each launch configuration once, in a process of its own, so that its kernels are found later."""
     device = torch.device("cuda")
     sizes = published()
     stacks = {precision: sizes.stacks(precision, 1, device) for precision in {each[0] for each in work}}
-    for precision, count, plan in work:
+    for precision, count, launch_config in work:
         try:
             tokens = [sizes.tokens(count, "random", device)]
-            calls(sizes, experts_of("triton"), stacks[precision], tokens, plan=plan)[0]()
+            calls(sizes, experts_of("triton"), stacks[precision], tokens, config=launch_config)[0]()
         except Exception as failure:
-            print(f"  {plan_name(plan)} does not compile: {str(failure).splitlines()[0][:120]}", flush=True)
+            print(
+                f"  {plan_name(launch_config)} does not compile: {str(failure).splitlines()[0][:120]}", flush=True
+            )
     torch.cuda.synchronize()
 
 
 @torch.no_grad()
 def tune(sizes: Sizes, arguments: argparse.Namespace, device: torch.device) -> dict[str, dict[str, float]]:
-    """Plans of the kernels: microseconds by case and plan."""
+    """Plans of the kernels: microseconds by case and launch configuration."""
     started = time.perf_counter()
     work = [
-        (precision, count, plan)
+        (precision, count, launch_config)
         for precision in arguments.precision
         for count in arguments.tokens
-        for plan in cuts(precision, count)
+        for launch_config in cuts(precision, count)
     ]
     with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
         list(pool.map(compile_plans, [work[share::14] for share in range(14)]))
@@ -362,10 +385,12 @@ def tune(sizes: Sizes, arguments: argparse.Namespace, device: torch.device) -> d
         for count in arguments.tokens:
             tokens = [sizes.tokens(count, "random", device) for _ in stacks]
             times = table.setdefault(f"{precision} {count}", {})
-            for plan in (plan for own, number, plan in work if (own, number) == (precision, count)):
+            for launch_config in (
+                launch_config for own, number, launch_config in work if (own, number) == (precision, count)
+            ):
                 try:
-                    run = calls(sizes, experts_of("triton"), stacks, tokens, plan=plan)
-                    times[plan_name(plan)] = time_us(run, replays=5, rounds=1)
+                    run = calls(sizes, experts_of("triton"), stacks, tokens, config=launch_config)
+                    times[plan_name(launch_config)] = time_us(run, replays=5, rounds=1)
                 except Exception:  # said when it was compiled
                     continue
             print(f"  {precision}, {count} tokens")

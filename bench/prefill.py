@@ -38,7 +38,7 @@ from bench.harness.prefill_inputs import (
 from bench.harness.timing import Limits, Part, PartTimer, attempted, launch_us, measure_limits, time_us
 from kestrel_ops import Kernels
 from kestrel_ops.attention.reference import prefill_attention as attention_definition
-from kestrel_ops.attention.reference_cache import rotary_write_kv as rotary_definition
+from kestrel_ops.attention.reference import rotary_write_kv as rotary_definition
 from kestrel_ops.attention.triton_prefill_attention import Tiling
 from kestrel_ops.experts.reference import mixture_of_experts as mixture_definition
 from kestrel_runtime.api.options import parse_kernels

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kestrel_ops import reference
-from kestrel_ops.lora.types import BlockLowRank, LowRank, RowsBySlot
+from kestrel_ops.lora.reference import BlockLowRank, LowRank, RowsBySlot
 
 FLOAT8 = torch.float8_e4m3fn
 # The largest error relative to the largest value, by the narrowest type that is rounded to on the way; of float8 a
@@ -501,7 +501,7 @@ def _rows_by_slot(draw: random.Random) -> Case:
         changed, slots, ranks = _on(device, product, block.slots, block.ranks)
         rows = function(slots, ranks, block.max_rank, is_decode=False, dtype=block.dtype)
         add = reference.add_up_terms
-        if rows.plan is not None:  # only the implementation that has made it reads it
+        if rows.groups is not None:  # only the implementation that has made it reads it
             add = import_module("kestrel_ops.lora.triton_add_up_terms").add_up_terms
         add(changed, block.on(device, rows))
         return [rows.slots, changed]

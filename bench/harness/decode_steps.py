@@ -155,14 +155,14 @@ def without_dependent_launch(kernels: Kernels) -> Kernels:
 
         def launched(*arguments: Any) -> Any:
             if operation == "rotary_decode_attention":
-                plan = module.plan_for(len(arguments[0]), arguments[4].dtype)
+                launch_config = module.config_for(len(arguments[0]), arguments[4].dtype)
             elif operation == "decode_expand":
-                plan = module.plan_for(len(arguments[0]), arguments[1].dtype, arguments[1].shape[1])
+                launch_config = module.config_for(len(arguments[0]), arguments[1].dtype, arguments[1].shape[1])
             else:
-                plan = module.plan_for(len(arguments[0]), arguments[1].dtype)
-            if hasattr(plan, "dependent_launch"):
-                plan = replace(plan, dependent_launch=False)
-            return function(*arguments, plan=plan)
+                launch_config = module.config_for(len(arguments[0]), arguments[1].dtype)
+            if hasattr(launch_config, "dependent_launch"):
+                launch_config = replace(launch_config, dependent_launch=False)
+            return function(*arguments, config=launch_config)
 
         return launched
 

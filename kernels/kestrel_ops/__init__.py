@@ -19,7 +19,7 @@ from kestrel_ops.dispatch import (
     use_libraries,
 )
 from kestrel_ops.invariant.mode import InvariantMode, depends_on_chunks, depends_on_place
-from kestrel_ops.lora.types import BlockLowRank, ExpertAdapters, LowRank, RowsBySlot
+from kestrel_ops.lora.reference import BlockLowRank, ExpertAdapters, LowRank, RowsBySlot
 from kestrel_ops.reference import (
     INT4_GROUP,
     RESAMPLE_WEIGHT_BITS,

@@ -1,4 +1,4 @@
-"""What a device can do, as far as implementations and their plans depend on it."""
+"""What a device can do, as far as implementations and their launch configurations depend on it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ _SHARED_BYTES = {(8, 0): 163 * 1024, (9, 0): HOPPER_SHARED_BYTES, (10, 0): HOPPE
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """Of one device. Plans were measured on Hopper; all other devices use portable plans, which need nothing beyond
-    compute capability 8.0."""
+    """Describes one device.
+
+    Launch configurations were measured on Hopper; all other devices use portable ones, which need nothing beyond
+    compute capability 8.0.
+    """
 
     capability: tuple[int, int] | None
     """The compute capability of a CUDA device; None for other devices."""
@@ -36,7 +39,7 @@ class DeviceLimits:
 
     @property
     def is_hopper(self) -> bool:
-        """Whether it has what portable plans do without: dependent launch, and the cache told what to load."""
+        """Returns True for Hopper, whose launch configurations use dependent launch and prefetch into the cache."""
         return self.capability == _HOPPER
 
     @property

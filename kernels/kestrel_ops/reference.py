@@ -4,10 +4,12 @@ from kestrel_ops.attention.reference import (
     crop_attention,
     decode_attention,
     prefill_attention,
+    rotary,
     rotary_decode_attention,
+    rotary_write_kv,
     tau_scales,
+    write_kv,
 )
-from kestrel_ops.attention.reference_cache import rotary, rotary_write_kv, write_kv
 from kestrel_ops.experts.reference import mixture_of_experts
 from kestrel_ops.experts.reference_int4 import INT4_GROUP, dequantise_int4, quantise_int4
 from kestrel_ops.images.reference import RESAMPLE_WEIGHT_BITS, resample

@@ -55,9 +55,9 @@ def decode_contract(batch: int, width: int, num_rows: int, weight: str, of: str 
 
 
 def decode_expand(
-    batch: int, width: int, num_plain: int, num_activated: int, weight: str, num_shares: int, of: str = "triton"
+    batch: int, width: int, num_plain: int, num_activated: int, weight: str, num_parts: int, of: str = "triton"
 ) -> None:
-    """`batch` tokens, with so many shares pending."""
+    """`batch` tokens, with so many parts pending."""
     num_rows, out = num_plain + num_activated, "fp16" if weight == "fp8" else weight
     _operation(of, "decode_expand")(
         _empty(batch, width),
@@ -69,7 +69,7 @@ def decode_expand(
         num_plain,
         _empty(batch, num_plain, dtype=out),
         _empty(batch, num_activated, dtype=out),
-        _empty(num_shares, batch, width) if num_shares else None,
+        _empty(num_parts, batch, width) if num_parts else None,
     )
 
 

@@ -9,7 +9,7 @@ from tests.kernels.implementations import DEVICE, FLOAT8, relative_error
 pytest.importorskip("triton", reason="needs Triton")
 from kestrel_ops.experts import cuda_products, cuda_routing
 from kestrel_ops.experts.cuda_mixture_of_experts import mixture_of_experts
-from kestrel_ops.experts.cuda_plans import PLANS, plan_for
+from kestrel_ops.experts.cuda_products import CONFIGS, config_for
 from kestrel_ops.experts.triton_mixture_of_experts import mixture_of_experts as triton_experts
 from kestrel_ops.experts.triton_routing import route as route_by_triton
 
@@ -35,63 +35,65 @@ def mixed(operation, layer, choices, positions=None, **more):
     return operation(hidden, logits, up, down, choices, *scales, None, positions, **more)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_programs_of_a_plan_fit_into_a_multiprocessor_together(plan, is_gated):
+def test_programs_of_a_configuration_fit_into_a_multiprocessor_together(config, is_gated):
     columns, width = (2048, 1024) if is_gated else (1024, 2048)
-    source = cuda_products.source_of(columns, width, 8, plan, "bf16", is_gated=is_gated, is_dependent=True)
+    source = cuda_products.source_of(columns, width, 8, config, "bf16", is_gated=is_gated, is_dependent=True)
     (line,) = (line for line in source.splitlines() if line.startswith("#define SHARED_BYTES"))
-    assert plan.programs * (int(line.split()[2]) + 1024) <= SHARED_BYTES
-    assert plan.block_tokens * plan.tiles <= 256
-    for count in range(16, plan.block_tokens + 1, 16):
+    assert config.programs * (int(line.split()[2]) + 1024) <= SHARED_BYTES
+    assert config.block_tokens * config.tiles <= 256
+    for count in range(16, config.block_tokens + 1, 16):
         assert f"wgmma.mma_async.sync.aligned.m64n{count}k32.f32.e4m3.e4m3" in source
 
 
 def test_more_tokens_of_an_expert_get_larger_items():
-    blocks = [0 if (plan := plan_for(per_expert)) is None else plan.block_tokens for per_expert in range(1, 200)]
+    blocks = [
+        0 if (config := config_for(per_expert)) is None else config.block_tokens for per_expert in range(1, 200)
+    ]
     assert blocks == sorted(blocks)
-    assert set(blocks) == {0, *(plan.block_tokens for plan in PLANS)}
+    assert set(blocks) == {0, *(config.block_tokens for config in CONFIGS)}
 
 
 def test_sizes_that_are_no_multiples_of_tiles_are_left_to_triton():
     sizes = (256, 128), (128, 128), (256, 192), (250, 128)
-    fits = [cuda_products.fits(torch.empty(2, 2 * inner, dim), PLANS[-1]) for dim, inner in sizes]
+    fits = [cuda_products.fits(torch.empty(2, 2 * inner, dim), CONFIGS[-1]) for dim, inner in sizes]
     assert fits == [True, False, False, False]
     layer = a_layer(21, num_experts=2, dim=48, inner=20)
     assert torch.equal(mixed(mixture_of_experts, layer, 2), mixed(triton_experts, layer, 2))
 
 
 @on_hopper
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize(("num_tokens", "choices"), [(1, 2), (19, 1), (300, 3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_plan_gives_what_the_definition_gives(plan, num_tokens, choices, dtype):
+def test_every_configuration_gives_what_the_definition_gives(config, num_tokens, choices, dtype):
     layer = a_layer(num_tokens, dtype=dtype)
     wanted = mixed(definition, (layer[0].float(), *layer[1:]), choices)
-    found = mixed(mixture_of_experts, layer, choices, plan=plan)
+    found = mixed(mixture_of_experts, layer, choices, config=config)
     assert found.dtype == dtype
     assert relative_error(found, wanted) < 0.06
-    assert all(torch.equal(mixed(mixture_of_experts, layer, choices, plan=plan), found) for _ in range(3))
+    assert all(torch.equal(mixed(mixture_of_experts, layer, choices, config=config), found) for _ in range(3))
 
 
 @on_hopper
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("dependent_tokens", [40, 1000])
-def test_full_size_experts_are_those_of_triton(plan, dependent_tokens):
+def test_full_size_experts_are_those_of_triton(config, dependent_tokens):
     layer = a_layer(dependent_tokens, 64, 2048, 1024)
     layer[1][:, 3] += 20  # every token chooses this one
-    found = mixed(mixture_of_experts, layer, 8, plan=plan)
+    found = mixed(mixture_of_experts, layer, 8, config=config)
     assert relative_error(found, mixed(triton_experts, layer, 8)) < 0.05
 
 
 @on_hopper
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_padding_chooses_no_expert_and_spoils_none(plan):
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_padding_chooses_no_expert_and_spoils_none(config):
     layer = a_layer(200)
     positions = torch.arange(200, device=DEVICE)
     positions[::3] = -1
     layer[0][::3] = torch.nan
-    found = mixed(mixture_of_experts, layer, 2, positions, plan=plan)
+    found = mixed(mixture_of_experts, layer, 2, positions, config=config)
     is_there = positions >= 0
     wanted = mixed(definition, (layer[0].float().nan_to_num(), *layer[1:]), 2)
     assert relative_error(found[is_there], wanted[is_there]) < 0.06

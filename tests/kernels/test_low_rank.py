@@ -81,9 +81,9 @@ def test_rows_and_ranks_are_listed_by_slot(count: int, num_slots: int, kind: str
     rows_by_slot = import_module("kestrel_ops.lora.triton_rows_by_slot").rows_by_slot
     slots = each_kind_of_slots(count, num_slots)[kind]
     ranks = torch.arange(4 * num_slots, dtype=torch.int32, device=DEVICE).view(4, num_slots) % 20
-    plan = rows_by_slot(slots, ranks, 19, is_decode=True, dtype=torch.float32, block_rows=16).plan
+    groups = rows_by_slot(slots, ranks, 19, is_decode=True, dtype=torch.float32, block_rows=16).groups
     used = sorted(set(slots.tolist()) - {0})
-    *sizes, num_items = plan.counts.tolist()[:5]
+    *sizes, num_items = groups.counts.tolist()[:5]
     starts: dict[int, list[int]] = {slot: [] for slot in used}
     for layer in range(4):
         expected: list[int] = []
@@ -91,14 +91,14 @@ def test_rows_and_ranks_are_listed_by_slot(count: int, num_slots: int, kind: str
             rank = int(ranks[layer, slot - 1])
             starts[slot].append(len(expected))
             expected += [*range(19 * (slot - 1), 19 * (slot - 1) + rank), *[0] * (-rank % 16)]
-        assert plan.places[layer].tolist() == expected + [0] * (plan.places.shape[1] - len(expected))
+        assert groups.places[layer].tolist() == expected + [0] * (groups.places.shape[1] - len(expected))
         assert sizes[layer] == len(expected)
-    assert num_items <= plan.num_items
+    assert num_items <= groups.num_items
     rows: dict[int, list[int]] = {slot: [] for slot in used}
-    for slot, first, number, *others in plan.items[:num_items].tolist():
+    for slot, first, number, *others in groups.items[:num_items].tolist():
         assert 0 < number <= 16
         assert len(rows[slot]) % 16 == 0, "items are filled"
-        rows[slot] += plan.order[first : first + number].tolist()
+        rows[slot] += groups.order[first : first + number].tolist()
         assert others == [*ranks[:, slot - 1].tolist(), *starts[slot]]
     assert rows == {slot: (slots == slot).nonzero()[:, 0].tolist() for slot in used}
 

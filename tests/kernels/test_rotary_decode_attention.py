@@ -31,20 +31,20 @@ every_implementation = pytest.mark.parametrize(
 
 
 def triton_plans():
-    """The kernel with plans as two tiles and in steps."""
+    """The kernel with launch configurations as two tiles and in steps."""
     if importlib.util.find_spec("triton") is None:
         return []
     module = importlib.import_module("kestrel_ops.attention.triton_rotary_decode_attention")
-    plans = [module.AttentionPlan(16, 2, 1)]
-    plans += [module.AttentionPlan(*cut, in_steps=True) for cut in ((32, 1, 1), (16, 2, 3), (16, 1, 4))]
-    return [partial(module.rotary_decode_attention, plan=plan) for plan in plans]
+    configs = [module.AttentionConfig(16, 2, 1)]
+    configs += [module.AttentionConfig(*cut, in_steps=True) for cut in ((32, 1, 1), (16, 2, 3), (16, 1, 4))]
+    return [partial(module.rotary_decode_attention, config=config) for config in configs]
 
 
 def plan_name(value):
     if not isinstance(value, partial):
         return str(value)
-    plan = value.keywords["plan"]
-    return f"{plan.tile}x{plan.num_warps}x{plan.num_stages}{' in steps' if plan.in_steps else ''}"
+    config = value.keywords["config"]
+    return f"{config.tile}x{config.num_warps}x{config.num_stages}{' in steps' if config.in_steps else ''}"
 
 
 class Step:

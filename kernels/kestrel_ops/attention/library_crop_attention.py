@@ -37,8 +37,8 @@ def crop_attention(
         attended = scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(len(packed), -1)
     if out_scale is None:
         return attended
-    rounded, _ = concat_gelu(None, attended, torch.float8_e4m3fn, False, out_scale=out_scale)
-    return rounded
+    quantised, _ = concat_gelu(None, attended, torch.float8_e4m3fn, False, out_scale=out_scale)
+    return quantised
 
 
 def unsupported(model: ModelShape) -> str | None:

@@ -33,7 +33,7 @@ _LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
+class AttentionConfig:
     """The loop of a program over its positions."""
 
     tile: int
@@ -65,7 +65,7 @@ def rotary_decode_attention(
     value_factor: Tensor | None,  # [B, G], contiguous
     partials: Tensor,  # [B, H, most parts, D + 2], contiguous
     counters: Tensor,  # [B, H], contiguous
-    plan: AttentionPlan | None = None,  # None: that which the batch asks for
+    config: AttentionConfig | None = None,  # None: that which the batch asks for
 ) -> None:
     """As the reference."""
     num_groups, page_size, head_dim = key_pages.shape[1:]
@@ -77,7 +77,7 @@ def rotary_decode_attention(
     assert query_scale is None or query_scale.is_contiguous()
     assert value_factor is None or value_factor.is_contiguous()
     assert qkv.stride(1) == out.stride(1) == page_table.stride(1) == 1
-    plan = plan or plan_for(batch, key_pages.dtype)
+    config = config or config_for(batch, key_pages.dtype)
     block_d = triton.next_power_of_2(head_dim)
     launch(
         _attend,
@@ -109,14 +109,14 @@ def rotary_decode_attention(
         is_split=num_parts > 1,
         block_d=block_d,
         block_parts=max(_USUAL_PARTS, triton.next_power_of_2(num_parts)),
-        tile=plan.tile,
-        tile_stages=plan.num_stages,
-        in_steps=plan.in_steps,
-        step=min(max(plan.num_warps * _WARP_BYTES // (block_d * key_pages.itemsize), 1), 2 * plan.tile),
-        lets_next_start=plan.lets_next_start,
-        is_dependent=plan.dependent_launch and has_dependent_launch(qkv),
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        tile=config.tile,
+        tile_stages=config.num_stages,
+        in_steps=config.in_steps,
+        step=min(max(config.num_warps * _WARP_BYTES // (block_d * key_pages.itemsize), 1), 2 * config.tile),
+        lets_next_start=config.lets_next_start,
+        is_dependent=config.dependent_launch and has_dependent_launch(qkv),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
 
 
@@ -127,22 +127,22 @@ def unsupported(model: ModelShape) -> str | None:
     return unsupported_device(model, model.text.cache_dtype) or unsupported_heads(model)
 
 
-def plan_for(batch: int, dtype: torch.dtype) -> AttentionPlan:
+def config_for(batch: int, dtype: torch.dtype) -> AttentionConfig:
     """The tiling for a batch and the type of the cache."""
     if dtype == torch.float32:
-        return AttentionPlan(tile=16, num_warps=4, num_stages=1)
+        return AttentionConfig(tile=16, num_warps=4, num_stages=1)
     is_float8 = dtype == torch.float8_e4m3fn
     if batch >= _FEW_PROGRAMS_BELOW:
         # Starting before the previous product has ended makes steps of 24 to 48 tokens a quarter longer.
         tile, num_warps, num_stages = (16, 1, 4) if is_float8 else (32, 2, 3)
         if not is_float8 and batch in _BATCHES_OF_SHORT_TILES:
             tile, num_warps = 16, 4
-        return AttentionPlan(tile, num_warps, num_stages, in_steps=True)
-    plan = AttentionPlan(64, num_warps=4, num_stages=1) if is_float8 else AttentionPlan(32, 2, 1)
+        return AttentionConfig(tile, num_warps, num_stages, in_steps=True)
+    config = AttentionConfig(64, num_warps=4, num_stages=1) if is_float8 else AttentionConfig(32, 2, 1)
     if batch > 1:
-        return plan
+        return config
     # Early loads of weights by the next kernel would delay the few loads of this one, which depend on each other.
-    return replace(plan, dependent_launch=True, lets_next_start=False)
+    return replace(config, dependent_launch=True, lets_next_start=False)
 
 
 @triton.jit

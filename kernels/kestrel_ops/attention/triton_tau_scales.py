@@ -56,19 +56,19 @@ def tau_scales(
             num_stages=1,
         )
         return out[0], out[1]
-    block_tokens, programs, num_warps = _plan_for(num_tokens, DeviceLimits.of(device))
+    block_tokens, programs, num_warps = _config_for(num_tokens, DeviceLimits.of(device))
     block_rows = max(16, triton.next_power_of_2(2 * num_heads))
     num_blocks, num_steps = triton.cdiv(num_tokens, block_tokens), triton.cdiv(width, _COLUMNS)
     steps = triton.cdiv(num_steps, max(1, min(num_steps, programs // num_blocks)))
-    num_shares = triton.cdiv(num_steps, steps)
-    shares = None
-    if num_shares > 1:
-        shares = torch.empty(num_shares, num_tokens, 2 * num_heads, dtype=torch.float32, device=device)
+    num_parts = triton.cdiv(num_steps, steps)
+    parts = None
+    if num_parts > 1:
+        parts = torch.empty(num_parts, num_tokens, 2 * num_heads, dtype=torch.float32, device=device)
     launch(
-        _share,
-        (num_blocks, num_shares),
+        _multiply_part,
+        (num_blocks, num_parts),
         *operands,
-        *(out, shares, packed.stride(0), num_tokens, steps),
+        *(out, parts, packed.stride(0), num_tokens, steps),
         operand_dtype=triton_type(query_weight.dtype),
         block_tokens=block_tokens,
         block_rows=block_rows,
@@ -78,11 +78,11 @@ def tau_scales(
         num_warps=num_warps,
         num_stages=3,
     )
-    if shares is not None:
+    if parts is not None:
         launch(
             _add,
             (triton.cdiv(2 * num_heads * num_tokens, 128),),
-            *(shares, positions, alpha, out, num_tokens, num_shares),
+            *(parts, positions, alpha, out, num_tokens, num_parts),
             num_heads=num_heads,
             is_dependent=is_dependent,
             num_warps=4,
@@ -91,7 +91,7 @@ def tau_scales(
     return out[0], out[1]
 
 
-def _plan_for(num_tokens: int, limits: DeviceLimits) -> tuple[int, int, int]:
+def _config_for(num_tokens: int, limits: DeviceLimits) -> tuple[int, int, int]:
     """Tokens of a program, programs that keep a device busy, and warps of a program."""
     if num_tokens <= 128:
         return 16, 512, 4
@@ -159,14 +159,14 @@ def _scale(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "steps"])
-def _share(
+def _multiply_part(
     packed,
     positions,
     query_weight,
     value_weight,
     alpha,
     out,
-    shares,
+    parts,
     stride,
     num_tokens,
     steps,
@@ -209,9 +209,9 @@ def _share(
         activated = exact_gelu(values.to(tl.float32)).to(operand_dtype)
         product = tl.dot(activated, factors, product, input_precision="ieee")
     inside = is_token[:, None] & is_row[None, :]
-    if shares is not None:
-        own_share = shares + tl.program_id(1).to(tl.int64) * num_tokens * (2 * num_heads)
-        tl.store(own_share + tokens[:, None] * (2 * num_heads) + rows[None, :], product, mask=inside)
+    if parts is not None:
+        own_part = parts + tl.program_id(1).to(tl.int64) * num_tokens * (2 * num_heads)
+        tl.store(own_part + tokens[:, None] * (2 * num_heads) + rows[None, :], product, mask=inside)
     else:
         position = tl.load(positions + tokens, mask=is_token, other=0)
         scale = _with_position(product, tl.load(alpha + heads)[None, :], position[:, None])
@@ -219,10 +219,8 @@ def _share(
         tl.store(out + place, scale.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_shares"])
-def _add(
-    shares, positions, alpha, out, num_tokens, num_shares, num_heads: tl.constexpr, is_dependent: tl.constexpr
-):
+@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
+def _add(parts, positions, alpha, out, num_tokens, num_parts, num_heads: tl.constexpr, is_dependent: tl.constexpr):
     each = tl.program_id(0) * 128 + tl.arange(0, 128)
     inside = each < num_tokens * (2 * num_heads)
     token, row = each // (2 * num_heads), each % (2 * num_heads)
@@ -230,8 +228,8 @@ def _add(
         wait_for_previous()
         let_next_start()
     total = tl.zeros((128,), tl.float32)
-    own = shares + each
-    for _ in range(num_shares):
+    own = parts + each
+    for _ in range(num_parts):
         total += tl.load(own, mask=inside, other=0.0)
         own += num_tokens * (2 * num_heads)
     position = tl.load(positions + token, mask=inside, other=0)

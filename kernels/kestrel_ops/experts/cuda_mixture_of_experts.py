@@ -5,13 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from kestrel_ops.compilation.triton_dependent_launch import has_dependent_launch
-from kestrel_ops.experts.cuda_plans import WarpgroupPlan, plan_for
-from kestrel_ops.experts.cuda_products import can_run, contract, expand
+from kestrel_ops.experts.cuda_products import WarpgroupConfig, can_run, config_for, contract, expand
 from kestrel_ops.experts.cuda_routing import can_route, route, routing_source
 from kestrel_ops.experts.triton_mixture_of_experts import mixture_of_experts as triton_mixture
 from kestrel_ops.experts.triton_mixture_of_experts import unsupported as triton_unsupported
-from kestrel_ops.experts.triton_products import combine, rounded
-from kestrel_ops.lora.types import ExpertAdapters
+from kestrel_ops.experts.triton_products import combine, quantised_rows
+from kestrel_ops.lora.reference import ExpertAdapters
 from kestrel_ops.shapes import FLOAT8, ModelShape
 
 LAUNCHES_TRITON = True
@@ -27,20 +26,20 @@ def mixture_of_experts(
     down_scale: Tensor | None = None,
     adapters: ExpertAdapters | None = None,
     positions: Tensor | None = None,
-    plan: WarpgroupPlan | None = None,  # None: that which the number of tokens asks for
+    config: WarpgroupConfig | None = None,  # None: that which the number of tokens asks for
 ) -> Tensor:  # [T, dim]
     """As that of Triton, which serves one token, adapters, other types, other sizes and other devices."""
     is_dependent = has_dependent_launch(hidden)
-    plan = plan or plan_for(len(hidden) * experts_per_token / len(up))
+    config = config or config_for(len(hidden) * experts_per_token / len(up))
     if (
-        plan is None
+        config is None
         or adapters is not None
         or up.dtype != FLOAT8
         or up_scale is None
         or down_scale is None
         or not can_route(hidden, router_logits, experts_per_token)
         or not can_run(
-            *(up, experts_per_token, plan, hidden.dtype),
+            *(up, experts_per_token, config, hidden.dtype),
             (routing_source(hidden, router_logits, experts_per_token, positions, is_dependent=is_dependent),),
             is_dependent=is_dependent,
         )
@@ -52,13 +51,13 @@ def mixture_of_experts(
         assert stack.is_contiguous()
         assert stack.device.type == "meta" or stack.data_ptr() % 16 == 0  # bytes of one load
     routing = route(
-        *(hidden.contiguous(), router_logits.contiguous(), experts_per_token, plan.block_tokens, positions),
+        *(hidden.contiguous(), router_logits.contiguous(), experts_per_token, config.block_tokens, positions),
         is_dependent=is_dependent,
     )
-    inner = expand(routing, up, up_scale, plan, hidden.dtype, is_dependent=is_dependent)
-    if not plan.is_few:
-        inner = rounded(inner, is_dependent=is_dependent)
-    rows = contract(routing, inner, down, down_scale, plan, hidden.dtype, is_dependent=is_dependent)
+    inner = expand(routing, up, up_scale, config, hidden.dtype, is_dependent=is_dependent)
+    if not config.is_few:
+        inner = quantised_rows(inner, is_dependent=is_dependent)
+    rows = contract(routing, inner, down, down_scale, config, hidden.dtype, is_dependent=is_dependent)
     return combine(routing, rows, is_dependent=is_dependent)
 
 

@@ -279,7 +279,7 @@ __device__ uint32 place_of(int token, int piece) {
 
 #if IS_FEW && IS_GATED
 // Rounds a tile's results to float8, each token with one scale, and stores them.
-__device__ void store_rounded(float (&sums)[TILES][TOKENS / 2], Shared& shared, const Tile& tile, int warpgroup,
+__device__ void store_quantised(float (&sums)[TILES][TOKENS / 2], Shared& shared, const Tile& tile, int warpgroup,
                               const float* weight_scales, unsigned char* out, float* out_scales) {
     const int thread = threadIdx.x, warp = thread % 128 / 32, lane = thread % 32;
     const int row = warpgroup * TILES * 32 + warp * 8 + lane / 4;
@@ -569,7 +569,7 @@ __device__ void multiply_and_store(Shared& shared, const float* token_scales, co
         }
         sync_multipliers();
 #if IS_FEW && IS_GATED
-        store_rounded(sums, shared, tile, warpgroup, weight_scales, (unsigned char*)out, out_scales);
+        store_quantised(sums, shared, tile, warpgroup, weight_scales, (unsigned char*)out, out_scales);
 #elif IS_FEW
         store_few(sums, shared, tile, warpgroup, weight_scales, (unsigned short*)out);
 #else

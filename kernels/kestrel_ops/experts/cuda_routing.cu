@@ -29,7 +29,7 @@ __device__ void wait_for_previous() {
 #endif
 }
 
-__device__ float widened(unsigned short bits) {
+__device__ float to_float(unsigned short bits) {
 #if IS_BF16
     return __uint_as_float((uint32)bits << 16);
 #else
@@ -39,12 +39,12 @@ __device__ float widened(unsigned short bits) {
 #endif
 }
 
-__device__ float widened(float value) { return value; }
+__device__ float to_float(float value) { return value; }
 
 // Larger for larger logits, never 0; what is no number counts as the lowest.
 __device__ uint32 key_of(const LOGIT* logits, int expert) {
     if (expert >= EXPERTS) return 0;
-    const float value = widened(logits[expert]);
+    const float value = to_float(logits[expert]);
     const uint32 bits = __float_as_uint(value > LOWEST ? value : LOWEST);
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
@@ -90,8 +90,8 @@ __device__ void round_row(const unsigned short* row, unsigned char* out, float* 
         const uint32 own[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            largest = fmaxf(largest, fabsf(widened((unsigned short)(own[j] & 0xFFFF))));
-            largest = fmaxf(largest, fabsf(widened((unsigned short)(own[j] >> 16))));
+            largest = fmaxf(largest, fabsf(to_float((unsigned short)(own[j] & 0xFFFF))));
+            largest = fmaxf(largest, fabsf(to_float((unsigned short)(own[j] >> 16))));
         }
     }
 #pragma unroll
@@ -107,8 +107,8 @@ __device__ void round_row(const unsigned short* row, unsigned char* out, float* 
         for (int j = 0; j < 4; ++j) {
             asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
                 : "=h"(pairs[j])
-                : "f"(__fdividef(widened((unsigned short)(own[j] >> 16)), scale)),
-                  "f"(__fdividef(widened((unsigned short)(own[j] & 0xFFFF)), scale)));
+                : "f"(__fdividef(to_float((unsigned short)(own[j] >> 16)), scale)),
+                  "f"(__fdividef(to_float((unsigned short)(own[j] & 0xFFFF)), scale)));
         }
         ((uint2*)out)[i * LANES + lane] = make_uint2(pairs[0] | (uint32)pairs[1] << 16, pairs[2] | (uint32)pairs[3] << 16);
     }

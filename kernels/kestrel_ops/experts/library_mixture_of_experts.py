@@ -7,7 +7,7 @@ from torch.nn.functional import gelu, linear, softmax
 from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.experts.reference import weight_of_expert
 from kestrel_ops.lora.library_add_low_rank import add_low_rank, of_own_slot
-from kestrel_ops.lora.types import ExpertAdapters, LowRank
+from kestrel_ops.lora.reference import ExpertAdapters, LowRank
 from kestrel_ops.norms.reference import quantise_rows
 from kestrel_ops.shapes import FLOAT8, ModelShape, has_float8_product
 

@@ -5,9 +5,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, softmax
 
 from kestrel_ops.experts.reference_int4 import dequantise_int4
-from kestrel_ops.lora.reference import add_low_rank
-from kestrel_ops.lora.types import ExpertAdapters
-from kestrel_ops.norms.reference import widened
+from kestrel_ops.lora.reference import ExpertAdapters, add_low_rank
+from kestrel_ops.norms.reference import to_float32
 
 
 def mixture_of_experts(
@@ -53,4 +52,4 @@ def weight_of_expert(stack: Tensor, scale: Tensor | None, expert: int, rows: Ten
         return stack[expert]
     if stack.dtype == torch.uint8:
         return dequantise_int4(stack[expert], scale[expert], rows.shape[-1]).to(rows.dtype)
-    return (widened(stack[expert]) * scale[expert, :, None]).to(rows.dtype)
+    return (to_float32(stack[expert]) * scale[expert, :, None]).to(rows.dtype)

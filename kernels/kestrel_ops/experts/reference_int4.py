@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kestrel_ops.norms.reference import widened
+from kestrel_ops.norms.reference import to_float32
 
 INT4_GROUP = 64
 """Columns with one scale for each row."""
@@ -57,7 +57,7 @@ def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 def dequantise_int4(packed: Tensor, scales: Tensor, num_columns: int) -> Tensor:
     """What bytes [pairs, rows, 64] and scales [pairs, rows, 2] stand for: float32 [rows, columns]."""
     groups = torch.stack(float8_bits(packed), dim=2).view(torch.float8_e4m3fn)  # [pairs, rows, 2, 64]
-    wide = widened(groups) * (scales.float() / INT4_UNIT)[..., None]
+    wide = to_float32(groups) * (scales.float() / INT4_UNIT)[..., None]
     return wide.transpose(0, 1).flatten(1)[:, :num_columns]
 
 

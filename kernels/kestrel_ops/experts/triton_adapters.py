@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kestrel_ops.compilation.triton_dependent_launch import launch, let_next_start, wait_for_previous
 from kestrel_ops.experts.triton_routing import Routing
-from kestrel_ops.lora.types import LowRank
+from kestrel_ops.lora.reference import LowRank
 
 
 class Addition(NamedTuple):

@@ -17,10 +17,10 @@ from kestrel_ops.compilation.triton_dependent_launch import launch, let_next_sta
 from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.experts.reference_int4 import INT4_GROUP, INT4_UNIT
 from kestrel_ops.experts.triton_adapters import Addition, added, operands
-from kestrel_ops.experts.triton_plans import ProductPlan
+from kestrel_ops.experts.triton_launch_configs import ProductConfig
 from kestrel_ops.experts.triton_products import Inner, gated
 from kestrel_ops.experts.triton_routing import Routing
-from kestrel_ops.linear.triton_small_batch import operand, widened
+from kestrel_ops.linear.triton_small_batch import converted, operand
 from kestrel_ops.norms.reference import LARGEST_FLOAT8
 from kestrel_ops.shapes import FLOAT8
 
@@ -35,7 +35,7 @@ def expand_int4(
     weight: Tensor,  # [E, pairs, 2 * inner, 64] uint8, contiguous
     weight_scale: Tensor,  # [E, pairs, 2 * inner, 2] bfloat16, contiguous
     addition: Addition | None,
-    plan: ProductPlan,
+    config: ProductConfig,
     block_tokens: int,
     dtype: torch.dtype,  # of the result; in float8 each program's columns have a scale of their own
     *,
@@ -44,12 +44,12 @@ def expand_int4(
     """As `expert_products.expand`."""
     num_experts, num_pairs, both, _ = weight.shape
     dim, width, num_places = routing.rows.shape[1], both // 2, len(routing.pairs)
-    num_blocks = triton.cdiv(width, plan.rows)
+    num_blocks = triton.cdiv(width, config.rows)
     device = weight.device
     inner = Inner(
         rows=torch.empty(num_places, width, dtype=dtype, device=device),
         scales=torch.empty(num_places, num_blocks, dtype=torch.float32, device=device) if dtype == FLOAT8 else None,
-        scale_columns=plan.rows if dtype == FLOAT8 else width,
+        scale_columns=config.rows if dtype == FLOAT8 else width,
     )
     num_items = routing.items.shape[1]
     launch(
@@ -66,13 +66,13 @@ def expand_int4(
         rank=0 if addition is None else addition.b.shape[2],
         num_experts=num_experts,
         block_tokens=block_tokens,
-        block_rows=plan.rows,
-        is_even=width % plan.rows == 0 and dim == 2 * num_pairs * INT4_GROUP,
-        is_read_once=plan.is_read_once,
+        block_rows=config.rows,
+        is_even=width % config.rows == 0 and dim == 2 * num_pairs * INT4_GROUP,
+        is_read_once=config.is_read_once,
         takes_four=has_code(weight),
         is_dependent=is_dependent,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     return inner
 
@@ -83,7 +83,7 @@ def contract_int4(
     weight: Tensor,  # [E, pairs, dim, 64] uint8, contiguous
     weight_scale: Tensor,  # [E, pairs, dim, 2] bfloat16, contiguous
     addition: Addition | None,
-    plan: ProductPlan,
+    config: ProductConfig,
     block_tokens: int,
     dtype: torch.dtype,
     *,
@@ -95,10 +95,10 @@ def contract_int4(
     assert inner.scale_columns >= width or inner.scale_columns % INT4_GROUP == 0
     out = torch.empty(len(routing.pairs), dim, dtype=dtype, device=weight.device)
     num_items = routing.items.shape[1]
-    is_even = dim % plan.rows == 0 and width == 2 * num_pairs * INT4_GROUP
+    is_even = dim % config.rows == 0 and width == 2 * num_pairs * INT4_GROUP
     launch(
         _contract,
-        (num_items * triton.cdiv(dim, plan.rows),),
+        (num_items * triton.cdiv(dim, config.rows),),
         *(inner.rows, inner.scales, weight, weight_scale.view(torch.int32)),
         *(routing.pairs, routing.items, out),
         *operands(addition),
@@ -111,13 +111,13 @@ def contract_int4(
         num_experts=num_experts,
         scale_columns=inner.scale_columns,
         block_tokens=block_tokens,
-        block_rows=plan.rows,
+        block_rows=config.rows,
         is_even=is_even,
-        is_read_once=plan.is_read_once,
+        is_read_once=config.is_read_once,
         takes_four=has_code(weight),
         is_dependent=is_dependent,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     return out
 
@@ -130,7 +130,7 @@ def has_code(weight: Tensor) -> bool:
 @triton.jit
 def as_operand(bits, dtype: tl.constexpr) -> tl.tensor:
     """Bits of float8_e4m3fn as the left operand of a product with values of this type."""
-    return bits.to(tl.float8e4nv, bitcast=True) if dtype == tl.float8e4nv else widened(bits, dtype)
+    return bits.to(tl.float8e4nv, bitcast=True) if dtype == tl.float8e4nv else converted(bits, dtype)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from kestrel_ops.experts.triton_int4_products import (
     second_bits,
     second_scale,
 )
-from kestrel_ops.experts.triton_plans import OneTokenPlan
+from kestrel_ops.experts.triton_launch_configs import OneTokenConfig
 from kestrel_ops.experts.triton_products import gated
 from kestrel_ops.experts.triton_single_token import MOST_EXPERTS, chosen, padded_choices, rows_of_tile
 from kestrel_ops.linear.triton_small_batch import operand
@@ -45,7 +45,7 @@ def mix_one_int4(
     choices: int,
     up_scale: Tensor,
     down_scale: Tensor,
-    plan: OneTokenPlan,
+    config: OneTokenConfig,
     *,
     is_dependent: bool,
 ) -> Tensor:  # [1, dim]
@@ -63,10 +63,10 @@ def mix_one_int4(
         "has_float8": DeviceLimits.of(hidden.device).has_float8,
         "takes_four": has_code(up),
         "is_dependent": is_dependent,
-        "num_warps": plan.num_warps,
+        "num_warps": config.num_warps,
         "num_stages": 1,
     }
-    rows = rows_of_tile(plan.expand_bytes, 2 * _pairs(up) * INT4_GROUP, width)
+    rows = rows_of_tile(config.expand_bytes, 2 * _pairs(up) * INT4_GROUP, width)
     num_blocks = triton.cdiv(width, rows)
     launch(
         _expand,
@@ -80,7 +80,7 @@ def mix_one_int4(
         **sizes,
     )
     num_pairs = down.shape[1]
-    rows = rows_of_tile(plan.contract_bytes, padded_choices(choices) * _pairs(down) * INT4_GROUP, dim)
+    rows = rows_of_tile(config.contract_bytes, padded_choices(choices) * _pairs(down) * INT4_GROUP, dim)
     launch(
         _contract,
         (triton.cdiv(dim, rows),),
@@ -99,7 +99,7 @@ def _pairs(stack: Tensor) -> int:
 
 
 @triton.jit
-def _widened(bits, has_float8: tl.constexpr) -> tl.tensor:
+def _to_float32(bits, has_float8: tl.constexpr) -> tl.tensor:
     """Bits of float8_e4m3fn as float32."""
     if has_float8:
         bits = bits.to(tl.float8e4nv, bitcast=True)
@@ -110,8 +110,8 @@ def _widened(bits, has_float8: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _sums(tile, scales, values, others, has_float8: tl.constexpr, takes_four: tl.constexpr) -> tl.tensor:
     """A tile [pairs, rows, 64] times values [pairs, 64] of both groups, by pair and row, with their scales."""
-    first = tl.sum(_widened(first_bits(tile, takes_four), has_float8) * values[:, None, :], axis=2)
-    second = tl.sum(_widened(second_bits(tile, takes_four), has_float8) * others[:, None, :], axis=2)
+    first = tl.sum(_to_float32(first_bits(tile, takes_four), has_float8) * values[:, None, :], axis=2)
+    second = tl.sum(_to_float32(second_bits(tile, takes_four), has_float8) * others[:, None, :], axis=2)
     return first * first_scale(scales) + second * second_scale(scales)
 
 

@@ -9,14 +9,20 @@ from kestrel_ops.compilation.triton_dependent_launch import has_dependent_launch
 from kestrel_ops.compilation.triton_requirements import unsupported_device, unsupported_rows
 from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.experts.triton_adapters import addition_to_rows
-from kestrel_ops.experts.triton_int4_plans import ONE_TOKEN_INT4, int4_plan_for
 from kestrel_ops.experts.triton_int4_products import contract_int4, expand_int4
 from kestrel_ops.experts.triton_int4_single_token import fits_one_token_int4, mix_one_int4
-from kestrel_ops.experts.triton_plans import ONE_TOKEN, ExpertsPlan, OneTokenPlan, plan_for
-from kestrel_ops.experts.triton_products import combine, contract, expand, rounded
+from kestrel_ops.experts.triton_launch_configs import (
+    ONE_TOKEN,
+    ONE_TOKEN_INT4,
+    ExpertsConfig,
+    OneTokenConfig,
+    config_for,
+    int4_config_for,
+)
+from kestrel_ops.experts.triton_products import combine, contract, expand, quantised_rows
 from kestrel_ops.experts.triton_routing import route
 from kestrel_ops.experts.triton_single_token import fits_one_token, mix_one
-from kestrel_ops.lora.types import ExpertAdapters
+from kestrel_ops.lora.reference import ExpertAdapters
 from kestrel_ops.shapes import FLOAT8, ModelShape
 
 _MOST_EXPERTS = 1024  # a program holds the logits of its tokens in registers
@@ -32,7 +38,7 @@ def mixture_of_experts(
     down_scale: Tensor | None = None,  # [E, dim] float32, where `down` is float8
     adapters: ExpertAdapters | None = None,
     positions: Tensor | None = None,
-    plan: ExpertsPlan | OneTokenPlan | None = None,  # None: that which the number of tokens asks for
+    config: ExpertsConfig | OneTokenConfig | None = None,  # None: that which the number of tokens asks for
 ) -> Tensor:  # [T, dim]
     """As the reference, but a CUDA graph can capture it. Between the products values have the type of `hidden`;
     with float8 experts and a `hidden` of 16 bits the inputs of both products are rounded to float8, too, except for
@@ -50,18 +56,20 @@ def mixture_of_experts(
         up, down = up.view(torch.uint8), down.view(torch.uint8)
     operand = FLOAT8 if quantises else hidden.dtype
     is_dependent = has_dependent_launch(hidden)
-    if plan is None and num_tokens == 1 and adapters is None:
+    if config is None and num_tokens == 1 and adapters is None:
         fits = (
             fits_one_token_int4(up, down, experts_per_token) if is_int4 else fits_one_token(up, experts_per_token)
         )
-        plan = (ONE_TOKEN_INT4 if is_int4 else ONE_TOKEN) if fits else None
-    if isinstance(plan, OneTokenPlan):
+        config = (ONE_TOKEN_INT4 if is_int4 else ONE_TOKEN) if fits else None
+    if isinstance(config, OneTokenConfig):
         return (mix_one_int4 if is_int4 else mix_one)(
-            *(hidden, router_logits, up, down, experts_per_token, up_scale, down_scale, plan),
+            *(hidden, router_logits, up, down, experts_per_token, up_scale, down_scale, config),
             is_dependent=is_dependent,
         )
-    plan = plan or (int4_plan_for if is_int4 else plan_for)(num_tokens, len(up), experts_per_token, operand, limits)
-    block = plan.block_tokens
+    config = config or (int4_config_for if is_int4 else config_for)(
+        num_tokens, len(up), experts_per_token, operand, limits
+    )
+    block = config.block_tokens
     routing = route(
         *(hidden, router_logits, experts_per_token, block, positions),
         quantises=quantises,
@@ -74,13 +82,13 @@ def mixture_of_experts(
             is_by_place=False,
             is_dependent=is_dependent,
         )
-    rounds = quantises and plan.rounds_rows
+    rounds = quantises and config.quantises_rows
     inner = (expand_int4 if is_int4 else expand)(
-        *(routing, up, up_scale, added, plan.expand, block, hidden.dtype if rounds else operand),
+        *(routing, up, up_scale, added, config.expand, block, hidden.dtype if rounds else operand),
         is_dependent=is_dependent,
     )
     if rounds:
-        inner = rounded(inner, is_dependent=is_dependent)
+        inner = quantised_rows(inner, is_dependent=is_dependent)
     if adapters is not None:
         added = addition_to_rows(
             *(routing, *inner, adapters.down, adapters.slots, block),
@@ -88,7 +96,7 @@ def mixture_of_experts(
             is_dependent=is_dependent,
         )
     rows = (contract_int4 if is_int4 else contract)(
-        *(routing, inner, down, down_scale, added, plan.contract, block, hidden.dtype), is_dependent=is_dependent
+        *(routing, inner, down, down_scale, added, config.contract, block, hidden.dtype), is_dependent=is_dependent
     )
     return combine(routing, rows, is_dependent=is_dependent)
 

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from kestrel_ops.compilation.triton_dependent_launch import launch, let_next_start, wait_for_previous
 from kestrel_ops.experts.triton_adapters import Addition, added, operands
-from kestrel_ops.experts.triton_plans import ProductPlan
-from kestrel_ops.experts.triton_prefetch import prefetch
+from kestrel_ops.experts.triton_launch_configs import ProductConfig
 from kestrel_ops.experts.triton_routing import Routing, quantised
-from kestrel_ops.linear.triton_small_batch import operand, widened
+from kestrel_ops.linear.triton_small_batch import converted, operand
 from kestrel_ops.norms.reference import LARGEST_FLOAT8
 from kestrel_ops.norms.triton_exact_gelu import exact_gelu
 from kestrel_ops.shapes import FLOAT8
@@ -43,7 +42,7 @@ def expand(
     weight: Tensor,  # [E, 2 * inner, dim], contiguous
     weight_scale: Tensor | None,  # [E, 2 * inner] float32
     addition: Addition | None,
-    plan: ProductPlan,
+    config: ProductConfig,
     block_tokens: int,
     dtype: torch.dtype,  # of the result; in float8 each program's columns have a scale of their own
     *,
@@ -52,14 +51,14 @@ def expand(
     """gelu(first half) * (second half + 1) of the product with the first weight, for each pair."""
     num_experts, both, dim = weight.shape
     width, num_pairs = both // 2, len(routing.pairs)
-    num_blocks = triton.cdiv(width, plan.rows)
+    num_blocks = triton.cdiv(width, config.rows)
     device = weight.device
     inner = Inner(
         rows=torch.empty(num_pairs, width, dtype=dtype, device=device),
         scales=torch.empty(num_pairs, num_blocks, dtype=torch.float32, device=device) if dtype == FLOAT8 else None,
-        scale_columns=plan.rows if dtype == FLOAT8 else width,
+        scale_columns=config.rows if dtype == FLOAT8 else width,
     )
-    is_even = width % plan.rows == 0 and dim % plan.columns == 0
+    is_even = width % config.rows == 0 and dim % config.columns == 0
     num_items = routing.items.shape[1]
     launch(
         _expand,
@@ -74,13 +73,13 @@ def expand(
         rank=0 if addition is None else addition.b.shape[2],
         num_experts=num_experts,
         block_tokens=block_tokens,
-        block_rows=plan.rows,
-        block_columns=plan.columns,
+        block_rows=config.rows,
+        block_columns=config.columns,
         is_even=is_even,
-        is_read_once=plan.is_read_once,
+        is_read_once=config.is_read_once,
         is_dependent=is_dependent,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     return inner
 
@@ -91,7 +90,7 @@ def contract(
     weight: Tensor,  # [E, dim, inner], contiguous
     weight_scale: Tensor | None,  # [E, dim] float32
     addition: Addition | None,
-    plan: ProductPlan,
+    config: ProductConfig,
     block_tokens: int,
     dtype: torch.dtype,
     *,
@@ -100,13 +99,13 @@ def contract(
     """The product with the second weight, for each pair."""
     num_experts, dim, width = weight.shape
     out = torch.empty(len(routing.pairs), dim, dtype=dtype, device=weight.device)
-    columns = plan.columns if inner.scale_columns >= width else min(plan.columns, inner.scale_columns)
-    turns = plan.turns if width % (plan.turns * columns) == 0 else 1
-    is_even = dim % plan.rows == 0 and width % columns == 0
+    columns = config.columns if inner.scale_columns >= width else min(config.columns, inner.scale_columns)
+    turns = config.turns if width % (config.turns * columns) == 0 else 1
+    is_even = dim % config.rows == 0 and width % columns == 0
     num_items = routing.items.shape[1]
     launch(
         _contract,
-        (num_items * triton.cdiv(dim, plan.rows),),
+        (num_items * triton.cdiv(dim, config.rows),),
         *(inner.rows, inner.scales, weight, weight_scale, routing.pairs, routing.items, out),
         *operands(addition),
         num_items,
@@ -117,20 +116,20 @@ def contract(
         num_experts=num_experts,
         scale_columns=inner.scale_columns,
         block_tokens=block_tokens,
-        block_rows=plan.rows,
+        block_rows=config.rows,
         block_columns=columns,
         turns=turns,
         is_even=is_even,
-        is_read_once=plan.is_read_once,
-        prefetched_bytes=_prefetched(plan, width * weight.itemsize) if is_dependent and is_even else 0,
+        is_read_once=config.is_read_once,
+        prefetched_bytes=_prefetched(config, width * weight.itemsize) if is_dependent and is_even else 0,
         is_dependent=is_dependent,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     return out
 
 
-def rounded(
+def quantised_rows(
     inner: Inner,  # in the type of the tokens
     *,
     is_dependent: bool,
@@ -165,9 +164,9 @@ def combine(
     return out
 
 
-def _prefetched(plan: ProductPlan, row_bytes: int) -> int:
+def _prefetched(config: ProductConfig, row_bytes: int) -> int:
     """Bytes of each row of a weight that programs have loaded beforehand."""
-    return min(plan.prefetched_bytes, row_bytes) if row_bytes % 16 == 0 else 0
+    return min(config.prefetched_bytes, row_bytes) if row_bytes % 16 == 0 else 0
 
 
 @triton.jit
@@ -254,8 +253,8 @@ def _expand(
                 own + (inner * dim + begin), rows, begin + columns, inner, dim, is_even, is_read_once
             )
             values = _load_rows(right + begin, is_present, begin + columns, dim, is_even)
-            activated = tl.dot(widened(left, values.dtype), values, activated, input_precision="ieee")
-            gate = tl.dot(widened(more, values.dtype), values, gate, input_precision="ieee")
+            activated = tl.dot(converted(left, values.dtype), values, activated, input_precision="ieee")
+            gate = tl.dot(converted(more, values.dtype), values, gate, input_precision="ieee")
         in_range = rows < inner
         if weight_scale is not None:
             own_scale = weight_scale + expert * (2 * inner) + rows
@@ -347,7 +346,7 @@ def _contract(
                     scale = tl.load(own_scale, mask=is_present, other=0.0)
                     product += tl.dot(left, values) * scale[None, :]
                 else:
-                    product = tl.dot(widened(left, values.dtype), values, product, input_precision="ieee")
+                    product = tl.dot(converted(left, values.dtype), values, product, input_precision="ieee")
         if inner_scales is not None and num_scales == 1:
             product *= tl.load(inner_scales + places, mask=is_present, other=0.0)[None, :]
         in_range = rows < dim
@@ -386,3 +385,16 @@ def _combine(
         # Rows of padding, with a weight of 0, are undefined.
         total += tl.where(weight > 0.0, row.to(tl.float32) * weight, 0.0)
     tl.store(out + token * dim + places, operand(total, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def prefetch(pointers, num_bytes: tl.constexpr) -> None:
+    """Load `num_bytes` from each pointer of a block into L2. Both are multiples of 16; compute capability 9.0."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [pointers.to(tl.int64), tl.full(pointers.shape, num_bytes, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kestrel_ops.compilation.triton_dependent_launch import launch, let_next_start, wait_for_previous
-from kestrel_ops.experts.triton_plans import OneTokenPlan
+from kestrel_ops.experts.triton_launch_configs import OneTokenConfig
 from kestrel_ops.experts.triton_products import gated
 from kestrel_ops.experts.triton_routing import ordered_keys
-from kestrel_ops.linear.triton_small_batch import operand, widened
+from kestrel_ops.linear.triton_small_batch import converted, operand
 
 MOST_EXPERTS = 128  # their numbers take the last bits of the logits
 _LARGEST_TILE = 65_536  # bytes of the shortest tile, one row of each chosen expert
@@ -36,7 +36,7 @@ def mix_one(
     choices: int,
     up_scale: Tensor | None,
     down_scale: Tensor | None,
-    plan: OneTokenPlan,
+    config: OneTokenConfig,
     *,
     is_dependent: bool,
 ) -> Tensor:  # [1, dim]
@@ -47,7 +47,7 @@ def mix_one(
     out = torch.empty_like(hidden)
     experts_block = max(triton.next_power_of_2(num_experts), padded_choices(choices))
     columns = triton.next_power_of_2(dim)
-    rows = rows_of_tile(plan.expand_bytes, 2 * columns * up.itemsize, width)
+    rows = rows_of_tile(config.expand_bytes, 2 * columns * up.itemsize, width)
     num_blocks = triton.cdiv(width, rows)
     launch(
         _expand,
@@ -63,11 +63,11 @@ def mix_one(
         block_columns=columns,
         is_even=dim == columns and width % rows == 0,
         is_dependent=is_dependent,
-        num_warps=plan.num_warps,
+        num_warps=config.num_warps,
         num_stages=1,
     )
     columns = triton.next_power_of_2(width)
-    rows = rows_of_tile(plan.contract_bytes, padded_choices(choices) * columns * down.itemsize, dim)
+    rows = rows_of_tile(config.contract_bytes, padded_choices(choices) * columns * down.itemsize, dim)
     launch(
         _contract,
         (triton.cdiv(dim, rows),),
@@ -82,7 +82,7 @@ def mix_one(
         block_columns=columns,
         is_even=width == columns and dim % rows == 0 and choices == padded_choices(choices),
         is_dependent=is_dependent,
-        num_warps=plan.num_warps,
+        num_warps=config.num_warps,
         num_stages=1,
     )
     return out
@@ -153,8 +153,8 @@ def _expand(
         activated_tile = tl.load(own, mask=inside, other=0.0)
         gate_tile = tl.load(own + inner * dim, mask=inside, other=0.0)
     token = tl.load(hidden + columns, mask=columns < dim, other=0.0).to(tl.float32)
-    activated = tl.sum(widened(activated_tile, tl.float32) * token[None, :], axis=1)
-    gate = tl.sum(widened(gate_tile, tl.float32) * token[None, :], axis=1)
+    activated = tl.sum(converted(activated_tile, tl.float32) * token[None, :], axis=1)
+    gate = tl.sum(converted(gate_tile, tl.float32) * token[None, :], axis=1)
     if weight_scale is not None:
         scale = weight_scale + expert * (2 * inner) + rows
         activated *= tl.load(scale, mask=in_range, other=0.0)
@@ -207,5 +207,5 @@ def _contract(
         wait_for_previous()
         let_next_start()
     token = tl.load(inner_in + places[:, None] * inner + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    sums = tl.sum(widened(tile, tl.float32) * token[None, :, :], axis=2)
+    sums = tl.sum(converted(tile, tl.float32) * token[None, :, :], axis=2)
     tl.store(out + rows, operand(tl.sum(sums * factors, axis=1), out.dtype.element_ty), mask=in_range)

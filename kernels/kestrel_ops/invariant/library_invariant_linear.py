@@ -18,7 +18,7 @@ from torch import Tensor
 from kestrel_ops.compilation.triton_compilations import only_compiles
 from kestrel_ops.compilation.triton_requirements import unsupported_device
 from kestrel_ops.invariant.triton_invariant_product import invariant_product
-from kestrel_ops.linear.library_cublas_lt import CublasLt, OrderedPlan, cublas_lt, time_ms
+from kestrel_ops.linear.library_cublas_lt import CublasLt, OrderedProduct, cublas_lt, time_ms
 from kestrel_ops.shapes import ModelShape
 
 LAUNCHES_TRITON = True
@@ -39,12 +39,12 @@ def invariant_linear(
     Triton serves.
     """
     flat = rows.reshape(-1, rows.shape[-1])
-    plan = None if only_compiles() or not flat.is_cuda else _plans().of(flat, weight, bias)
-    if plan is None:
+    prepared = None if only_compiles() or not flat.is_cuda else _algorithms().of(flat, weight, bias)
+    if prepared is None:
         out = invariant_product(flat, weight, bias)
     else:
         out = torch.empty(len(flat), len(weight), dtype=flat.dtype, device=flat.device)
-        cublas_lt().add_in_order(plan, flat, weight, bias, out)
+        cublas_lt().add_in_order(prepared, flat, weight, bias, out)
     return out.view(*rows.shape[:-1], len(weight))
 
 
@@ -65,23 +65,23 @@ class _Kind:
     range: int
 
 
-class _Plans:
-    """The algorithms that were chosen so far, and their plans for numbers of rows."""
+class _Algorithms:
+    """The algorithms that were chosen so far, and their prepared products for numbers of rows."""
 
     def __init__(self) -> None:
-        self._chosen: dict[_Kind, OrderedPlan | None] = {}
-        self._of_rows: dict[tuple[_Kind, int], OrderedPlan] = {}
+        self._chosen: dict[_Kind, OrderedProduct | None] = {}
+        self._of_rows: dict[tuple[_Kind, int], OrderedProduct] = {}
 
-    def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> OrderedPlan | None:
-        """The plan for a product; None where cuBLASLt is not to serve it."""
+    def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> OrderedProduct | None:
+        """The prepared product for a product; None where cuBLASLt is not to serve it."""
         num_rows, width = rows.shape
         if not num_rows or not _is_aligned(rows, weight, bias):
             return None
         number = min(bisect_left(_RANGES, num_rows), len(_RANGES) - 1)
         kind = _Kind(len(weight), width, rows.dtype, rows.device, bias is not None, number)
-        plan = self._of_rows.get((kind, num_rows))
-        if plan is not None:
-            return plan
+        prepared = self._of_rows.get((kind, num_rows))
+        if prepared is not None:
+            return prepared
         if kind not in self._chosen:
             if torch.cuda.is_current_stream_capturing():
                 return None
@@ -93,8 +93,8 @@ class _Plans:
 
 
 @functools.cache
-def _plans() -> _Plans:
-    return _Plans()
+def _algorithms() -> _Algorithms:
+    return _Algorithms()
 
 
 def _is_aligned(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -109,7 +109,7 @@ def _is_aligned(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def _choose(kind: _Kind, weight: Tensor, bias: Tensor | None) -> OrderedPlan | None:
+def _choose(kind: _Kind, weight: Tensor, bias: Tensor | None) -> OrderedProduct | None:
     """The fastest algorithm with the bits of Triton's product, at both ends of a range of numbers of rows."""
     fewest, most = 1 + _RANGES[kind.range - 1] if kind.range else 1, _RANGES[kind.range]
     try:
@@ -118,14 +118,20 @@ def _choose(kind: _Kind, weight: Tensor, bias: Tensor | None) -> OrderedPlan | N
         rows = torch.randn(most, kind.width, generator=generator, device=kind.device, dtype=kind.dtype)
         wanted = invariant_product(rows, weight, bias)
         best, best_ms = None, float("inf")
-        for plan in library.ordered_candidates(most, weight, bias):
+        for prepared in library.ordered_candidates(most, weight, bias):
             own = torch.empty_like(wanted)
-            if _agrees(library, plan, rows, weight, bias, own, wanted) and _agrees(
-                library, library.for_rows(plan, fewest), rows[:fewest], weight, bias, own[:fewest], wanted[:fewest]
+            if _agrees(library, prepared, rows, weight, bias, own, wanted) and _agrees(
+                library,
+                library.for_rows(prepared, fewest),
+                rows[:fewest],
+                weight,
+                bias,
+                own[:fewest],
+                wanted[:fewest],
             ):
-                plan_ms = time_ms(functools.partial(library.add_in_order, plan, rows, weight, bias, own))
-                if plan_ms < best_ms:
-                    best, best_ms = plan, plan_ms
+                own_ms = time_ms(functools.partial(library.add_in_order, prepared, rows, weight, bias, own))
+                if own_ms < best_ms:
+                    best, best_ms = prepared, own_ms
     except (OSError, torch.OutOfMemoryError):
         return None
     return best
@@ -133,7 +139,7 @@ def _choose(kind: _Kind, weight: Tensor, bias: Tensor | None) -> OrderedPlan | N
 
 def _agrees(
     library: CublasLt,
-    plan: OrderedPlan,
+    prepared: OrderedProduct,
     rows: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -141,7 +147,7 @@ def _agrees(
     wanted: Tensor,
 ) -> bool:
     try:
-        library.add_in_order(plan, rows, weight, bias, out)
+        library.add_in_order(prepared, rows, weight, bias, out)
     except RuntimeError:  # some algorithms that the heuristic lists do not run
         return False
     return torch.equal(out.view(torch.int16), wanted.view(torch.int16))

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from kestrel_ops.attention.reference_cache import gather_rows
+from kestrel_ops.attention.reference import gather_rows
 from kestrel_ops.experts.reference import mixture_of_experts
-from kestrel_ops.lora.types import ExpertAdapters
+from kestrel_ops.lora.reference import ExpertAdapters
 
 _NUM_QUERIES = 16
 _NUM_ITEMS = 8

@@ -19,7 +19,7 @@ from kestrel_ops.shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
+class AttentionConfig:
     """The queries of one program and its resources."""
 
     queries: int
@@ -29,13 +29,13 @@ class AttentionPlan:
     num_stages: int
 
 
-def plan_for(max_chunk: int, dtype: torch.dtype) -> AttentionPlan:
-    """The plan for chunks of up to so many tokens."""
+def config_for(max_chunk: int, dtype: torch.dtype) -> AttentionConfig:
+    """The launch configuration for chunks of up to so many tokens."""
     if dtype == torch.float32:
-        return AttentionPlan(16, 32, 4, 2)
+        return AttentionConfig(16, 32, 4, 2)
     if max_chunk <= 16:
-        return AttentionPlan(16, 64, 1, 3)
-    return AttentionPlan(64, 64, 4, 2)
+        return AttentionConfig(16, 64, 1, 3)
+    return AttentionConfig(64, 64, 4, 2)
 
 
 def invariant_attention(
@@ -49,16 +49,16 @@ def invariant_attention(
     max_chunk: int,  # tokens of the longest chunk
     key_scale: Tensor | None = None,  # [1] float32: multiplies what `key_pages` holds
     value_scale: Tensor | None = None,  # [1] float32
-    plan: AttentionPlan | None = None,  # None: that which the longest chunk asks for
+    config: AttentionConfig | None = None,  # None: that which the longest chunk asks for
 ) -> Tensor:  # [T, H, D], contiguous
     """As the reference, with weights rounded to the type of `query`."""
     _, num_heads, head_dim = query.shape
     num_groups, page_size = key_pages.shape[1:3]
-    plan = plan or plan_for(max_chunk, query.dtype)
+    config = config or config_for(max_chunk, query.dtype)
     attended = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     assert query.stride()[1:] == (head_dim, 1)
     assert all(tensor.is_contiguous() for tensor in (key_pages, value_pages, page_table))
-    grid = (num_heads, triton.cdiv(max_chunk, plan.queries), len(lengths))
+    grid = (num_heads, triton.cdiv(max_chunk, config.queries), len(lengths))
     launcher(_invariant_attention, grid)(
         query,
         attended,
@@ -78,10 +78,10 @@ def invariant_attention(
         num_groups=num_groups,
         head_dim=head_dim,
         dims=max(16, triton.next_power_of_2(head_dim)),
-        num_queries=plan.queries,
-        num_keys=plan.keys,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        num_queries=config.queries,
+        num_keys=config.keys,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     return attended
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from kestrel_ops.compilation.triton_compilations import launcher
 from kestrel_ops.compilation.triton_requirements import unsupported_device, unsupported_rows
 from kestrel_ops.device_limits import DeviceLimits
-from kestrel_ops.linear.triton_small_batch import widened
-from kestrel_ops.lora.types import ExpertAdapters
+from kestrel_ops.linear.triton_small_batch import converted
+from kestrel_ops.lora.reference import ExpertAdapters
 from kestrel_ops.shapes import FLOAT8, ModelShape
 
 _COLUMNS_OF_A_SUM = 1024
@@ -128,7 +128,7 @@ def _tile(pointers, scale, expert, row, num_rows: tl.constexpr, is_inside, dtype
     """A tile [rows, columns] of a weight, in the type of the tokens."""
     tile = tl.load(pointers, mask=is_inside, other=0.0)
     if scale is not None:
-        tile = widened(tile, tl.float32) * tl.load(scale + expert * num_rows + row)[:, None]
+        tile = converted(tile, tl.float32) * tl.load(scale + expert * num_rows + row)[:, None]
     return tile.to(dtype)
 
 

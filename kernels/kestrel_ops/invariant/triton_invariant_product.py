@@ -20,7 +20,7 @@ _FEW_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ProductPlan:
+class ProductConfig:
     """The block of one program and its resources."""
 
     block_rows: int
@@ -33,20 +33,20 @@ class ProductPlan:
     num_stages: int
 
 
-def plan_for(num_rows: int, dtype: torch.dtype, limits: DeviceLimits) -> ProductPlan:
-    """The plan for a number of rows."""
-    if dtype == torch.float32:  # added up by threads, one plan for all
-        return ProductPlan(32, 64, 32, 4, 2)
+def config_for(num_rows: int, dtype: torch.dtype, limits: DeviceLimits) -> ProductConfig:
+    """The launch configuration for a number of rows."""
+    if dtype == torch.float32:  # added up by threads, one launch configuration for all
+        return ProductConfig(32, 64, 32, 4, 2)
     if num_rows <= _FEW_ROWS:
-        return ProductPlan(16 if num_rows <= 16 else _FEW_ROWS, 64, 64, 4, 4 if limits.is_hopper else 3)
-    return ProductPlan(128, 128, 64, 8, 4) if limits.is_hopper else ProductPlan(128, 64, 64, 8, 3)
+        return ProductConfig(16 if num_rows <= 16 else _FEW_ROWS, 64, 64, 4, 4 if limits.is_hopper else 3)
+    return ProductConfig(128, 128, 64, 8, 4) if limits.is_hopper else ProductConfig(128, 64, 64, 8, 3)
 
 
 def invariant_product(
     rows: Tensor,  # [T, in], values of a row contiguous
     weight: Tensor,  # [out, in], of the type of `rows`, contiguous
     bias: Tensor | None,  # [out]
-    plan: ProductPlan | None = None,  # None: that which the number of rows asks for
+    config: ProductConfig | None = None,  # None: that which the number of rows asks for
 ) -> Tensor:  # [T, out]
     """rows @ weight.T + bias."""
     (num_rows, width), num_out = rows.shape, len(weight)
@@ -54,11 +54,11 @@ def invariant_product(
     assert rows.stride(1) == 1 or width == 1
     assert weight.is_contiguous()
     assert bias is None or bias.is_contiguous()
-    plan = plan or plan_for(num_rows, weight.dtype, DeviceLimits.of(weight.device))
+    config = config or config_for(num_rows, weight.dtype, DeviceLimits.of(weight.device))
     out = torch.empty(num_rows, num_out, dtype=rows.dtype, device=rows.device)
     if not num_rows:
         return out
-    num_programs = triton.cdiv(num_rows, plan.block_rows) * triton.cdiv(num_out, plan.block_out)
+    num_programs = triton.cdiv(num_rows, config.block_rows) * triton.cdiv(num_out, config.block_out)
     launcher(_product, (num_programs,))(
         rows,
         weight,
@@ -68,12 +68,12 @@ def invariant_product(
         rows.stride(0),
         num_out=num_out,
         width=width,
-        block_rows=plan.block_rows,
-        block_out=plan.block_out,
-        block_columns=plan.block_columns,
-        is_even=width % plan.block_columns == 0,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        block_rows=config.block_rows,
+        block_out=config.block_out,
+        block_columns=config.block_columns,
+        is_even=width % config.block_columns == 0,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     return out
 

@@ -64,7 +64,7 @@ class _Heuristic(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _PreparedProduct:
     """One shape of product: the layouts of its operands and an algorithm."""
 
     description: c_void_p
@@ -76,10 +76,10 @@ class _Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class OrderedPlan:
+class OrderedProduct:
     """A product that divides no sum, for one number of rows."""
 
-    plan: _Plan
+    prepared: _PreparedProduct
     out_dim: int
     in_dim: int
     dtype: torch.dtype
@@ -102,7 +102,7 @@ class CublasLt:
         self._library.cublasLtGetStatusString.restype = ctypes.c_char_p
         self._handle = c_void_p()
         self._call("cublasLtCreate", byref(self._handle))
-        self._plans: dict[tuple[object, ...], _Plan] = {}
+        self._prepared: dict[tuple[object, ...], _PreparedProduct] = {}
         self._measured: set[tuple[object, ...]] = set()
 
     def multiply(
@@ -130,25 +130,25 @@ class CublasLt:
         # An algorithm is selected for operands with this alignment and used for all operands of the shape.
         assert all(operand.data_ptr() % _ALIGNMENT == 0 for operand in (x, weight, out, bias))
 
-        def run(plan: _Plan, out: Tensor) -> None:
-            self._set_pointers(plan.description, x_scale, weight_scale, bias, out_factor)
-            self._run(plan, x, weight, out, accumulate)
+        def run(prepared: _PreparedProduct, out: Tensor) -> None:
+            self._set_pointers(prepared.description, x_scale, weight_scale, bias, out_factor)
+            self._run(prepared, x, weight, out, accumulate)
 
         key = (*x.shape, len(weight), x.dtype, out.dtype, bias.dtype, gelu, accumulate)
-        plan, choices = self._plans.get(key), None if key in self._measured else _choices.get()
+        prepared, choices = self._prepared.get(key), None if key in self._measured else _choices.get()
         chosen = None if choices is None else choices.get(repr(key))
         measures = choices is not None and chosen is None and not torch.cuda.is_current_stream_capturing()
-        if plan is None or chosen is not None or measures:
-            # The selection depends on alignment, so the plan uses the actual operands.
-            plans = self._candidates(x, x_scale, weight, weight_scale, bias, out, out_factor, gelu)
+        if prepared is None or chosen is not None or measures:
+            # The selection depends on alignment, so the prepared product uses the actual operands.
+            candidates = self._candidates(x, x_scale, weight, weight_scale, bias, out, out_factor, gelu)
             if choices is not None and measures:
-                chosen = choices[repr(key)] = _fastest(plans, run, out)
+                chosen = choices[repr(key)] = _fastest(candidates, run, out)
             if chosen is not None:
                 self._measured.add(key)
-            plan = self._plans[key] = plans[min(chosen or 0, len(plans) - 1)]
-        run(plan, out)
+            prepared = self._prepared[key] = candidates[min(chosen or 0, len(candidates) - 1)]
+        run(prepared, out)
 
-    def ordered_candidates(self, num_rows: int, weight: Tensor, bias: Tensor | None) -> list[OrderedPlan]:
+    def ordered_candidates(self, num_rows: int, weight: Tensor, bias: Tensor | None) -> list[OrderedProduct]:
         """Algorithms for x @ weight.T + bias, in the types of the weight, that divide no sum among programs.
 
         All operands are contiguous and aligned to 16 bytes. The list may be empty.
@@ -166,45 +166,45 @@ class CublasLt:
         x_layout, out_layout = (self._layout(weight.dtype, width, num_rows) for width in (in_dim, out_dim))
         layouts = (weight_layout, x_layout, out_layout, out_layout)
         return [
-            OrderedPlan(_Plan(description, *layouts, heuristic), out_dim, in_dim, weight.dtype)
+            OrderedProduct(_PreparedProduct(description, *layouts, heuristic), out_dim, in_dim, weight.dtype)
             for heuristic in self._heuristics(description, layouts, reduces=False)
         ]
 
-    def for_rows(self, ordered: OrderedPlan, num_rows: int) -> OrderedPlan:
+    def for_rows(self, ordered: OrderedProduct, num_rows: int) -> OrderedProduct:
         """The same algorithm for another number of rows."""
         out = self._layout(ordered.dtype, ordered.out_dim, num_rows)
         x = self._layout(ordered.dtype, ordered.in_dim, num_rows)
-        return replace(ordered, plan=replace(ordered.plan, x=x, added=out, out=out))
+        return replace(ordered, prepared=replace(ordered.prepared, x=x, added=out, out=out))
 
     def add_in_order(
-        self, ordered: OrderedPlan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
+        self, ordered: OrderedProduct, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
     ) -> None:
         """out = x @ weight.T + bias. Raises RuntimeError if the algorithm does not run."""
         if bias is not None:
-            self._set(ordered.plan.description, _BIAS, c_void_p(bias.data_ptr()))
-        self._run(ordered.plan, x, weight, out, accumulate=False)
+            self._set(ordered.prepared.description, _BIAS, c_void_p(bias.data_ptr()))
+        self._run(ordered.prepared, x, weight, out, accumulate=False)
 
-    def _run(self, plan: _Plan, x: Tensor, weight: Tensor, out: Tensor, accumulate: bool) -> None:
-        workspace = torch.empty(plan.heuristic.workspace_bytes, dtype=torch.uint8, device=x.device)
+    def _run(self, prepared: _PreparedProduct, x: Tensor, weight: Tensor, out: Tensor, accumulate: bool) -> None:
+        workspace = torch.empty(prepared.heuristic.workspace_bytes, dtype=torch.uint8, device=x.device)
         self._call(
             "cublasLtMatmul",
             self._handle,
-            plan.description,
+            prepared.description,
             byref(c_float(1.0)),
             weight.data_ptr(),
-            plan.weight,
+            prepared.weight,
             x.data_ptr(),
-            plan.x,
+            prepared.x,
             byref(c_float(1.0 if accumulate else 0.0)),
             # A matrix that is input and output must have one layout, but a float8 output and its addend differ in
             # type.
             out.data_ptr() if accumulate else None,
-            plan.added,
+            prepared.added,
             out.data_ptr(),
-            plan.out,
-            byref(plan.heuristic),
+            prepared.out,
+            byref(prepared.heuristic),
             workspace.data_ptr(),
-            plan.heuristic.workspace_bytes,
+            prepared.heuristic.workspace_bytes,
             torch.cuda.current_stream(x.device).cuda_stream,
         )
 
@@ -218,7 +218,7 @@ class CublasLt:
         out: Tensor,
         out_factor: Tensor | None,
         gelu: bool,
-    ) -> list[_Plan]:
+    ) -> list[_PreparedProduct]:
         """The algorithms for a product, in the order in which cuBLASLt prefers them."""
         (num_rows, in_dim), out_dim = x.shape, len(weight)
         description = c_void_p()
@@ -235,12 +235,15 @@ class CublasLt:
         added_layout = self._layout(bias.dtype, out_dim, num_rows)  # the addend is never float8
         out_layout = self._layout(out.dtype, out_dim, num_rows)
         layouts = (weight_layout, x_layout, added_layout, out_layout)
-        plans = [_Plan(description, *layouts, heuristic) for heuristic in self._heuristics(description, layouts)]
-        if not plans:
+        candidates = [
+            _PreparedProduct(description, *layouts, heuristic)
+            for heuristic in self._heuristics(description, layouts)
+        ]
+        if not candidates:
             raise RuntimeError(
                 f"cuBLASLt has no product of {tuple(x.shape)} and {tuple(weight.shape)} in {out.dtype}"
             )
-        return plans
+        return candidates
 
     def _heuristics(
         self,
@@ -300,9 +303,11 @@ class CublasLt:
             raise RuntimeError(f"{name} failed: {message}")
 
 
-def _fastest(plans: list[_Plan], run: Callable[[_Plan, Tensor], None], out: Tensor) -> int:
-    """The index of the fastest plan of those with the same bits as the first one, measured on copies of `out`."""
-    first, *others = plans
+def _fastest(
+    candidates: list[_PreparedProduct], run: Callable[[_PreparedProduct, Tensor], None], out: Tensor
+) -> int:
+    """Returns the index of the fastest candidate among those with the bits of the first, measured on copies of `out`."""
+    first, *others = candidates
     if not others:
         return 0
     best = 0
@@ -310,16 +315,16 @@ def _fastest(plans: list[_Plan], run: Callable[[_Plan, Tensor], None], out: Tens
         wanted = out.clone()
         run(first, wanted)
         best_ms = _WORTH_A_CHANGE * time_ms(partial(run, first, out.clone()))
-        for number, plan in enumerate(others, 1):
+        for number, prepared in enumerate(others, 1):
             own = out.clone()
             try:
-                run(plan, own)
+                run(prepared, own)
             except RuntimeError:  # some algorithms that the heuristic lists do not run
                 continue
             if torch.equal(own.view(torch.uint8), wanted.view(torch.uint8)):
-                plan_ms = time_ms(partial(run, plan, own))
-                if plan_ms < best_ms:
-                    best, best_ms = number, plan_ms
+                own_ms = time_ms(partial(run, prepared, own))
+                if own_ms < best_ms:
+                    best, best_ms = number, own_ms
     except torch.OutOfMemoryError:
         return 0
     return best

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear
 
-from kestrel_ops.lora.reference import add_down_terms, add_up_terms, write_normed
-from kestrel_ops.lora.types import BlockLowRank
-from kestrel_ops.norms.reference import rounded_to_float8
+from kestrel_ops.lora.reference import BlockLowRank, add_down_terms, add_up_terms, write_normed
+from kestrel_ops.norms.reference import quantised_to_float8
 
 _LARGEST_FLOAT16 = torch.finfo(torch.float16).max
 
@@ -62,7 +61,7 @@ def scaled_linear_gelu(
     Values beyond the range of float8 are clipped. float8 operands need K and N to be multiples of 16.
     """
     activated = gelu(scaled_linear(x, x_scale, weight, weight_scale, bias, torch.float32), approximate="tanh")
-    return activated.to(x.dtype) if out_factor is None else rounded_to_float8(activated * out_factor)
+    return activated.to(x.dtype) if out_factor is None else quantised_to_float8(activated * out_factor)
 
 
 def layer_norm_linear(
@@ -102,8 +101,8 @@ def decode_expand(
     unchanged, the others through the tanh form of GELU. Values beyond the range of float16 become its largest
     number. An implementation may use `row_sums` to subtract the mean afterwards.
     """
-    for share in () if pending is None else pending:
-        hidden += share
+    for part in () if pending is None else pending:
+        hidden += part
     if delta is not None:
         hidden = hidden + delta
     wide = weight.float() if weight_scale is None else weight.float() * weight_scale[:, None]

@@ -19,10 +19,10 @@ from kestrel_ops.compilation.triton_dependent_launch import (
 )
 from kestrel_ops.compilation.triton_requirements import unsupported_device, unsupported_rows
 from kestrel_ops.linear.triton_pending_sums import add_pending
-from kestrel_ops.linear.triton_single_token import SingleTokenPlan, contract_one
+from kestrel_ops.linear.triton_single_token import SingleTokenConfig, contract_one
 from kestrel_ops.linear.triton_small_batch import (
     DEPENDENT_LAUNCH_FROM,
-    SmallBatchPlan,
+    SmallBatchConfig,
     batch_block,
     load_tokens,
     load_weight,
@@ -30,9 +30,9 @@ from kestrel_ops.linear.triton_small_batch import (
     operand_type,
     triton_type,
 )
+from kestrel_ops.lora.reference import BlockLowRank
 from kestrel_ops.lora.triton_products import Terms, add_terms, shrink
-from kestrel_ops.lora.triton_rows_by_slot import with_plan
-from kestrel_ops.lora.types import BlockLowRank
+from kestrel_ops.lora.triton_rows_by_slot import with_groups
 from kestrel_ops.shapes import ModelShape
 
 
@@ -46,7 +46,7 @@ def decode_contract(
     low_rank: BlockLowRank | None = None,
     delta: Tensor | None = None,  # [B, N], contiguous
     total: Tensor | None = None,  # [B, N] float32, contiguous, not `hidden`
-    plan: SmallBatchPlan | SingleTokenPlan | None = None,  # None: that which the batch asks for
+    config: SmallBatchConfig | SingleTokenConfig | None = None,  # None: that which the batch asks for
 ) -> Tensor | None:  # [S, B, N] float32
     """As the reference. The deferred terms are the partial sums over parts of the columns."""
     batch, width = activations.shape
@@ -54,26 +54,26 @@ def decode_contract(
     assert activations.stride(1) == 1
     assert weight.is_contiguous()
     assert hidden.is_contiguous()
-    plan = plan or plan_for(batch, weight.dtype, has_terms=low_rank is not None)
-    if isinstance(plan, SingleTokenPlan):
+    config = config or config_for(batch, weight.dtype, has_terms=low_rank is not None)
+    if isinstance(config, SingleTokenConfig):
         assert low_rank is None
-        contract_one(activations, weight, weight_scale, bias, hidden, delta, total, plan)
+        contract_one(activations, weight, weight_scale, bias, hidden, delta, total, config)
         return None
     block_b = batch_block(batch)
-    turns = triton.cdiv(triton.cdiv(width, plan.block_k), plan.num_splits)
-    num_shares = triton.cdiv(width, turns * plan.block_k)
-    pending = torch.empty(num_shares, batch, num_rows, dtype=torch.float32, device=hidden.device)
-    is_dependent = plan.dependent_launch and has_dependent_launch(weight)
+    turns = triton.cdiv(triton.cdiv(width, config.block_k), config.num_splits)
+    num_parts = triton.cdiv(width, turns * config.block_k)
+    pending = torch.empty(num_parts, batch, num_rows, dtype=torch.float32, device=hidden.device)
+    is_dependent = config.dependent_launch and has_dependent_launch(weight)
     terms, kinds = Terms.none()
     if low_rank is not None:
-        low_rank = with_plan(low_rank, is_decode=True)
+        low_rank = with_groups(low_rank, is_decode=True)
         layers, rows = low_rank.down, low_rank.rows
         sources = activations.tensor_split((layers[0].a.shape[2],), dim=1)[: len(layers)]
         shrink(sources, layers, rows, low_rank, is_dependent=is_dependent)
         terms, kinds = Terms.of(layers, rows)
     launch(
         _contract,
-        (triton.cdiv(num_rows, plan.block_n), num_shares, triton.cdiv(batch, block_b)),
+        (triton.cdiv(num_rows, config.block_n), num_parts, triton.cdiv(batch, block_b)),
         activations,
         weight,
         weight_scale,
@@ -84,20 +84,20 @@ def decode_contract(
         num_rows,
         activations.stride(0),
         width=width,
-        share_columns=turns * plan.block_k,
+        part_columns=turns * config.block_k,
         block_b=block_b,
-        block_n=plan.block_n,
-        block_k=plan.block_k,
+        block_n=config.block_n,
+        block_k=config.block_k,
         operand_dtype=triton_type(operand_type(weight.dtype)),
-        is_even=num_rows % plan.block_n == 0 and width == turns * plan.block_k * num_shares,
+        is_even=num_rows % config.block_n == 0 and width == turns * config.block_k * num_parts,
         **kinds,
         block_rank=32,
-        has_even_terms=num_rows % plan.block_n == 0,
-        num_shares=num_shares,
+        has_even_terms=num_rows % config.block_n == 0,
+        num_parts=num_parts,
         is_dependent=is_dependent,
         lets_next_start=has_dependent_launch(weight),
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     if may_defer:
         assert delta is None
@@ -114,22 +114,22 @@ def unsupported(model: ModelShape) -> str | None:
     return unsupported_device(model, model.text.weight_dtype) or unsupported_rows(model)
 
 
-def plan_for(batch: int, dtype: torch.dtype, *, has_terms: bool = False) -> SmallBatchPlan | SingleTokenPlan:
-    """The cut for a batch and the weight's type, with or without terms of adapters."""
+def config_for(batch: int, dtype: torch.dtype, *, has_terms: bool = False) -> SmallBatchConfig | SingleTokenConfig:
+    """The launch configuration for a batch and the weight's type, with or without terms of adapters."""
     if batch == 1 and not has_terms:
-        return SingleTokenPlan(block_n=4, num_warps=4)
+        return SingleTokenConfig(block_n=4, num_warps=4)
     if dtype == torch.float32:
-        return SmallBatchPlan(block_n=64, block_k=32, num_warps=4, num_stages=3, num_splits=4)
+        return SmallBatchConfig(block_n=64, block_k=32, num_warps=4, num_stages=3, num_splits=4)
     is_dependent = batch >= DEPENDENT_LAUNCH_FROM
     if dtype == torch.float8_e4m3fn:
         if batch < DEPENDENT_LAUNCH_FROM:
-            return SmallBatchPlan(64, 128, num_warps=4, num_stages=4, num_splits=8)
+            return SmallBatchConfig(64, 128, num_warps=4, num_stages=4, num_splits=8)
         num_stages = 4 if 32 <= batch <= 64 else 3
-        return SmallBatchPlan(64, 128, 4, num_stages, num_splits=8, dependent_launch=is_dependent)
+        return SmallBatchConfig(64, 128, 4, num_stages, num_splits=8, dependent_launch=is_dependent)
     if batch <= 64:
         num_stages = 4 if batch < DEPENDENT_LAUNCH_FROM else 3
-        return SmallBatchPlan(64, 128, 4, num_stages, num_splits=8, dependent_launch=is_dependent)
-    return SmallBatchPlan(128, 64, num_warps=8, num_stages=4, num_splits=8, dependent_launch=is_dependent)
+        return SmallBatchConfig(64, 128, 4, num_stages, num_splits=8, dependent_launch=is_dependent)
+    return SmallBatchConfig(128, 64, num_warps=8, num_stages=4, num_splits=8, dependent_launch=is_dependent)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -151,7 +151,7 @@ def _contract(
     num_rows,
     stride,
     width: tl.constexpr,
-    share_columns: tl.constexpr,
+    part_columns: tl.constexpr,
     block_b: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
@@ -161,12 +161,12 @@ def _contract(
     kind_1: tl.constexpr,
     has_even_terms: tl.constexpr,
     block_rank: tl.constexpr,
-    num_shares: tl.constexpr,
+    num_parts: tl.constexpr,
     is_dependent: tl.constexpr,
     lets_next_start: tl.constexpr,
 ):
     first_row = tl.program_id(0) * block_n
-    share = tl.program_id(1)
+    part = tl.program_id(1)
     if is_dependent:
         wait_for_previous()
     if lets_next_start:  # the next kernel adds the pending sums, and loads nothing before this kernel has ended
@@ -174,8 +174,8 @@ def _contract(
     rows = first_row + tl.arange(0, block_n)
     tokens = tl.program_id(2) * block_b + tl.arange(0, block_b)
     product = tl.zeros((block_n, block_b), tl.float32)
-    for begin in range(0, share_columns, block_k):
-        columns = share * share_columns + begin + tl.arange(0, block_k)
+    for begin in range(0, part_columns, block_k):
+        columns = part * part_columns + begin + tl.arange(0, block_k)
         left = load_weight(weight, rows, columns, num_rows, width, is_even)
         right = load_tokens(activations, tokens, columns, batch, stride, width, is_even)
         product = tl.dot(
@@ -184,7 +184,7 @@ def _contract(
     in_range = rows < num_rows
     if weight_scale is not None:
         product *= tl.load(weight_scale + rows, mask=in_range, other=0.0)[:, None]
-    if share == 0:
+    if part == 0:
         product += tl.load(bias + rows, mask=in_range, other=0.0)[:, None]
     product = add_terms(
         product,
@@ -194,7 +194,7 @@ def _contract(
         first_row,
         num_rows,
         num_rows,
-        share,
+        part,
         coefficients_0,
         coefficients_1,
         places_0,
@@ -205,12 +205,12 @@ def _contract(
         coefficient_stride,
         kind_0,
         kind_1,
-        num_shares,
+        num_parts,
         block_n,
         block_rank,
         has_even_terms,
     )
-    place = (share * batch + tokens).to(tl.int64) * num_rows
+    place = (part * batch + tokens).to(tl.int64) * num_rows
     tl.store(
         pending + place[None, :] + rows[:, None],
         product,

@@ -19,10 +19,10 @@ from kestrel_ops.compilation.triton_dependent_launch import (
 )
 from kestrel_ops.compilation.triton_requirements import unsupported_device, unsupported_rows
 from kestrel_ops.linear.triton_pending_sums import add_and_normalise, add_pending
-from kestrel_ops.linear.triton_single_token import WIDEST_TILE, SingleTokenPlan, expand_one
+from kestrel_ops.linear.triton_single_token import WIDEST_TILE, SingleTokenConfig, expand_one
 from kestrel_ops.linear.triton_small_batch import (
     DEPENDENT_LAUNCH_FROM,
-    SmallBatchPlan,
+    SmallBatchConfig,
     batch_block,
     load_tokens,
     load_weight,
@@ -30,9 +30,9 @@ from kestrel_ops.linear.triton_small_batch import (
     operand_type,
     triton_type,
 )
+from kestrel_ops.lora.reference import BlockLowRank
 from kestrel_ops.lora.triton_products import Terms, add_terms, shrink
-from kestrel_ops.lora.triton_rows_by_slot import with_plan
-from kestrel_ops.lora.types import BlockLowRank
+from kestrel_ops.lora.triton_rows_by_slot import with_groups
 from kestrel_ops.shapes import ModelShape
 
 
@@ -49,7 +49,7 @@ def decode_expand(
     pending: Tensor | None = None,  # [S, B, K] float32, contiguous
     low_rank: BlockLowRank | None = None,
     delta: Tensor | None = None,  # [B, K], contiguous
-    plan: SmallBatchPlan | SingleTokenPlan | None = None,  # None: that which the batch asks for
+    config: SmallBatchConfig | SingleTokenConfig | None = None,  # None: that which the batch asks for
 ) -> None:
     """As the reference."""
     batch, width = hidden.shape
@@ -58,8 +58,8 @@ def decode_expand(
     assert weight.is_contiguous()
     assert plain_out.is_contiguous()
     assert activated_out.stride(1) == 1
-    plan = plan or plan_for(batch, weight.dtype, width, has_terms=low_rank is not None)
-    if isinstance(plan, SingleTokenPlan):
+    config = config or config_for(batch, weight.dtype, width, has_terms=low_rank is not None)
+    if isinstance(config, SingleTokenConfig):
         assert low_rank is None
         if pending is not None:
             add_pending(hidden, pending)
@@ -74,24 +74,24 @@ def decode_expand(
             num_plain,
             plain_out,
             activated_out,
-            plan,
+            config,
         )
         return
     block_b = batch_block(batch)
     operand_dtype = operand_type(weight.dtype)
-    is_dependent = plan.dependent_launch and has_dependent_launch(weight)
+    is_dependent = config.dependent_launch and has_dependent_launch(weight)
     tokens = add_and_normalise(
         hidden, pending, epsilon, operand_dtype, delta, is_dependent=is_dependent, low_rank=low_rank
     )
     terms, kinds = Terms.none()
     if low_rank is not None:
-        low_rank = with_plan(low_rank, is_decode=True)
+        low_rank = with_groups(low_rank, is_decode=True)
         layers, rows = low_rank.up, low_rank.rows
         shrink((low_rank.normed,) * len(layers), layers, rows, is_dependent=is_dependent)
         terms, kinds = Terms.of(layers, rows)
     launch(
         _expand,
-        (triton.cdiv(num_rows, plan.block_n), triton.cdiv(batch, block_b)),
+        (triton.cdiv(num_rows, config.block_n), triton.cdiv(batch, block_b)),
         tokens,
         weight,
         weight_scale,
@@ -106,15 +106,15 @@ def decode_expand(
         width=width,
         operand_dtype=triton_type(operand_dtype),
         block_b=block_b,
-        block_n=plan.block_n,
-        block_k=plan.block_k,
-        is_even=num_rows % plan.block_n == 0 and width % plan.block_k == 0,
+        block_n=config.block_n,
+        block_k=config.block_k,
+        is_even=num_rows % config.block_n == 0 and width % config.block_k == 0,
         **kinds,
         block_rank=64,
-        has_even_terms=num_plain % plan.block_n == 0 and num_rows % plan.block_n == 0,
+        has_even_terms=num_plain % config.block_n == 0 and num_rows % config.block_n == 0,
         is_dependent=is_dependent,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
 
 
@@ -125,24 +125,24 @@ def unsupported(model: ModelShape) -> str | None:
     return unsupported_device(model, model.text.weight_dtype) or unsupported_rows(model)
 
 
-def plan_for(
+def config_for(
     batch: int, dtype: torch.dtype, width: int, *, has_terms: bool = False
-) -> SmallBatchPlan | SingleTokenPlan:
-    """The cut for a batch and the weight's type and width, with or without terms of adapters."""
+) -> SmallBatchConfig | SingleTokenConfig:
+    """The launch configuration for a batch and the weight's type and width, with or without terms of adapters."""
     if batch == 1 and not has_terms and width <= WIDEST_TILE:
-        return SingleTokenPlan(block_n=8, num_warps=4)
+        return SingleTokenConfig(block_n=8, num_warps=4)
     if dtype == torch.float32:
-        return SmallBatchPlan(block_n=64, block_k=32, num_warps=4, num_stages=3)
+        return SmallBatchConfig(block_n=64, block_k=32, num_warps=4, num_stages=3)
     # The previous kernel normalises the tokens. It has few programs, whose loads are not delayed.
     if dtype == torch.float8_e4m3fn:
         if batch < DEPENDENT_LAUNCH_FROM:
-            return SmallBatchPlan(128, 128, num_warps=8, num_stages=3, dependent_launch=True)
+            return SmallBatchConfig(128, 128, num_warps=8, num_stages=3, dependent_launch=True)
         num_stages = 4 if batch <= 64 else 3
-        return SmallBatchPlan(64, 128, num_warps=4, num_stages=num_stages, dependent_launch=True)
+        return SmallBatchConfig(64, 128, num_warps=4, num_stages=num_stages, dependent_launch=True)
     if batch <= 64:
         num_stages = 4 if batch < DEPENDENT_LAUNCH_FROM else 3
-        return SmallBatchPlan(64, 128, num_warps=4, num_stages=num_stages, dependent_launch=True)
-    return SmallBatchPlan(128, 64, num_warps=8, num_stages=4, dependent_launch=True)
+        return SmallBatchConfig(64, 128, num_warps=4, num_stages=num_stages, dependent_launch=True)
+    return SmallBatchConfig(128, 64, num_warps=8, num_stages=4, dependent_launch=True)
 
 
 @triton.jit(do_not_specialize=["batch"])

@@ -1,7 +1,7 @@
 """A linear layer in float8 for few rows, whose time is that of reading the weight.
 
 The products of libraries occupy a part of the device only with so few rows, and cannot add a bias. Here columns are
-divided among programs, which store shares of each sum; a second kernel adds them in their order.
+divided among programs, which store parts of each sum; a second kernel adds them in their order.
 """
 
 from __future__ import annotations
@@ -42,39 +42,39 @@ def multiply_few(
     if not num_tokens:
         return out
     num_blocks, num_turns = triton.cdiv(num_rows, _BLOCK_N), triton.cdiv(width, _BLOCK_K)
-    turns = triton.cdiv(num_turns, max(1, _WANTED_PROGRAMS // num_blocks))  # of a share of the columns
-    num_shares = triton.cdiv(num_turns, turns)
-    shares = None
-    if num_shares > 1:
-        shares = torch.empty(num_shares, num_tokens, num_rows, dtype=torch.float32, device=x.device)
-    triton_compilations.launcher(_multiply, (num_blocks, num_shares))(
+    turns = triton.cdiv(num_turns, max(1, _WANTED_PROGRAMS // num_blocks))  # of a part of the columns
+    num_parts = triton.cdiv(num_turns, turns)
+    parts = None
+    if num_parts > 1:
+        parts = torch.empty(num_parts, num_tokens, num_rows, dtype=torch.float32, device=x.device)
+    triton_compilations.launcher(_multiply, (num_blocks, num_parts))(
         x,
         x_scale,
         weight,
         weight_scale,
         bias,
         out,
-        shares,
+        parts,
         num_tokens,
         num_rows,
         width=width,
-        share_columns=turns * _BLOCK_K,
+        part_columns=turns * _BLOCK_K,
         block_t=max(16, triton.next_power_of_2(num_tokens)),
         block_n=_BLOCK_N,
         block_k=_BLOCK_K,
-        is_even=num_rows % _BLOCK_N == 0 and width == turns * _BLOCK_K * num_shares,
+        is_even=num_rows % _BLOCK_N == 0 and width == turns * _BLOCK_K * num_parts,
         num_warps=4,
         num_stages=_NUM_STAGES,
     )
-    if shares is not None:
-        triton_compilations.launcher(_add_shares, (num_tokens, triton.cdiv(num_rows, _BLOCK_OF_SUMS)))(
-            shares,
+    if parts is not None:
+        triton_compilations.launcher(_add_parts, (num_tokens, triton.cdiv(num_rows, _BLOCK_OF_SUMS)))(
+            parts,
             x_scale,
             bias,
             out,
             num_tokens,
             num_rows,
-            num_shares=num_shares,
+            num_parts=num_parts,
             block=_BLOCK_OF_SUMS,
             num_warps=4,
         )
@@ -89,31 +89,31 @@ def _multiply(
     weight_scale,
     bias,
     out,
-    shares,
+    parts,
     num_tokens,
     num_rows,
     width: tl.constexpr,
-    share_columns: tl.constexpr,
+    part_columns: tl.constexpr,
     block_t: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     is_even: tl.constexpr,
 ):
     rows = tl.program_id(0) * block_n + tl.arange(0, block_n)
-    share = tl.program_id(1)
+    part = tl.program_id(1)
     tokens = tl.arange(0, block_t)
     product = tl.zeros((block_n, block_t), tl.float32)
-    for begin in range(0, share_columns, block_k):
-        columns = share * share_columns + begin + tl.arange(0, block_k)
+    for begin in range(0, part_columns, block_k):
+        columns = part * part_columns + begin + tl.arange(0, block_k)
         left = load_weight(weight, rows, columns, num_rows, width, is_even)
         right = load_tokens(x, tokens, columns, num_tokens, width, width, is_even)
         product = tl.dot(operand(left, tl.float16), operand(right, tl.float16), product, input_precision="ieee")
     in_rows = rows < num_rows
     inside = in_rows[:, None] & (tokens < num_tokens)[None, :]
     product *= tl.load(weight_scale + rows, mask=in_rows, other=0.0)[:, None]
-    if shares is not None:
-        place = (share * num_tokens + tokens).to(tl.int64) * num_rows
-        tl.store(shares + place[None, :] + rows[:, None], product, mask=inside)
+    if parts is not None:
+        place = (part * num_tokens + tokens).to(tl.int64) * num_rows
+        tl.store(parts + place[None, :] + rows[:, None], product, mask=inside)
     else:
         product *= tl.load(x_scale + tokens, mask=tokens < num_tokens, other=0.0)[None, :]
         if bias is not None:
@@ -123,22 +123,22 @@ def _multiply(
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _add_shares(
-    shares,
+def _add_parts(
+    parts,
     x_scale,
     bias,
     out,
     num_tokens,
     num_rows,
-    num_shares: tl.constexpr,
+    num_parts: tl.constexpr,
     block: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * block + tl.arange(0, block)
     in_rows = rows < num_rows
     total = tl.zeros((block,), tl.float32)
-    for share in tl.static_range(num_shares):
-        total += tl.load(shares + (share * num_tokens + token) * num_rows + rows, mask=in_rows, other=0.0)
+    for part in tl.static_range(num_parts):
+        total += tl.load(parts + (part * num_tokens + token) * num_rows + rows, mask=in_rows, other=0.0)
     total *= tl.load(x_scale + token)
     if bias is not None:
         total += tl.load(bias + rows, mask=in_rows, other=0.0).to(tl.float32)

@@ -18,8 +18,8 @@ from kestrel_ops.compilation.triton_dependent_launch import (
     let_next_start,
     wait_for_previous,
 )
+from kestrel_ops.lora.reference import BlockLowRank
 from kestrel_ops.lora.triton_rows_by_slot import normed_operands
-from kestrel_ops.lora.types import BlockLowRank
 from kestrel_ops.norms.triton_rows import RowBlocks, block_columns
 
 _BLOCKS = RowBlocks(rows=1, num_warps=8)
@@ -78,7 +78,7 @@ def _launch(
         epsilon,
         width=width,
         block=block_columns(width, _BLOCKS),
-        num_shares=0 if pending is None else len(pending),
+        num_parts=0 if pending is None else len(pending),
         is_dependent=is_dependent,
         num_warps=_BLOCKS.num_warps,
         num_stages=1,
@@ -99,7 +99,7 @@ def _add_and_normalise(
     epsilon,
     width: tl.constexpr,
     block: tl.constexpr,
-    num_shares: tl.constexpr,
+    num_parts: tl.constexpr,
     is_dependent: tl.constexpr,
 ):
     if is_dependent:
@@ -109,14 +109,14 @@ def _add_and_normalise(
     columns = tl.arange(0, block)
     inside = columns < width
     values = tl.load(hidden + row * width + columns, mask=inside, other=0.0)
-    for share in tl.static_range(num_shares):
-        place = (share * batch + row) * width + columns
+    for part in tl.static_range(num_parts):
+        place = (part * batch + row) * width + columns
         values += tl.load(pending + place, mask=inside, other=0.0)
     if delta is not None:
         values += tl.load(delta + row * width + columns, mask=inside, other=0.0).to(tl.float32)
     if total is not None:
         tl.store(total + row * width + columns, values, mask=inside)
-    elif num_shares > 0:
+    elif num_parts > 0:
         tl.debug_barrier()  # `hidden` is written in place
         tl.store(hidden + row * width + columns, values, mask=inside)
     if out is not None:

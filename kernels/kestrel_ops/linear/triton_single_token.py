@@ -33,7 +33,7 @@ _TURN_BYTES = 512  # 32 lanes, 16 bytes each
 
 
 @dataclass(frozen=True, slots=True)
-class SingleTokenPlan:
+class SingleTokenConfig:
     """Divides a product [1, K] @ [N, K].T into programs of one tile each."""
 
     block_n: int
@@ -56,7 +56,7 @@ def expand_one(
     num_plain: int,
     plain_out: Tensor,
     activated_out: Tensor,
-    plan: SingleTokenPlan,
+    config: SingleTokenConfig,
 ) -> None:
     """`decode_expand` of one token, no wider than `WIDEST_TILE`."""
     num_tokens, width = hidden.shape
@@ -66,7 +66,7 @@ def expand_one(
     num_turns, turn = _turns(width, weight)
     launch(
         _expand,
-        (triton.cdiv(num_rows, plan.block_n),),
+        (triton.cdiv(num_rows, config.block_n),),
         hidden,
         delta,
         weight,
@@ -79,12 +79,12 @@ def expand_one(
         epsilon,
         num_plain=num_plain,
         width=width,
-        block_n=plan.block_n,
+        block_n=config.block_n,
         num_turns=num_turns,
         turn=turn,
-        is_even=num_rows % plan.block_n == 0 and width == num_turns * turn,
-        is_dependent=plan.dependent_launch and has_dependent_launch(weight),
-        num_warps=plan.num_warps,
+        is_even=num_rows % config.block_n == 0 and width == num_turns * turn,
+        is_dependent=config.dependent_launch and has_dependent_launch(weight),
+        num_warps=config.num_warps,
         num_stages=1,
     )
 
@@ -97,17 +97,17 @@ def contract_one(
     hidden: Tensor,
     delta: Tensor | None,
     total: Tensor | None,
-    plan: SingleTokenPlan,
+    config: SingleTokenConfig,
 ) -> None:
     """`decode_contract` of one token."""
     num_tokens, width = activations.shape
     num_rows = len(weight)
     assert num_tokens == 1
-    num_turns, turn = _turns(min(width, plan.tile_bytes // weight.itemsize), weight)
+    num_turns, turn = _turns(min(width, config.tile_bytes // weight.itemsize), weight)
     num_tiles = triton.cdiv(width, num_turns * turn)
     launch(
         _contract,
-        (triton.cdiv(num_rows, plan.block_n),),
+        (triton.cdiv(num_rows, config.block_n),),
         activations,
         weight,
         weight_scale,
@@ -117,13 +117,13 @@ def contract_one(
         total,
         num_rows,
         width=width,
-        block_n=plan.block_n,
+        block_n=config.block_n,
         num_tiles=num_tiles,
         num_turns=num_turns,
         turn=turn,
-        is_even=num_rows % plan.block_n == 0 and width == num_tiles * num_turns * turn,
-        is_dependent=plan.dependent_launch and has_dependent_launch(weight),
-        num_warps=plan.num_warps,
+        is_even=num_rows % config.block_n == 0 and width == num_tiles * num_turns * turn,
+        is_dependent=config.dependent_launch and has_dependent_launch(weight),
+        num_warps=config.num_warps,
         num_stages=1,
     )
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @dataclass(frozen=True, slots=True)
-class SmallBatchPlan:
+class SmallBatchConfig:
     """Divides a product [B, K] @ [N, K].T into programs."""
 
     block_n: int
@@ -58,7 +58,7 @@ def operand(values, operand_dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def widened(values, dtype: tl.constexpr) -> tl.tensor:
+def converted(values, dtype: tl.constexpr) -> tl.tensor:
     """Convert to a wider type; of float8_e4m3fn that is given as bytes every value is represented exactly."""
     if values.dtype == tl.uint8:
         bits = values.to(tl.uint16)

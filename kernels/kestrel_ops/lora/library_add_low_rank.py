@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kestrel_ops.lora.types import LowRank
+from kestrel_ops.lora.reference import LowRank
 from kestrel_ops.shapes import ModelShape
 
 

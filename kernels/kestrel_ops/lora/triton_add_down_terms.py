@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from kestrel_ops.compilation.triton_requirements import unsupported_device, unsupported_rows
+from kestrel_ops.lora.reference import BlockLowRank
 from kestrel_ops.lora.triton_products import expand_add, shrink
-from kestrel_ops.lora.triton_rows_by_slot import with_plan
-from kestrel_ops.lora.types import BlockLowRank
+from kestrel_ops.lora.triton_rows_by_slot import with_groups
 from kestrel_ops.shapes import ModelShape
 
 
@@ -18,7 +18,7 @@ def add_down_terms(
     low_rank: BlockLowRank,
 ) -> None:
     """As the reference. Does not synchronise."""
-    low_rank = with_plan(low_rank, is_decode=False)
+    low_rank = with_groups(low_rank, is_decode=False)
     layers, rows = low_rank.down, low_rank.rows
     sources = activations.tensor_split((layers[0].a.shape[2],), dim=1)[: len(layers)]
     coefficients = shrink(sources, layers, rows, low_rank, scale=scale)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from kestrel_ops.compilation.triton_requirements import unsupported_device
+from kestrel_ops.lora.reference import LowRank
 from kestrel_ops.lora.triton_products import expand_add, shrink
 from kestrel_ops.lora.triton_rows_by_slot import rows_by_slot
-from kestrel_ops.lora.types import LowRank
 from kestrel_ops.shapes import ModelShape
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from kestrel_ops.compilation.triton_requirements import unsupported_device, unsupported_rows
+from kestrel_ops.lora.reference import BlockLowRank
 from kestrel_ops.lora.triton_products import expand_add, shrink
-from kestrel_ops.lora.triton_rows_by_slot import with_plan
-from kestrel_ops.lora.types import BlockLowRank
+from kestrel_ops.lora.triton_rows_by_slot import with_groups
 from kestrel_ops.shapes import ModelShape
 
 
@@ -16,7 +16,7 @@ def add_up_terms(
     low_rank: BlockLowRank,
 ) -> None:
     """As the reference. Does not synchronise."""
-    low_rank = with_plan(low_rank, is_decode=False)
+    low_rank = with_groups(low_rank, is_decode=False)
     layers, rows = low_rank.up, low_rank.rows
     coefficients = shrink((low_rank.normed,) * len(layers), layers, rows)
     expand_add(product, coefficients, layers, rows, adds_both=False)

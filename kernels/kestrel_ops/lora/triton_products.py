@@ -1,7 +1,7 @@
 """The two products of low-rank terms: rows times A gives coefficients, coefficients times B are added to outputs.
 
-Programs take items of a `Plan`: rows that share a slot. What exceeds the items that there are, and ranks beyond
-that of an item's adapter, ends at once. A long sum of the first product is divided into parts; the last program of
+Programs take items of `RowGroups`: rows that share a slot. Programs without an item, and those of ranks beyond the
+rank of an item's adapter, end at once. A long sum of the first product is divided into parts; the last program of
 a sum to end adds them in their order.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kestrel_ops.compilation.triton_compilations import launcher
 from kestrel_ops.compilation.triton_dependent_launch import launch, let_next_start, wait_for_previous
-from kestrel_ops.lora.triton_rows_by_slot import ITEM_SIZE, NUM_KINDS, Plan
-from kestrel_ops.lora.types import BlockLowRank, LowRank, RowsBySlot
+from kestrel_ops.lora.reference import BlockLowRank, LowRank, RowsBySlot
+from kestrel_ops.lora.triton_rows_by_slot import ITEM_SIZE, NUM_KINDS, RowGroups
 
 _MOST_LAYERS = 2
 
@@ -41,10 +41,10 @@ class Expand(NamedTuple):
     num_warps: int
 
 
-def plan_of(grouped: RowsBySlot) -> Plan:
+def groups_of(grouped: RowsBySlot) -> RowGroups:
     """What `rows_by_slot` of Triton has made."""
-    assert isinstance(grouped.plan, Plan), "terms of Triton need rows_by_slot of Triton"
-    return grouped.plan
+    assert isinstance(grouped.groups, RowGroups), "terms of Triton need rows_by_slot of Triton"
+    return grouped.groups
 
 
 def shrink(
@@ -55,26 +55,26 @@ def shrink(
     *,
     scale: Tensor | None = None,  # [T, 1] float32: sources * scale is meant
     is_dependent: bool = False,
-    cut: Shrink | None = None,
-) -> Tensor:  # [layers, T, R] of the weights' type, or the plan's for decode steps
+    config: Shrink | None = None,
+) -> Tensor:  # [layers, T, R] of the weights' type, or the groups's for decode steps
     """The coefficients of one or two layers. Undefined where a row has no adapter and beyond the adapter's rank."""
     assert len(sources) == len(layers) <= _MOST_LAYERS
-    plan = plan_of(grouped)
+    groups = groups_of(grouped)
     num_rows, dtype = len(grouped.slots), layers[0].a.dtype
     max_rank, both = layers[0].a.shape[1], len(layers) > 1
-    cut = cut or shrink_cut(num_rows, dtype.itemsize)
+    config = config or shrink_config(num_rows, dtype.itemsize)
     widths = [layer.a.shape[2] for layer in layers]
-    num_parts = [triton.cdiv(width, cut.part_columns) for width in widths]
-    block_rank = _block_rank(max_rank, cut.most_ranks)
+    num_parts = [triton.cdiv(width, config.part_columns) for width in widths]
+    block_rank = _block_rank(max_rank, config.most_ranks)
     device = grouped.slots.device
     parts = torch.empty(
-        sum(num_parts), plan.num_items * plan.block_rows, max_rank, dtype=torch.float32, device=device
+        sum(num_parts), groups.num_items * groups.block_rows, max_rank, dtype=torch.float32, device=device
     )
-    if plan.coefficients is None:
+    if groups.coefficients is None:
         coefficients = torch.empty(len(layers), num_rows, max_rank, dtype=dtype, device=device)
         outs = [coefficients[place] for place in range(len(layers))]
     else:
-        coefficients = plan.coefficients
+        coefficients = groups.coefficients
         outs = [coefficients[layer.kind] for layer in layers]
     assert all(source.stride(1) == 1 for source in sources)
     assert scale is None or scale.is_contiguous()
@@ -84,13 +84,13 @@ def shrink(
         assert normed.is_contiguous()
     launch(
         _shrink,
-        (plan.num_items, sum(num_parts), triton.cdiv(max_rank, block_rank)),
+        (groups.num_items, sum(num_parts), triton.cdiv(max_rank, block_rank)),
         *(sources[0], sources[1] if both else None, scale),
         *(normed, flags),
         *(layers[0].a, layers[1].a if both else None),
-        *(plan.order, plan.items, plan.counts, plan.counters, parts),
+        *(groups.order, groups.items, groups.counts, groups.counters, parts),
         *(outs[0], outs[1] if both else None),
-        plan.num_items,
+        groups.num_items,
         sources[0].stride(0),
         sources[1].stride(0) if both else 0,
         outs[0].stride(0),
@@ -99,22 +99,22 @@ def shrink(
         width_1=widths[-1],
         parts_0=num_parts[0],
         parts_1=num_parts[-1],
-        part_columns=cut.part_columns,
+        part_columns=config.part_columns,
         kind_0=layers[0].kind,
         kind_1=layers[-1].kind,
-        block_rows=plan.block_rows,
+        block_rows=groups.block_rows,
         block_rank=block_rank,
-        block_k=cut.block_k,
-        is_spread=plan.coefficients is not None,
+        block_k=config.block_k,
+        is_spread=groups.coefficients is not None,
         is_dependent=is_dependent,
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     return coefficients
 
 
-def shrink_cut(num_rows: int, itemsize: int) -> Shrink:
-    """The cut for a number of rows and the size of a weight."""
+def shrink_config(num_rows: int, itemsize: int) -> Shrink:
+    """The launch configuration for a number of rows and the size of a weight."""
     if num_rows <= 512:
         return Shrink(512, 128, 32, num_warps=4, num_stages=4)
     part_columns = 1024 if num_rows <= 2048 else 2048
@@ -128,20 +128,20 @@ def expand_add(
     grouped: RowsBySlot,
     *,
     adds_both: bool,  # whether both layers add to the same columns, or to one after the other
-    cut: Expand | None = None,
+    config: Expand | None = None,
 ) -> None:
     """Add coefficients times the second matrices of each row's slot."""
     assert out.stride(1) == 1
-    plan = plan_of(grouped)
-    block_columns, num_warps = cut or Expand(128, num_warps=4)
+    groups = groups_of(grouped)
+    block_columns, num_warps = config or Expand(128, num_warps=4)
     max_rank, both = layers[0].b.shape[1], len(layers) > 1
     widths = [layer.b.shape[2] for layer in layers]
     blocks = [triton.cdiv(width, block_columns) for width in widths]
-    launcher(_expand_add, (blocks[0] if adds_both else sum(blocks), plan.num_items))(
+    launcher(_expand_add, (blocks[0] if adds_both else sum(blocks), groups.num_items))(
         out,
         *(coefficients[0], coefficients[1] if both else None),
         *(layers[0].b, layers[1].b if both else None),
-        *(plan.order, plan.items, plan.counts),
+        *(groups.order, groups.items, groups.counts),
         out.stride(0),
         max_rank=max_rank,
         width_0=widths[0],
@@ -150,7 +150,7 @@ def expand_add(
         kind_0=layers[0].kind,
         kind_1=layers[-1].kind,
         adds_both=adds_both and both,
-        block_rows=plan.block_rows,
+        block_rows=groups.block_rows,
         block_columns=block_columns,
         block_rank=_block_rank(max_rank, 64),
         num_warps=num_warps,
@@ -173,19 +173,19 @@ class Terms(NamedTuple):
     @classmethod
     def of(cls, layers: tuple[LowRank, ...], grouped: RowsBySlot) -> tuple[Terms, dict[str, int]]:
         """The arguments of a kernel, and its constants."""
-        plan = plan_of(grouped)
-        assert plan.coefficients is not None, "made for a decode step"
-        assert plan.places is not None
+        groups = groups_of(grouped)
+        assert groups.coefficients is not None, "made for a decode step"
+        assert groups.places is not None
         first, second = layers[0], layers[1] if len(layers) > 1 else None
         terms = cls(
-            plan.coefficients[first.kind],
-            None if second is None else plan.coefficients[second.kind],
-            plan.places[first.kind],
-            None if second is None else plan.places[second.kind],
+            groups.coefficients[first.kind],
+            None if second is None else groups.coefficients[second.kind],
+            groups.places[first.kind],
+            None if second is None else groups.places[second.kind],
             first.b,
             None if second is None else second.b,
-            plan.counts,
-            plan.coefficients.stride(1),
+            groups.counts,
+            groups.coefficients.stride(1),
         )
         return terms, {"kind_0": first.kind, "kind_1": layers[-1].kind}
 
@@ -299,7 +299,7 @@ def _shrink(
     item, part, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     is_first = part < parts_0
     kind = tl.where(is_first, kind_0, kind_1)
-    # The plan was written before the kernel before began. Behind the last item it has any values.
+    # The groups was written before the kernel before began. Behind the last item it has any values.
     known = item < tl.load(counts + NUM_KINDS)
     about = items + item * ITEM_SIZE
     slot = tl.load(about, mask=known, other=0)
@@ -616,7 +616,7 @@ def add_terms(
     first_1,
     width_0,
     width_1,
-    share,
+    part,
     coefficients_0,
     coefficients_1,
     places_0,
@@ -627,7 +627,7 @@ def add_terms(
     stride,
     kind_0: tl.constexpr,
     kind_1: tl.constexpr,
-    num_shares: tl.constexpr,
+    num_parts: tl.constexpr,
     block_n: tl.constexpr,
     block_rank: tl.constexpr,
     is_even: tl.constexpr,
@@ -635,11 +635,11 @@ def add_terms(
     """Add the terms of one or two layers, if there are any, to a product [columns, tokens] of a decode step.
 
     `first_0` and `first_1` say where the product's columns begin among the layer's, which are `width_0` and
-    `width_1`. Of blocks of listed ranks one in `num_shares` is added. `is_even`: no product lies partly in a layer.
+    `width_1`. Of blocks of listed ranks one in `num_parts` is added. `is_even`: no product lies partly in a layer.
     """
     if coefficients_0 is not None:
         each = tl.arange(0, block_n)
-        begin, step = share * block_rank, num_shares * block_rank
+        begin, step = part * block_rank, num_parts * block_rank
         if first_0 < width_0:
             product = _add_layer(
                 product,

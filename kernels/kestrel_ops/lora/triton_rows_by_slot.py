@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kestrel_ops.compilation.triton_compilations import launcher
 from kestrel_ops.compilation.triton_requirements import unsupported_device
-from kestrel_ops.lora.types import BlockLowRank, RowsBySlot
+from kestrel_ops.lora.reference import BlockLowRank, RowsBySlot
 from kestrel_ops.shapes import ModelShape
 
 NUM_KINDS = tl.constexpr(4)
@@ -31,7 +31,7 @@ _MOST_COMPARED = 8192
 """Pairs of a row and a slot that a program compares at a time."""
 
 
-class Plan(NamedTuple):
+class RowGroups(NamedTuple):
     """Of the rows of one step."""
 
     order: Tensor
@@ -65,7 +65,7 @@ def rows_by_slot(
     dtype: torch.dtype,
     block_rows: int | None = None,  # None: what the number of rows asks for
 ) -> RowsBySlot:
-    """As the reference, with a `Plan`. Does not synchronise."""
+    """As the reference, with a `RowGroups`. Does not synchronise."""
     num_rows, num_slots = len(slots), ranks.shape[1]
     block_rows = block_rows or _block_rows(num_rows)
     assert slots.is_contiguous()
@@ -95,17 +95,17 @@ def rows_by_slot(
         block=max(32, min(1024, _MOST_COMPARED // block_slots, triton.next_power_of_2(num_rows))),
         num_warps=4,
     )
-    plan = Plan(order, items[: 11 * num_items].view(num_items, 11), counts, counters, block_rows, None, None)
+    groups = RowGroups(order, items[: 11 * num_items].view(num_items, 11), counts, counters, block_rows, None, None)
     if is_decode:
-        plan = plan._replace(
+        groups = groups._replace(
             places=places.view(4, width), coefficients=coefficients.view(dtype).view(4, num_rows, width)
         )
-    return RowsBySlot(slots, plan)
+    return RowsBySlot(slots, groups)
 
 
-def with_plan(low_rank: BlockLowRank, *, is_decode: bool) -> BlockLowRank:
-    """The same with a plan, which the reference does not make."""
-    if isinstance(low_rank.rows.plan, Plan):
+def with_groups(low_rank: BlockLowRank, *, is_decode: bool) -> BlockLowRank:
+    """The same with a groups, which the reference does not make."""
+    if isinstance(low_rank.rows.groups, RowGroups):
         return low_rank
     num_slots, max_rank, _ = low_rank.up[0].a.shape
     slots, dtype = low_rank.rows.slots, low_rank.up[0].a.dtype

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from kestrel_ops.lora.reference import write_normed
-from kestrel_ops.lora.types import BlockLowRank
+from kestrel_ops.lora.reference import BlockLowRank, write_normed
 
 LARGEST_FLOAT8 = 448.0
 # The scale of a row of zeros must not be 0.
@@ -20,10 +19,10 @@ def quantise_rows(
     """Scale each row by its largest magnitude / 448 and round: row = quantised * scale."""
     wide = rows.float()
     scale = wide.abs().amax(dim=-1, keepdim=True).clamp(min=_SMALLEST_MAGNITUDE) / LARGEST_FLOAT8
-    return rounded_to_float8(wide / scale), scale
+    return quantised_to_float8(wide / scale), scale
 
 
-def widened(stored: Tensor) -> Tensor:
+def to_float32(stored: Tensor) -> Tensor:
     """float8_e4m3fn values as float32."""
     if stored.device.type != "cpu":
         return stored.float()
@@ -31,7 +30,7 @@ def widened(stored: Tensor) -> Tensor:
     return _OF_FLOAT8.index_select(0, stored.view(torch.uint8).flatten().int()).view(stored.shape)
 
 
-def rounded_to_float8(values: Tensor) -> Tensor:
+def quantised_to_float8(values: Tensor) -> Tensor:
     """float8_e4m3fn values; those beyond its range are clipped."""
     return values.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
 
@@ -65,7 +64,7 @@ def add_layer_norm(
     if weight is not None and bias is not None and affine_out is not None:
         affine_out.copy_(normed * weight.float() + bias.float())
     if out_scale is not None:
-        return rounded_to_float8(normed / out_scale), None
+        return quantised_to_float8(normed / out_scale), None
     if out_dtype == torch.float8_e4m3fn:
         return quantise_rows(normed)
     return normed.to(out_dtype), None
@@ -88,7 +87,7 @@ def concat_gelu(
     if plain is not None:
         wide = torch.cat((plain.float(), wide), dim=-1)
     if out_scale is not None:
-        return rounded_to_float8(wide / out_scale), None
+        return quantised_to_float8(wide / out_scale), None
     if out_dtype == torch.float8_e4m3fn:
         return quantise_rows(wide)
     return wide.to(out_dtype), None

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kestrel_ops.compilation.triton_compilations import launcher
 from kestrel_ops.compilation.triton_requirements import unsupported_device, unsupported_rows
+from kestrel_ops.lora.reference import BlockLowRank
 from kestrel_ops.lora.triton_rows_by_slot import normed_operands
-from kestrel_ops.lora.types import BlockLowRank
-from kestrel_ops.norms.triton_rows import RowBlocks, cut_to_float8, load_piece, pieces, store_piece
+from kestrel_ops.norms.triton_rows import RowBlocks, clipped_to_float8, load_piece, pieces, store_piece
 from kestrel_ops.shapes import ModelShape
 
 _LARGEST_FLOAT8 = tl.constexpr(448.0)
@@ -169,14 +169,20 @@ def _add_layer_norm(
     if out_factor is not None:
         factor *= out_factor
     store_piece(
-        out, row_starts, in_range, cut_to_float8(values * factor[:, None], out_factor is not None), 0, main, width
+        out,
+        row_starts,
+        in_range,
+        clipped_to_float8(values * factor[:, None], out_factor is not None),
+        0,
+        main,
+        width,
     )
     if tail > 0:
         store_piece(
             out,
             row_starts,
             in_range,
-            cut_to_float8(tail_values * factor[:, None], out_factor is not None),
+            clipped_to_float8(tail_values * factor[:, None], out_factor is not None),
             main,
             tail,
             width,

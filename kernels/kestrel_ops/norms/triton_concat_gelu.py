@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kestrel_ops.compilation.triton_compilations import launcher
 from kestrel_ops.compilation.triton_requirements import unsupported_device, unsupported_rows
-from kestrel_ops.norms.triton_rows import RowBlocks, cut_to_float8, load_piece, pieces, store_piece
+from kestrel_ops.norms.triton_rows import RowBlocks, clipped_to_float8, load_piece, pieces, store_piece
 from kestrel_ops.shapes import ModelShape
 
 _LARGEST_FLOAT8 = tl.constexpr(448.0)
@@ -139,7 +139,7 @@ def _concat_gelu(
             out,
             starts,
             in_range,
-            cut_to_float8(plain_values * factor, out_factor is not None),
+            clipped_to_float8(plain_values * factor, out_factor is not None),
             0,
             plain_main,
             plain_width,
@@ -149,7 +149,7 @@ def _concat_gelu(
             out,
             starts,
             in_range,
-            cut_to_float8(plain_rest * factor, out_factor is not None),
+            clipped_to_float8(plain_rest * factor, out_factor is not None),
             plain_main,
             plain_tail,
             plain_width,
@@ -159,7 +159,7 @@ def _concat_gelu(
         out,
         starts,
         in_range,
-        cut_to_float8(inner_values * factor, out_factor is not None),
+        clipped_to_float8(inner_values * factor, out_factor is not None),
         0,
         inner_main,
         inner_width,
@@ -169,7 +169,7 @@ def _concat_gelu(
             out,
             starts,
             in_range,
-            cut_to_float8(inner_rest * factor, out_factor is not None),
+            clipped_to_float8(inner_rest * factor, out_factor is not None),
             inner_main,
             inner_tail,
             inner_width,

@@ -76,7 +76,7 @@ def store_piece(
 
 
 @triton.jit
-def cut_to_float8(values, is_needed: tl.constexpr) -> tl.tensor:
+def clipped_to_float8(values, is_needed: tl.constexpr) -> tl.tensor:
     """Clip values to the range of float8_e4m3fn. Needed if their scale was not measured on them."""
     if is_needed:
         values = tl.minimum(tl.maximum(values, -_LARGEST_FLOAT8), _LARGEST_FLOAT8)

@@ -1,4 +1,4 @@
-"""Whatever the plan, the kernels of the experts give the same."""
+"""Whatever the launch configuration, the kernels of the experts give the same."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from kestrel_ops import ExpertAdapters, LowRank, mixture_of_experts
 from kestrel_ops.device_limits import HOPPER_SHARED_BYTES, PORTABLE_SHARED_BYTES, DeviceLimits
 from tests.kernels.implementations import DEVICE, FLOAT8, in_pairs, relative_error
 
-plans = pytest.importorskip("kestrel_ops.experts.triton_plans", reason="needs Triton")
+configs = pytest.importorskip("kestrel_ops.experts.triton_launch_configs", reason="needs Triton")
 triton_experts = pytest.importorskip("kestrel_ops.experts.triton_mixture_of_experts", reason="needs Triton")
 
 DIM, INNER, EXPERTS, CHOICES = 52, 36, 5, 3
@@ -30,18 +30,20 @@ def quantised(up, down):
     return (*stacks, *scales)
 
 
-PLANS = [
-    plans.ExpertsPlan(block, plans.ProductPlan(rows, columns, 4, 2), plans.ProductPlan(16, 32, 4, 3, False))
+CONFIGS = [
+    configs.ExpertsConfig(
+        block, configs.ProductConfig(rows, columns, 4, 2), configs.ProductConfig(16, 32, 4, 3, False)
+    )
     for block, rows, columns in ((16, 16, 32), (32, 32, 64), (16, 64, 32))
 ]
-PLANS.append(dataclasses.replace(PLANS[1], rounds_rows=True))
+CONFIGS.append(dataclasses.replace(CONFIGS[1], quantises_rows=True))
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 21])
-def test_every_plan_gives_what_the_definition_gives(plan, num_tokens):
+def test_every_configuration_gives_what_the_definition_gives(config, num_tokens):
     layer = a_layer(num_tokens)
-    found = triton_experts.mixture_of_experts(*layer, CHOICES, plan=plan)
+    found = triton_experts.mixture_of_experts(*layer, CHOICES, config=config)
     torch.testing.assert_close(found, mixture_of_experts(*layer, experts_per_token=CHOICES), rtol=1e-4, atol=1e-4)
 
 
@@ -55,11 +57,11 @@ def test_columns_may_come_in_turns(is_float8):
     if is_float8:
         hidden = hidden.bfloat16()
         up, down, *scales = quantised(up, down)
-    product = plans.ProductPlan(rows, columns, 4, 2)
+    product = configs.ProductConfig(rows, columns, 4, 2)
     layer = hidden, logits, up, down, CHOICES, *scales
     plain, *in_turns = (
         triton_experts.mixture_of_experts(
-            *layer, plan=plans.ExpertsPlan(16, product, dataclasses.replace(product, turns=count))
+            *layer, config=configs.ExpertsConfig(16, product, dataclasses.replace(product, turns=count))
         )
         for count in (1, 2, 4)
     )
@@ -68,15 +70,15 @@ def test_columns_may_come_in_turns(is_float8):
     assert relative_error(plain, wanted) < (0.06 if is_float8 else 1e-5)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_scales_belong_to_the_columns_of_any_plan(plan):
-    if DEVICE != "cpu" and plan.expand.rows < 32:
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_scales_belong_to_the_columns_of_any_configuration(config):
+    if DEVICE != "cpu" and config.expand.rows < 32:
         pytest.skip("tensor cores multiply at least 32 columns of float8")
     hidden, logits, up, down = a_layer(21)
     up[:, : INNER // 2] *= 3  # columns whose values need scales of their own
     up, down, up_scale, down_scale = quantised(up, down)
     layer = logits, up, down, CHOICES, up_scale, down_scale
-    found = triton_experts.mixture_of_experts(hidden.bfloat16(), *layer, plan=plan)
+    found = triton_experts.mixture_of_experts(hidden.bfloat16(), *layer, config=config)
     wanted = mixture_of_experts(hidden.bfloat16().float(), *layer)
     assert relative_error(found, wanted) < 0.06
 
@@ -85,8 +87,8 @@ def test_scales_belong_to_the_columns_of_any_plan(plan):
 @pytest.mark.parametrize("num_bytes", [2048, 8192])
 def test_one_token_is_the_same_by_its_own_kernels(dtype, num_bytes):
     layer = a_layer(1, dtype)
-    plan = plans.OneTokenPlan(num_bytes, num_bytes, 4)
-    found = triton_experts.mixture_of_experts(*layer, CHOICES, plan=plan)
+    config = configs.OneTokenConfig(num_bytes, num_bytes, 4)
+    found = triton_experts.mixture_of_experts(*layer, CHOICES, config=config)
     hidden, logits, up, down = (part.float() for part in layer)
     wanted = mixture_of_experts(hidden, logits, up, down, CHOICES)
     assert relative_error(found, wanted) < (1e-5 if dtype == torch.float32 else 0.02)
@@ -100,16 +102,16 @@ def test_one_token_is_the_same_by_its_own_kernels(dtype, num_bytes):
     ids=["portable", "Hopper"],
 )
 def test_plans_of_all_sizes_have_what_tensor_cores_need(num_tokens, operand, limits):
-    plan = plans.plan_for(num_tokens, 64, 8, operand, limits)
-    assert plan.block_tokens >= 16
-    for part in (plan.expand, plan.contract):
+    config = configs.config_for(num_tokens, 64, 8, operand, limits)
+    assert config.block_tokens >= 16
+    for part in (config.expand, config.contract):
         # A group of four warps multiplies with 64 rows on Hopper; elsewhere warps divide the tokens, too.
-        tiles = part.rows if limits.is_hopper else part.rows * plan.block_tokens // 16
+        tiles = part.rows if limits.is_hopper else part.rows * config.block_tokens // 16
         assert tiles >= 16 * part.num_warps
         assert part.columns >= (32 if operand == FLOAT8 else 16)
         assert part.num_stages >= 2
-    rows = 2 * plan.expand.rows + plan.block_tokens, plan.contract.rows + plan.block_tokens
-    for part, operand_rows in zip((plan.expand, plan.contract), rows, strict=True):
+    rows = 2 * config.expand.rows + config.block_tokens, config.contract.rows + config.block_tokens
+    for part, operand_rows in zip((config.expand, config.contract), rows, strict=True):
         assert operand_rows * part.columns * operand.itemsize * part.num_stages <= limits.shared_bytes
 
 
