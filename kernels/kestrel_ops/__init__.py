@@ -1,4 +1,4 @@
-"""The operations of which models consist: tensors in, tensors out.
+"""Exports the operations of which models consist: tensors in, tensors out.
 
 Other packages import only this module. It exports the definition of each operation in plain torch, from
 `reference`.

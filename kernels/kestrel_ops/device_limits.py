@@ -1,4 +1,4 @@
-"""What a device can do, as far as implementations and their launch configurations depend on it."""
+"""Describes the limits of a device on which implementations and launch configurations depend."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class DeviceLimits:
     capability: tuple[int, int] | None
     """The compute capability of a CUDA device; None for other devices."""
     shared_bytes: int
-    """Of one program."""
+    """The shared memory of one program, in bytes."""
 
     @classmethod
     def of_card(cls, capability: tuple[int, int]) -> DeviceLimits:
-        """Those of a CUDA device that need not be here."""
+        """Returns the limits of a CUDA device that need not be present."""
         return cls(capability, _SHARED_BYTES.get(capability, PORTABLE_SHARED_BYTES))
 
     @property
@@ -44,14 +44,14 @@ class DeviceLimits:
 
     @property
     def has_float8(self) -> bool:
-        """Whether Triton knows float8_e4m3fn on it."""
+        """Returns True if Triton supports float8_e4m3fn on the device."""
         return self.capability is None or self.capability >= _FLOAT8_SINCE
 
     @staticmethod
     def of(device: torch.device) -> DeviceLimits:
-        """Those of a device that is here, and of the one that `meta` tensors stand for (`meta_stands_for`).
+        """Returns the limits of a present device, or of the device that `meta` tensors stand for.
 
-        Others can be put in the place of this function, as tests do.
+        Tests replace this function.
         """
         return (device.type == "meta" and _of_meta.get()) or _limits(device)
 
@@ -61,7 +61,7 @@ _of_meta: ContextVar[DeviceLimits | None] = ContextVar("_of_meta", default=None)
 
 @contextmanager
 def meta_stands_for(limits: DeviceLimits) -> Iterator[None]:
-    """Within it operations take tensors of the device `meta` for those of a device with these limits."""
+    """Has operations treat tensors of the device `meta` within the block as those of a device with these limits."""
     token = _of_meta.set(limits)
     try:
         yield

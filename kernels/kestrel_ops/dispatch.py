@@ -32,7 +32,7 @@ _FASTEST_FIRST = ("cuda", "triton", "library")
 _REFERENCE = "reference"
 _OPTIONAL_PACKAGES = ("triton",)
 COMPILED_AHEAD = Path(sys.prefix, "share", "kestrel-grpc", "kernels")
-"""Of this installation: kernels that were compiled ahead, of any number of models and cards."""
+"""Folder of the kernels compiled ahead of time for this installation, for any number of models and cards."""
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ _OF_SHAPES: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """One function for each operation, which `reference` defines and documents."""
+    """Holds one function for each operation, which `reference` defines and documents."""
 
     resample: Callable[..., Any]
     add_layer_norm: Callable[..., Any]
@@ -108,7 +108,8 @@ class Kernels:
 
     @classmethod
     def select(cls, device_type: str, choices: Mapping[str, str], model: ModelShape | None = None) -> Kernels:
-        """The fastest implementations that can serve `model` on a CUDA device; the reference on other devices.
+        """Returns the fastest implementations that can serve `model` on a CUDA device; the reference on other
+        devices.
 
         `choices` (operation → implementation) takes precedence. Implementations that cannot serve the model are
         logged with the reason. Without a `model` each counts as able to. Raises ValueError that names every
@@ -136,7 +137,8 @@ class Kernels:
         return cls(**{operation: function_of(name, operation) for operation, name in chosen.items()})
 
     def of_shapes(self) -> Kernels:
-        """The same kernels of Triton, and results without values in the place of what computes by other means.
+        """Returns the same kernels of Triton, and results without values in the place of what computes by other
+        means.
 
         For finding out which kernels of Triton are launched with what.
         """
@@ -151,7 +153,8 @@ class Kernels:
         return Kernels(**chosen)
 
     def invariant(self) -> Kernels:
-        """The same kernels, except that a row has the same bits in any batch; for use in an `InvariantMode`.
+        """Returns the same kernels, except that a row has the same bits in any batch; for use in an
+        `InvariantMode`.
 
         Products, attention and experts become the invariant operations. The scales of tau attention are those of
         the reference, whose products are the mode's. Other kernels treat every row alike.
@@ -186,7 +189,8 @@ class Kernels:
         )
 
     def waiting_for_device(self) -> list[str]:
-        """The operations whose implementation synchronises with the device, so that no graph can capture them."""
+        """Returns the operations whose implementation synchronises with the device, so that no graph can capture
+        them."""
         operations = (field.name for field in fields(self) if field.name in reference.WAITING_FOR_DEVICE)
         return [name for name in operations if getattr(self, name) is getattr(reference, name)]
 
@@ -217,7 +221,7 @@ def has_implementation(implementation: str, operation: str) -> bool:
 
 
 def num_compilations() -> int:
-    """How many kernels this process has compiled, or loaded from their folder, since the first call.
+    """Returns how many kernels this process has compiled, or loaded from their folder, since the first call.
 
     Imports nothing: where no kernel has been imported, none has been compiled.
     """
@@ -228,7 +232,7 @@ def num_compilations() -> int:
 def compiled_together(
     num_processors: int, limits: DeviceLimits, *, kept_in: Path | None = None
 ) -> AbstractContextManager[list[Any]]:
-    """Within it Triton kernels are compiled for a device with these limits, by so many processes, and not launched.
+    """Compiles Triton kernels within the block, by so many processes for a device with these limits.
 
     Operations are given tensors of the device `meta`. At the end the kernels are loaded onto the current device, or
     with `kept_in`, where that device need not be here, they are in this folder. The list, which is empty before,
@@ -254,7 +258,7 @@ def kept_facts(identity: Iterable[object], packages: Iterable[ModuleType]) -> Ke
 
 
 def load_listed(listed: Iterable[Sequence[str]]) -> int | None:
-    """Load kernels that `compiled_together` has listed in another process; returns their number.
+    """Loads kernels that `compiled_together` has listed in another process; returns their number.
 
     Returns None where that cannot be done for all of them, as where one is no longer kept.
     """
@@ -263,20 +267,22 @@ def load_listed(listed: Iterable[Sequence[str]]) -> int | None:
 
 
 def prepare_compilations() -> None:
-    """Do what the first compilation would have to wait for. Takes half a second, in any thread."""
+    """Prepares what the first compilation would wait for. Takes half a second, in any thread."""
     module = _compilations()
     if module is not None:
         module.prepare()
 
 
 def use_libraries(device: torch.device) -> None:
-    """Have torch's libraries load what their first calls on a CUDA device wait for. Takes half a second, in any
-    thread. Raises RuntimeError where the device cannot compute that."""
+    """Loads what the first calls of torch's libraries on a CUDA device wait for.
+
+    Takes half a second, in any thread. Raises RuntimeError if the device cannot compute.
+    """
     importlib.import_module("kestrel_ops.linear.library_first_use").use_libraries(device)
 
 
 def measured_products(choices: dict[str, int]) -> AbstractContextManager[None]:
-    """Within it the algorithm of each product of cuBLASLt of a new shape is chosen by measurement.
+    """Chooses by measurement, within the block, the algorithm of each product of cuBLASLt of a new shape.
 
     That waits for the device. Without it a product takes up to a few per cent longer, with the same result. What
     `choices` has is not measured; what is measured is added to them.
@@ -315,7 +321,7 @@ def _up_to_the_first_that_can(
 
 
 def _unsupported(implementation: str, operation: str, model: ModelShape | None) -> str | None:
-    """Why an implementation cannot serve the model; None if it can."""
+    """Returns why an implementation cannot serve the model; None if it can."""
     if implementation == _REFERENCE:
         return None
     try:

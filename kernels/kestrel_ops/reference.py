@@ -1,4 +1,4 @@
-"""The definition of each operation in plain torch, for any device."""
+"""Exports the definition of each operation in plain torch, for any device."""
 
 from kestrel_ops.attention.reference import (
     crop_attention,

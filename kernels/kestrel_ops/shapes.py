@@ -11,13 +11,13 @@ _FLOAT8_MULTIPLE = 16
 
 
 def has_float8_product(*sizes: int) -> bool:
-    """Whether a product of float8 matrices supports these sizes: libraries require multiples of 16."""
+    """Returns True if a product of float8 matrices supports these sizes: libraries require multiples of 16."""
     return all(size % _FLOAT8_MULTIPLE == 0 for size in sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class TextShape:
-    """The decoder, if it runs on fused operations."""
+    """Describes the decoder, if it runs on fused operations."""
 
     dim: int
     ff_dim: int
@@ -30,7 +30,7 @@ class TextShape:
     max_batch: int
     """Sequences that decode together."""
     weight_dtype: torch.dtype
-    """Of the blocks' matrices."""
+    """The type of the blocks' matrices."""
     cache_dtype: torch.dtype
     num_experts: int = 0
     """0: no mixture of experts."""
@@ -44,23 +44,23 @@ class TextShape:
 
 @dataclass(frozen=True, slots=True)
 class VisionShape:
-    """The encoder of image crops, if it runs on fused operations."""
+    """Describes the encoder of image crops, if it runs on fused operations."""
 
     dim: int
     ff_dim: int
     num_heads: int
     num_patches: int
-    """Of a crop."""
+    """Patches of a crop."""
     projector_dim: int
     """The widest row between the projector's products."""
     weight_dtype: torch.dtype
     has_fixed_scales: bool = False
-    """Whether float8 products have scales known beforehand (`scaled_linear_gelu`, `scaled_linear_add`)."""
+    """True if float8 products have scales known beforehand (`scaled_linear_gelu`, `scaled_linear_add`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """One model on one device. A part that is None uses no fused operation."""
+    """Describes one model on one device. A part that is None uses no fused operation."""
 
     device_type: str
     capability: tuple[int, int] | None
@@ -83,7 +83,7 @@ class ModelShape:
         return {part.weight_dtype for part in (self.text, self.vision) if part is not None}
 
     def lacks(self, capability: tuple[int, int], what: str) -> str | None:
-        """Why a CUDA device does not support `what`; None if it does or if there is no such device."""
+        """Returns why a CUDA device does not support `what`; None if it does or if there is no such device."""
         if self.capability is None or self.capability >= capability:
             return None
         needed, own = (".".join(map(str, version)) for version in (capability, self.capability))

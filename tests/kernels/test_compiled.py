@@ -24,14 +24,14 @@ SUMS = [
     *(("decode_contract", [batch, width, 48, "fp8"]) for batch in (1, 5) for width in (152, 4096)),
     *(("decode_expand", [5, width, 40, 24, "bf16", 3]) for width in (48, 77)),
 ]
-# A plan, coefficients, and what they add to.
+# Row groups, coefficients, and what they add to.
 ADAPTERS = [("add_up_terms", [5, 48, 40, 24, 3, 8])]
 # One token, few and many, of which the last are listed by two kernels.
 EXPERTS = [("mixture_of_experts", [count, 48, 24, 6]) for count in (1, 5, 70)]
 
 REGISTERS = 65_536  # of a multiprocessor, on all cards
 MOST_SPILLED_BYTES = 1024  # of a thread; Triton 3.6 spills at most a tenth of it, 3.9 more
-# Every kernel at the widths of the published models, with plans for one token and for the most.
+# Every kernel at the widths of the published models, with launch configurations for one token and for the most.
 WIDE = [
     ("add_layer_norm", [5, 1152, "bf16", "bf16"]),
     ("rotary_write_kv", [32, 32, 64, "bf16", "bf16", False]),
@@ -61,7 +61,7 @@ PLANNED_ALIKE = {"8.0": "8.6", "12.0": "8.9"}
 # What spills the most registers is compiled for every card.
 MOST_REGISTERS = ("prefill_attention",)
 
-# Experts of 4 bits, which are widened where the card has no float8.
+# Experts of 4 bits, which are converted where the card has no float8.
 INT4 = [("mixture_of_experts", [count, 2048, 1024, 64, "int4"]) for count in (1, 64, 3000)]
 # What Triton computes in float8 alone.
 IN_FLOAT8 = [("few_rows", [16, 10_240, 2048])]

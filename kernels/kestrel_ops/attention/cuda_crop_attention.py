@@ -1,4 +1,4 @@
-"""Attention within crops on Hopper. Keys and values of a head are in shared memory without padding."""
+"""Computes attention within crops on Hopper. Keys and values of a head are in shared memory without padding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def crop_attention(
     out_scale: float | None = None,
     crop_by_crop: bool = False,
 ) -> Tensor:  # [N * patches, H * D] in the type of `packed`, or float8_e4m3fn with an `out_scale`
-    """As the reference. The library serves sizes, types and devices that the kernel does not support.
+    """Computes attention within each crop.
+
+    Same contract as `reference.crop_attention`. The library serves sizes, types and devices that the kernel does
+    not support.
 
     The kernel computes each head of a crop by itself, so `crop_by_crop` concerns the library alone.
     """
@@ -64,7 +67,7 @@ def crop_attention(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     vision = model.vision
     if vision is None:
         return None
@@ -72,7 +75,7 @@ def unsupported(model: ModelShape) -> str | None:
 
 
 def _misfit(capability: tuple[int, int] | None, dtype: torch.dtype, num_patches: int, head_dim: int) -> str | None:
-    """Why the kernel does not support a device, a type or sizes; None if it does."""
+    """Returns why the kernel does not support a device, a type or sizes; None if it does."""
     if capability != _HOPPER:
         return "it is written for compute capability 9.0"
     if dtype not in _ELEMENTS:
@@ -103,7 +106,7 @@ def _program(
 
 
 def _source(element: str, num_patches: int, num_heads: int, head_dim: int, is_float8: bool) -> str:
-    """CUDA source for crops of these sizes; `element` is bf16 or f16."""
+    """Returns CUDA source for crops of these sizes; `element` is bf16 or f16."""
     definitions = {
         "DIM": head_dim,
         "HEADS": num_heads,
@@ -143,7 +146,7 @@ def _operand_bytes(num_patches: int, head_dim: int) -> int:
 
 
 def product_source(name: str, columns: int, element: str, *, transposed: bool, accumulates: bool) -> str:
-    """CUDA source of a warpgroup product (wgmma) of Hopper, whose instruction's name contains its sizes:
+    """Returns CUDA source of a warpgroup product (wgmma) of Hopper, whose instruction's name contains its sizes:
     a device function `name(float (&sums)[columns / 2], const uint32 (&or *) left, uint64 right, bool add)`.
 
     Source: PTX ISA, section "Asynchronous warpgroup level matrix multiply-accumulate".

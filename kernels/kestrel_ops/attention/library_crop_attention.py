@@ -1,4 +1,5 @@
-"""Attention within crops by cuDNN, or by other implementations in torch for sizes and types without cuDNN."""
+"""Computes attention within crops by cuDNN, or by other implementations in torch for sizes and types without
+cuDNN."""
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ def crop_attention(
     out_scale: float | None = None,
     crop_by_crop: bool = False,
 ) -> Tensor:  # [N * patches, H * D] in the type of `packed`, or float8_e4m3fn with an `out_scale`
-    """As the reference. Queries, keys and values are not copied."""
+    """Computes attention within each crop. Same contract as `reference.crop_attention`. Queries, keys and values
+    are not copied."""
     if crop_by_crop:  # libraries choose their kernels by the number of crops
         crops = packed.split(num_patches)
         return torch.cat([crop_attention(crop, num_patches, num_heads, out_scale) for crop in crops])
@@ -42,7 +44,7 @@ def crop_attention(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model: torch supports all heads, but rounding to float8 needs Triton."""
+    """Returns why this cannot serve a model: torch supports all heads, but rounding to float8 needs Triton."""
     if model.vision is None or not model.vision.has_fixed_scales:
         return None
     return unsupported_device(model, model.vision.weight_dtype) or unsupported_rows(model)

@@ -13,7 +13,7 @@ def store_rows(
     slots: Tensor,  # [T] int64: page * S + place in the page; a negative slot stores nothing
     scale: Tensor | None,  # one element, float32, where the pages are float8: stored = row / scale, saturating
 ) -> None:
-    """Write row t of `rows` to slot `slots[t]`, unless that is negative."""
+    """Writes row t of `rows` to slot `slots[t]`, unless that is negative."""
     rows, slots = rows[slots >= 0], slots[slots >= 0]
     if scale is not None:
         largest = torch.finfo(pages.dtype).max
@@ -32,7 +32,7 @@ def gather_rows(
     dtype: torch.dtype,
     lengths: Tensor | None = None,  # [B] int64, at least 1: places from there on repeat the first one
 ) -> Tensor:  # [B, G, n * S, D] of `dtype`
-    """The contexts in the pages of each row of the table, in the order of its entries."""
+    """Returns the contexts in the pages of each row of the table, in the order of its entries."""
     num_groups, page_size, head_dim = pages.shape[1:]
     # Rows of a matrix, in the order of the result: on the host to index dimensions and to transpose takes longer.
     places = torch.arange(page_size, device=pages.device)
@@ -55,7 +55,7 @@ def write_kv(
     key_scale: Tensor | None = None,  # one element, float32, where the pages are float8: stored = key / scale
     value_scale: Tensor | None = None,
 ) -> None:
-    """Write row t of `key` and `value` to slot `slots[t]`, unless that is negative.
+    """Writes row t of `key` and `value` to slot `slots[t]`, unless that is negative.
 
     Values beyond the range of float8 become its largest number.
     """
@@ -68,7 +68,7 @@ def rotary(
     cosine: Tensor,  # [T, R / 2] float32
     sine: Tensor,  # [T, R / 2] float32
 ) -> Tensor:  # [T, H, D], dtype of `heads`
-    """Rotate dimensions i and i + R/2 of the first R by the angle of dimension i; the others are unchanged.
+    """Rotates dimensions i and i + R/2 of the first R by the angle of dimension i; the others are unchanged.
 
     Computed in float32. The public reference interleaves the rotated pairs. Here both halves keep their places:
     queries and keys are permuted in the same way, so their products do not change.
@@ -123,7 +123,7 @@ def decode_attention(
     key_scale: Tensor | None = None,  # one element, float32, where the pages are float8: key = stored * scale
     value_scale: Tensor | None = None,
 ) -> Tensor:  # [B, H, D]
-    """Row b attends to the first `lengths[b]` positions of its pages, with scale 1 / sqrt(D).
+    """Computes attention: row b attends to the first `lengths[b]` positions of its pages, with scale 1 / sqrt(D).
 
     Other positions of its pages have no effect, even if they contain NaN.
     """
@@ -152,7 +152,7 @@ def prefill_attention(
     key_scale: Tensor | None = None,  # [1] float32: multiplies what `key_pages` holds
     value_scale: Tensor | None = None,  # [1] float32
 ) -> Tensor:  # [T, H, D], contiguous
-    """Position i attends to every position up to i, and within the prefix to all of the prefix.
+    """Computes attention: position i attends to every position up to i, and within the prefix to all of the prefix.
 
     The last row of chunk b has position lengths[b] - 1. A chunk that begins inside the prefix must reach its end:
     the prefix is never divided. The scale of the scores is 1 / sqrt(D). Padding rows of the result are undefined.
@@ -196,7 +196,7 @@ def rotary_decode_attention(
     partials: Tensor,  # [B, H, most parts, D + 2] float32: workspace, one entry per part of a context
     counters: Tensor,  # [B, H] int32: workspace, 0 before and after
 ) -> None:
-    """Write the token's key and value to its place and attend to all positions up to it, with scale 1 / sqrt(D).
+    """Writes the token's key and value to its place and attends to all positions up to it, with scale 1 / sqrt(D).
 
     The token's own key and value are used as stored in the cache. A row without a token writes nothing; its result
     is 0.
@@ -236,7 +236,7 @@ def crop_attention(
     out_scale: float | None = None,
     crop_by_crop: bool = False,
 ) -> Tensor:  # [N * patches, H * D] in the type of `packed`, or float8_e4m3fn with an `out_scale`
-    """softmax(query @ key.T / sqrt(D)) @ value of each crop and head, computed in float32.
+    """Computes softmax(query @ key.T / sqrt(D)) @ value of each crop and head, computed in float32.
 
     With `out_scale` the result is divided by it and rounded to float8; larger values are clipped. With
     `crop_by_crop` a crop has the same bits among any number of crops.
@@ -259,7 +259,8 @@ def tau_scales(
     value_weight: Tensor,  # [H, W]
     alpha: Tensor,  # [H]
 ) -> tuple[Tensor, Tensor]:  # [T, H] each, of the type of the weights: for queries and for values
-    """tanh(weight @ gelu(packed)) + sigmoid(alpha * ln(position + 1)) + 1/2; the GELU is the exact (erf) form."""
+    """Computes tanh(weight @ gelu(packed)) + sigmoid(alpha * ln(position + 1)) + 1/2; the GELU is the exact
+    (erf) form."""
     activated = gelu(packed.to(query_weight.dtype))
     by_position = tau_positions(alpha, positions)
     query_scale = torch.tanh((activated @ query_weight.T).float()) + by_position
@@ -268,7 +269,7 @@ def tau_scales(
 
 
 def tau_positions(alpha: Tensor, positions: Tensor) -> Tensor:
-    """The position term of tau attention, sigmoid(alpha * ln(p + 1)) + 1/2: [tokens, heads], float32.
+    """Returns the position term of tau attention, sigmoid(alpha * ln(p + 1)) + 1/2: [tokens, heads], float32.
 
     alpha: [heads]; positions: [tokens], counted from 0. At position 0 it is 1 for any alpha.
     """

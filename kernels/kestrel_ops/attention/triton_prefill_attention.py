@@ -1,4 +1,5 @@
-"""Flash attention of packed prompt chunks: over the pages of the context, and over the packed rows of the chunk."""
+"""Computes flash attention of packed prompt chunks: over the pages of the context, and over the packed rows of
+the chunk."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from kestrel_ops.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The blocks of one program and its resources."""
+    """Describes the blocks of one program and its resources."""
 
     queries: int
     keys: int
@@ -28,7 +29,7 @@ class Tiling:
 
 
 def tiling(max_chunk: int, dtype: torch.dtype, limits: DeviceLimits) -> Tiling:
-    """The fastest tiling for chunks of this length."""
+    """Returns the fastest tiling for chunks of this length."""
     if dtype == torch.float32:
         return Tiling(32, 32, 4, 2)
     if max_chunk <= 64:  # last rows of prompts, prompts without an image, or questions after a cached image
@@ -50,7 +51,10 @@ def prefill_attention(
     key_scale: Tensor | None = None,  # [1] float32: multiplies what `key_pages` holds
     value_scale: Tensor | None = None,  # [1] float32
 ) -> Tensor:  # [T, H, D], contiguous
-    """As the reference. Scores and sums are float32, the weights are rounded to the type of `query`."""
+    """Computes attention of packed prompt chunks; scores and sums are float32.
+
+    Same contract as `reference.prefill_attention`. The weights are rounded to the type of `query`.
+    """
     return attend(
         query,
         key,
@@ -63,7 +67,7 @@ def prefill_attention(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     if model.text is None:
         return None
     return unsupported_device(model, model.text.cache_dtype) or unsupported_heads(model)
@@ -78,7 +82,7 @@ def attend(
     max_chunk: int,
     tiles: Tiling,
 ) -> Tensor:
-    """`prefill_attention` with a given tiling, for tuning."""
+    """Computes `prefill_attention` with a given tiling, for tuning."""
     key_pages, value_pages, key_scale, value_scale = pages
     page_table, query_starts, lengths, prefix_lengths = chunks
     _, num_heads, head_dim = query.shape
@@ -122,7 +126,7 @@ def attend(
 
 @triton.jit
 def _load(pointers, rows, row_limit, dims, head_dim: tl.constexpr, mask_rows: tl.constexpr):
-    """A tile [rows, dims], with 0 outside of the matrix."""
+    """Returns a tile [rows, dims], with 0 outside of the matrix."""
     if mask_rows:
         tile = tl.load(pointers, mask=(rows < row_limit)[:, None] & (dims < head_dim)[None, :], other=0.0)
     elif dims.shape[0] != head_dim:
@@ -134,7 +138,7 @@ def _load(pointers, rows, row_limit, dims, head_dim: tl.constexpr, mask_rows: tl
 
 @triton.jit
 def _add_tile(queries, keys, values, visible, places, state, score_scale, masked: tl.constexpr):
-    """Update the running maxima, sums and weighted values with one tile of keys and values (FlashAttention)."""
+    """Updates the running maxima, sums and weighted values with one tile of keys and values (FlashAttention)."""
     highest, total, weighted = state
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if masked:

@@ -1,4 +1,4 @@
-"""Rotary embedding, storing and attention of one token per sequence in one launch; long contexts in parts.
+"""Rotates, stores and attends to one token per sequence in one launch; long contexts in parts.
 
 A program computes one query head of one sequence or, in a small batch, one part of its context. Each lane of a tile
 has a softmax over its own positions; lanes are combined at the end. The last program of a context to end combines
@@ -34,7 +34,7 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """The loop of a program over its positions."""
+    """Describes the loop of a program over its positions."""
 
     tile: int
     """Half of the positions per iteration."""
@@ -42,11 +42,11 @@ class AttentionConfig:
     num_stages: int
     """Iterations whose loads run concurrently."""
     dependent_launch: bool = False
-    """Whether it starts before the previous kernel has ended, if the device supports that."""
+    """True if it starts before the previous kernel has ended, on devices that support it."""
     lets_next_start: bool = True
-    """Whether the next kernel may then do so, too."""
+    """True if the next kernel may start early as well."""
     in_steps: bool = False
-    """Whether an iteration proceeds in steps of the bytes that the program reads at once, instead of two tiles.
+    """True if an iteration proceeds in steps of the bytes that the program reads at once, instead of two tiles.
     With many programs this takes fewer instructions and has more concurrent loads."""
 
 
@@ -67,7 +67,10 @@ def rotary_decode_attention(
     counters: Tensor,  # [B, H], contiguous
     config: AttentionConfig | None = None,  # None: that which the batch asks for
 ) -> None:
-    """As the reference."""
+    """Rotates, stores and attends to one token of each sequence.
+
+    Same contract as `reference.rotary_decode_attention`.
+    """
     num_groups, page_size, head_dim = key_pages.shape[1:]
     batch, num_heads, num_parts, _ = partials.shape
     assert key_pages.is_contiguous()
@@ -121,14 +124,14 @@ def rotary_decode_attention(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     if model.text is None:
         return None
     return unsupported_device(model, model.text.cache_dtype) or unsupported_heads(model)
 
 
 def config_for(batch: int, dtype: torch.dtype) -> AttentionConfig:
-    """The tiling for a batch and the type of the cache."""
+    """Returns the tiling for a batch and the type of the cache."""
     if dtype == torch.float32:
         return AttentionConfig(tile=16, num_warps=4, num_stages=1)
     is_float8 = dtype == torch.float8_e4m3fn
@@ -147,7 +150,8 @@ def config_for(batch: int, dtype: torch.dtype) -> AttentionConfig:
 
 @triton.jit
 def _turned(row, position, cosine, sine, half: tl.constexpr, head_dim: tl.constexpr, block_d: tl.constexpr):
-    """The vector of one head at `row` in float32, its first 2 * half dims rotated by the position's angles."""
+    """Returns the vector of one head at `row` in float32, its first 2 * half dims rotated by the position's
+    angles."""
     dims = tl.arange(0, block_d)
     angles = tl.where(dims < half, dims, dims - half)
     partners = tl.where(dims < half, dims + half, dims - half)
@@ -161,7 +165,7 @@ def _turned(row, position, cosine, sine, half: tl.constexpr, head_dim: tl.conste
 
 @triton.jit
 def _as_stored(values, scale, dtype: tl.constexpr):
-    """A key or a value as stored, in the type of the cache."""
+    """Returns a key or a value as stored, in the type of the cache."""
     if scale is not None:
         values = tl.minimum(tl.maximum(values / tl.load(scale), -448.0), 448.0)
     return values.to(dtype)
@@ -169,13 +173,13 @@ def _as_stored(values, scale, dtype: tl.constexpr):
 
 @triton.jit
 def _slot(page, place, group, num_groups: tl.constexpr, page_size: tl.constexpr):
-    """The row of the pages with a head's key or value at a place of the page."""
+    """Returns the row of the pages with a head's key or value at a place of the page."""
     return (page.to(tl.int64) * num_groups + group) * page_size + place % page_size
 
 
 @triton.jit
 def _slots(table_row, places, end, group, num_groups: tl.constexpr, page_size: tl.constexpr):
-    """The rows of the pages with a head's keys and values at the places."""
+    """Returns the rows of the pages with a head's keys and values at the places."""
     page = tl.load(table_row + places // page_size, mask=places < end, other=0)
     return _slot(page, places, group, num_groups, page_size)
 
@@ -199,7 +203,7 @@ def _run_slots(
     num_groups: tl.constexpr,
     page_size: tl.constexpr,
 ):
-    """The row of the pages with the first place of run `index`; a run is within one page.
+    """Returns the row of the pages with the first place of run `index`; a run is within one page.
 
     For a run beyond the end it is that of the last run. Each page is looked up separately: lanes would have to
     exchange a vector of pages, whereas the run of each register is known at compile time.
@@ -229,7 +233,8 @@ def _attend_in_steps(
     step: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Highest score, weights and weighted values of each row of a step, over the places from `begin` to `end`.
+    """Returns highest score, weights and weighted values of each row of a step, over the places from `begin` to
+    `end`.
 
     A tile is loaded as [rows of a turn, lanes]: Triton spreads a step, its first rows, over the lanes of the warps,
     so that values common to the steps stay in the registers of a lane.

@@ -1,4 +1,4 @@
-"""Rotary embedding, scaling and storing of queries, keys and values in one pass over the packed tokens.
+"""Rotates, scales and stores queries, keys and values in one pass over the packed tokens.
 
 `qkv` is updated in place: a program loads everything before it stores anything, see `rows`.
 """
@@ -32,7 +32,10 @@ def rotary_write_kv(
     query_scale: Tensor | None = None,  # [T, H]: multiplies queries before the rotation
     value_factor: Tensor | None = None,  # [T, G]: multiplies values before they are stored
 ) -> tuple[Tensor, Tensor, Tensor]:  # query [T, H, D], key [T, G, D], value [T, G, D]: views of `qkv`
-    """As the reference, with one program for each token. Dimensions that do not change are not written."""
+    """Rotates and scales packed tokens, and stores their keys and values; one program for each token.
+
+    Same contract as `reference.rotary_write_kv`. Dimensions that do not change are not written.
+    """
     num_tokens, num_groups, head_dim = len(qkv), key_pages.shape[1], key_pages.shape[3]
     key_value = num_groups * head_dim
     num_heads = qkv.shape[1] // head_dim - 2 * num_groups
@@ -73,7 +76,7 @@ def rotary_write_kv(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     if model.text is None:
         return None
     return unsupported_device(model, model.text.cache_dtype) or unsupported_heads(model) or unsupported_rows(model)

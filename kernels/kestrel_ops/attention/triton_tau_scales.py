@@ -1,4 +1,4 @@
-"""The scales of tau attention: one kernel for few tokens and for very many, two for what is between."""
+"""Computes the scales of tau attention: one kernel for few tokens and for very many, two for what is between."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tau_scales(
     value_weight: Tensor,  # [H, W], contiguous
     alpha: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference; sums are made in float32."""
+    """Computes the scales of tau attention with sums in float32. Same contract as `reference.tau_scales`."""
     num_tokens, width = packed.shape
     num_heads = len(alpha)
     assert packed.stride(1) == 1
@@ -99,13 +99,13 @@ def _config_for(num_tokens: int, limits: DeviceLimits) -> tuple[int, int, int]:
 
 
 def _is_stacked(first: Tensor, second: Tensor) -> bool:
-    """Whether both lie one behind the other, so that they can be loaded as one."""
+    """Returns True if both tensors are adjacent in memory, so that they can be loaded as one."""
     is_shared = first.untyped_storage()._cdata == second.untyped_storage()._cdata
     return is_shared and second.storage_offset() == first.storage_offset() + first.numel()
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     if model.text is None:
         return None
     if model.text.num_heads > _MOST_HEADS:
@@ -115,7 +115,7 @@ def unsupported(model: ModelShape) -> str | None:
 
 @triton.jit
 def _with_position(product, alpha, position) -> tl.tensor:
-    """tanh(product) + sigmoid(alpha * ln(position + 1)) + 1/2."""
+    """Computes tanh(product) + sigmoid(alpha * ln(position + 1)) + 1/2."""
     steps = tl.log(tl.maximum(position, 0).to(tl.float32) + 1.0)
     return 2.0 * tl.sigmoid(2.0 * product) - 0.5 + tl.sigmoid(alpha.to(tl.float32) * steps)
 

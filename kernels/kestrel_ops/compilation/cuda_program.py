@@ -25,13 +25,13 @@ TensorMap = ctypes.Array[c_ubyte]
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, whose value is an integer."""
+    """Mirrors CUlaunchAttribute, whose value is an integer."""
 
     _fields_ = [("id", c_int), ("pad", c_int), ("value", c_int), ("unused", c_int * 15)]
 
 
 class _Configuration(ctypes.Structure):
-    """CUlaunchConfig."""
+    """Mirrors CUlaunchConfig."""
 
     _fields_ = [
         ("grid", c_uint * 3),
@@ -44,7 +44,7 @@ class _Configuration(ctypes.Structure):
 
 
 class Program:
-    """One compiled kernel, loaded onto the current device."""
+    """Describes one compiled kernel, loaded onto the current device."""
 
     def __init__(self, source: str, kernel: str, *, architecture: str, shared_bytes: int) -> None:
         """`kernel` is its name in the source, declared extern "C"; `architecture` is one such as "sm_90a".
@@ -68,8 +68,8 @@ class Program:
         *arguments: ctypes._SimpleCData[Any] | TensorMap,
         is_dependent: bool = False,
     ) -> None:
-        """Launch on the current stream. Arguments have the types and the order of the kernel's parameters. One that
-        `is_dependent` starts before the previous kernel has ended and waits for it itself."""
+        """Launches on the current stream. Arguments have the types and the order of the kernel's parameters. One
+        that `is_dependent` starts before the previous kernel has ended and waits for it itself."""
         pointers = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
         configuration = _Configuration(
@@ -87,7 +87,7 @@ class Program:
 
 
 def compile_together(sources: Sequence[str], architecture: str) -> None:
-    """Compile what has not been compiled before, in as many threads. Raises as `Program` does."""
+    """Compiles what has not been compiled before, in as many threads. Raises as `Program` does."""
     with ThreadPoolExecutor(max(1, len(sources))) as pool:
         list(pool.map(partial(_kept, architecture=architecture), sources))
 
@@ -128,7 +128,7 @@ def _call(driver: ctypes.PyDLL, name: str, *arguments: object) -> None:
 
 
 def _kept(source: str, architecture: str) -> bytes:
-    """What was compiled before, from where Triton keeps its kernels, or what is compiled now."""
+    """Returns the binary from Triton's cache of kernels, or compiles it."""
     try:
         from triton.runtime.cache import get_cache_manager
     except ImportError:

@@ -28,11 +28,11 @@ class KeptFacts:
                 self._facts = _read(Path(found))
 
     def get(self, name: str) -> Any:
-        """A fact; None where it is not kept."""
+        """Returns a fact; None where it is not kept."""
         return self._facts.get(name)
 
     def put(self, name: str, value: object) -> None:
-        """Keep a fact from now on."""
+        """Keeps a fact from now on."""
         self._facts[name] = value
         if self._folder is not None:
             with suppress(OSError):
@@ -57,7 +57,7 @@ def device_facts() -> tuple[object, ...]:
 
 
 def files_of(package: ModuleType) -> list[tuple[str, int, int]]:
-    """Path, size and time of each source file of a package. Reading all of them would take longer."""
+    """Returns path, size and time of each source file of a package; reading the files would take longer."""
     root = Path(package.__path__[0])
     files = sorted(file for file in root.rglob("*") if file.suffix in _SOURCES)
     stats = [(file.relative_to(root).as_posix(), file.stat()) for file in files]

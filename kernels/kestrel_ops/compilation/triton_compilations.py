@@ -46,7 +46,7 @@ _only_compiles: ContextVar[bool] = ContextVar("_only_compiles", default=False)
 
 
 def prepare() -> None:
-    """Have Triton hash its own files, which takes half a second, before the first kernel is needed."""
+    """Has Triton hash its own files, which takes half a second, before the first kernel is needed."""
     with suppress(ImportError):
         from triton.runtime.cache import triton_key
 
@@ -54,7 +54,8 @@ def prepare() -> None:
 
 
 def folder_of(identity: Iterable[object]) -> Any:
-    """Triton's cache manager for files that depend on the `repr` of these values, and on the version of Triton.
+    """Returns Triton's cache manager for files that depend on the `repr` of these values, and on the version of
+    Triton.
 
     None where its folder cannot be made.
     """
@@ -66,7 +67,7 @@ def folder_of(identity: Iterable[object]) -> Any:
 
 
 def only_compiles() -> bool:
-    """Whether kernels are compiled instead of launched, so that tensors have no values."""
+    """Returns True while kernels are compiled instead of launched, so that tensors have no values."""
     return _only_compiles.get()
 
 
@@ -77,13 +78,13 @@ def launcher(kernel: Any, grid: tuple[Any, ...]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    """What Triton asks of a tensor that it compiles for."""
+    """Describes a tensor to Triton's compiler, which needs its type and alignment."""
 
     dtype: torch.dtype
     offset_bytes: int
 
     def data_ptr(self) -> int:
-        """As the memory of a device begins at multiples of more than 16."""
+        """Returns the offset: device memory begins at multiples of more than 16 bytes."""
         return self.offset_bytes
 
 
@@ -102,7 +103,7 @@ ListedKernel = tuple[str, str, str]
 
 
 def load_listed(listed: Iterable[Sequence[str]]) -> int | None:
-    """Load kernels that `compiled_together` has listed from the folder of compiled kernels; returns their number.
+    """Loads kernels that `compiled_together` has listed from the folder of compiled kernels; returns their number.
 
     Returns None where one of them is not there, or is no longer such a kernel: compile all of them then.
     """
@@ -124,7 +125,7 @@ def found_listed(listed: Iterable[Sequence[str]]) -> list[Any]:
 
 @contextmanager
 def _listing(kernels: list[ListedKernel]) -> Iterator[None]:
-    """Within it every kernel that is compiled, or found, is listed."""
+    """Lists every kernel that is compiled or found within the block."""
     before: Any = knobs.runtime.jit_post_compile_hook
 
     def note(*arguments: Any, **facts: Any) -> Any:
@@ -143,7 +144,7 @@ def _listing(kernels: list[ListedKernel]) -> Iterator[None]:
 def compiled_together(
     num_processors: int, limits: DeviceLimits, *, compiled_ahead: Path, kept_in: Path | None = None
 ) -> Iterator[list[ListedKernel]]:
-    """Within it kernels are compiled for a device with these limits instead of launched, and listed.
+    """Compiles and lists kernels within the block, for a device with these limits, instead of launching them.
 
     What stands in the folder `compiled_ahead` is not compiled again.
     At its end they are loaded, or with `kept_in`, where the device need not be here, they are in this folder. A
@@ -169,7 +170,7 @@ def compiled_together(
 
 
 def take_over(source: Path, target: Path) -> None:
-    """Copy what was compiled ahead to where Triton looks for it, and leave what is there.
+    """Copies what was compiled ahead to where Triton looks for it, and leaves what is there.
 
     Triton names its folders by all that a result depends on: the kernel and what it calls, the arguments, the
     device, its own files. So those of other versions do no harm.
@@ -195,7 +196,7 @@ def _names(listing: Path) -> Iterable[str]:
 
 @contextmanager
 def _as_if_here(limits: DeviceLimits, kept_in: Path) -> Iterator[None]:
-    """Within it Triton compiles for a device with these limits, without a driver, and keeps results in a folder."""
+    """Has Triton compile within the block for a device with these limits, without a driver, into a folder."""
     assert limits.capability is not None, "Triton compiles for CUDA devices"
     major, minor = limits.capability
     library = importlib.import_module("triton.backends.nvidia.driver")
@@ -247,7 +248,7 @@ class _Compiling(Executor):
         return future
 
     def finish(self) -> None:
-        """Compile in other processes what is not in the folder of compiled kernels, and read all from there."""
+        """Compiles in other processes what is not in the folder of compiled kernels, and reads all from there."""
         missing = [job for job, _ in self._jobs if not _is_kept(job)]
         in_other_processes(missing, self._num_processes, self._most_seconds)
         for job, future in self._jobs:
@@ -261,7 +262,7 @@ class _Compiling(Executor):
 
 
 class _NotKept(Exception):
-    """A kernel is not in the folder of compiled kernels."""
+    """Raised if a kernel is not in the folder of compiled kernels."""
 
 
 @contextmanager
@@ -295,7 +296,7 @@ def _is_kept(job: Callable[[], Any]) -> bool:
 def in_other_processes(
     jobs: list[Callable[[], Any]], num_processes: int, most_seconds: float | None = _MOST_SECONDS
 ) -> None:
-    """Compile kernels for what this leaves in files. What fails there, or takes too long, is left to the caller.
+    """Compiles kernels for what this leaves in files. What fails there, or takes too long, is left to the caller.
 
     Forked processes know the jobs, which cannot be sent to others. They use no device.
     """
@@ -340,5 +341,5 @@ class Compilations:
 
 @functools.cache
 def compilations() -> Compilations:
-    """Those of this process, in all threads."""
+    """Returns the counter of this process, shared by all threads."""
     return Compilations()

@@ -1,4 +1,5 @@
-"""Programmatic dependent launch: a kernel starts while the previous one ends, and loads its weights meanwhile."""
+"""Launches kernels by programmatic dependent launch: a kernel starts while the previous one ends, and loads its
+weights meanwhile."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from kestrel_ops.device_limits import DeviceLimits
 
 
 def has_dependent_launch(tensor: Tensor) -> bool:
-    """Whether kernels use it on the device of the tensor: on Hopper, where its gain was measured."""
+    """Returns True on Hopper, the device for which the gain of dependent launch was measured."""
     return DeviceLimits.of(tensor.device).is_hopper
 
 
@@ -26,7 +27,7 @@ def launch(
     is_dependent: bool,
     **constants: Any,
 ) -> None:
-    """Launch a kernel that has a constant `is_dependent` and calls `wait_for_previous` if it is set."""
+    """Launches a kernel that has a constant `is_dependent` and calls `wait_for_previous` if it is set."""
     options = {"launch_pdl": True} if is_dependent else {}
     launcher(kernel, grid)(
         *arguments, is_dependent=is_dependent, num_warps=num_warps, num_stages=num_stages, **constants, **options
@@ -35,13 +36,13 @@ def launch(
 
 @triton.jit
 def wait_for_previous() -> None:
-    """Wait until the previous kernel has ended and its writes are visible. Every program must call it."""
+    """Waits until the previous kernel has ended and its writes are visible. Every program must call it."""
     extra.gdc_wait()
 
 
 @triton.jit
 def let_next_start() -> None:
-    """Allow the next kernel to start on multiprocessors with free resources; it runs up to its own wait.
+    """Allows the next kernel to start on multiprocessors with free resources; it runs up to its own wait.
 
     Call it after this kernel's own wait. Then at most one kernel runs ahead, and the weights of only one more
     kernel take space in the cache.

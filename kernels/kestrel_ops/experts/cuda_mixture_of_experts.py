@@ -1,4 +1,5 @@
-"""A mixture of gated experts: on Hopper, float8 experts multiply more than one token by products of their own."""
+"""Computes a mixture of gated experts: on Hopper, float8 experts multiply more than one token by products of
+their own."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ def mixture_of_experts(
     positions: Tensor | None = None,
     config: WarpgroupConfig | None = None,  # None: that which the number of tokens asks for
 ) -> Tensor:  # [T, dim]
-    """As that of Triton, which serves one token, adapters, other types, other sizes and other devices."""
+    """Computes a mixture of float8 experts. Same contract as `reference.mixture_of_experts`.
+
+    Triton's implementation serves one token, adapters, other types, other sizes and other devices.
+    """
     is_dependent = has_dependent_launch(hidden)
     config = config or config_for(len(hidden) * experts_per_token / len(up))
     if (
@@ -62,7 +66,7 @@ def mixture_of_experts(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     if model.text is None or not model.text.num_experts:
         return None
     if model.capability != (9, 0):

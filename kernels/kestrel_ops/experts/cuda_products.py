@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def fits(up: Tensor, config: WarpgroupConfig) -> bool:
-    """Whether the sizes of experts are multiples of what the programs divide."""
+    """Returns True if the sizes of experts are multiples of the blocks of the programs."""
     dim, inner, tiles = up.shape[2], up.shape[1] // 2, config.tiles
     return dim % (128 * tiles) == 0 and inner % (64 * tiles) == 0 and inner % _BLOCK == 0
 
@@ -39,7 +39,7 @@ def expand(
     *,
     is_dependent: bool,
 ) -> Inner:
-    """gelu(first half) * (second half + 1) of the product with the first weight, for each pair."""
+    """Computes gelu(first half) * (second half + 1) of the product with the first weight, for each pair."""
     width, num_pairs, device = weight.shape[1] // 2, len(routing.pairs), weight.device
     assert routing.row_scales is not None
     if config.is_few:
@@ -66,7 +66,7 @@ def contract(
     *,
     is_dependent: bool,
 ) -> Tensor:  # [T * choices, dim]: rows by pair
-    """The product with the second weight, for each pair."""
+    """Returns the product with the second weight, for each pair."""
     rows = torch.empty(len(routing.pairs), weight.shape[1], dtype=dtype, device=weight.device)
     assert inner.scales is not None
     assert inner.scale_columns == (_BLOCK if config.is_few else weight.shape[2])
@@ -180,7 +180,8 @@ def source_of(
     is_gated: bool,
     is_dependent: bool,
 ) -> str:
-    """CUDA source for a weight of so many columns and a result of such a width; `element` is bf16 or f16."""
+    """Returns CUDA source for a weight of so many columns and a result of such a width; `element` is bf16 or
+    f16."""
     tokens = config.block_tokens
     definitions = {
         "COLUMNS": columns,
@@ -212,8 +213,8 @@ def source_of(
 
 
 def _product_source(count: int, num_sums: int) -> str:
-    """CUDA source of a warpgroup product (wgmma) of Hopper in float8 for so many tokens; without `adds` its `add`
-    replaces the sums.
+    """Returns CUDA source of a warpgroup product (wgmma) of Hopper in float8 for so many tokens; without `adds` its
+    `add` replaces the sums.
 
     Source: PTX ISA, section "Asynchronous warpgroup level matrix multiply-accumulate".
     """
@@ -244,10 +245,10 @@ def can_run(
     *,
     is_dependent: bool,
 ) -> bool:
-    """Whether both products exist for these experts on their device.
+    """Returns True if both products exist for these experts on their device.
 
-    The first call compiles the programs of all launch configurations together with `other_sources`. The log says why
-    one does not compile.
+    The first call compiles the programs of all launch configurations together with `other_sources`. The log says
+    why one does not compile.
     """
     if dtype not in _ELEMENTS or not DeviceLimits.of(up.device).is_hopper or not fits(up, config):
         return False
@@ -294,13 +295,13 @@ class WarpgroupConfig:
     block_tokens: int
     """The most tokens of an item, a multiple of 16."""
     tiles: int
-    """Of 64 rows of the weight, for each of two warpgroups. Times `block_tokens` that is at most 256."""
+    """Blocks of 64 rows of the weight for each of two warpgroups; times `block_tokens` at most 256."""
     num_stages: int
     """Iterations whose loads run concurrently."""
     is_few: bool
-    """Whether the first product rounds its results itself, and programs leave place for others."""
+    """True if the first product quantises its results, and programs leave room for others."""
     programs: int
-    """Of each multiprocessor, one or two, which take tiles in turns; two where there are few tokens."""
+    """Programs of each multiprocessor, which take tiles in turns: two for few tokens, else one."""
 
 
 _FEWEST = 6
@@ -316,7 +317,7 @@ CONFIGS = (
 
 
 def config_for(per_expert: float) -> WarpgroupConfig | None:
-    """The launch configuration for so many tokens of an expert; None where Triton's kernels are faster."""
+    """Returns the launch configuration for so many tokens of an expert; None where Triton's kernels are faster."""
     if per_expert <= _FEWEST:
         return None
     # Experts have more tokens than the mean.

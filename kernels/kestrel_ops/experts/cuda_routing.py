@@ -1,4 +1,4 @@
-"""Routing of float8 experts on Hopper: a warp for each token, and lists from counts of bits."""
+"""Computes routing of float8 experts on Hopper: a warp for each token, and lists from counts of bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _POSITIONS = {torch.int32: "int", torch.int64: "long long", None: "int"}
 
 
 def can_route(hidden: Tensor, logits: Tensor, choices: int) -> bool:
-    """Whether the kernels support these sizes and types."""
+    """Returns True if the kernels support these sizes and types."""
     is_short = hidden.dtype in (torch.bfloat16, torch.float16)
     return (
         is_short
@@ -47,7 +47,7 @@ def route(
     *,
     is_dependent: bool,
 ) -> Routing:
-    """As that of Triton, with tokens in float8."""
+    """Chooses experts and lists tokens, as `triton_routing.route` does, with tokens in float8."""
     (num_tokens, dim), num_experts, device = hidden.shape, logits.shape[1], hidden.device
     num_items = most_items(num_tokens, num_experts, choices, block_tokens)
     routing = Routing(
@@ -118,7 +118,7 @@ def _programs(device: torch.device, source: str) -> dict[str, Program]:
 def routing_source(
     hidden: Tensor, logits: Tensor, choices: int, positions: Tensor | None, *, is_dependent: bool
 ) -> str:
-    """CUDA source for such tokens."""
+    """Returns CUDA source for such tokens."""
     position_dtype = None if positions is None else positions.dtype
     sizes = logits.shape[1], choices, hidden.shape[1]
     return _source_of(*sizes, hidden.dtype, logits.dtype, position_dtype, is_dependent)

@@ -1,4 +1,4 @@
-"""A mixture of gated experts by grouped products of tokens sorted by expert. Does not synchronise."""
+"""Computes a mixture of gated experts by grouped products of tokens sorted by expert. Does not synchronise."""
 
 import torch
 from torch import Tensor
@@ -26,15 +26,18 @@ def mixture_of_experts(
     adapters: ExpertAdapters | None = None,
     positions: Tensor | None = None,
 ) -> Tensor:  # [T, dim]
-    """As the reference, but a CUDA graph can capture it. The inputs of float8 experts are rounded to float8, too.
-    If torch has no grouped product for the type, the sizes or the device, every expert computes every token;
-    it has none for experts of 4 bits."""
+    """Computes a mixture of experts, so that a CUDA graph can capture it.
+
+    Same contract as `reference.mixture_of_experts`; the inputs of float8 experts are quantised to float8, too. If
+    torch has no grouped product for the type, the sizes or the device, every expert computes every token; it has
+    none for experts of 4 bits.
+    """
     mixed = _mixed(hidden, router_logits, (up, up_scale), (down, down_scale), experts_per_token, adapters)
     return mixed if positions is None else mixed.masked_fill(positions[:, None] < 0, 0)
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model: it can serve any, see `mixture_of_experts`."""
+    """Returns why this cannot serve a model: it can serve any, see `mixture_of_experts`."""
     return None
 
 
@@ -104,7 +107,7 @@ def _grouped(rows: Tensor, stack: Tensor, scale: Tensor | None, ends: Tensor) ->
 
 
 def _grouped_low_rank(rows: Tensor, weights: LowRank, slots: Tensor, ends: Tensor) -> Tensor:
-    """The low-rank terms of the rows up to ends[e], which belong to expert e; slots: int64 [rows]."""
+    """Returns the low-rank terms of the rows up to ends[e], which belong to expert e; slots: int64 [rows]."""
     num_slots = len(weights.a)
     a, b = (part.transpose(0, 1).flatten(1, 2) for part in weights[:2])  # [E, S * R, in] and [E, S * R, out]
     inner = torch.ops.aten._grouped_mm(rows, a.transpose(1, 2), offs=ends)

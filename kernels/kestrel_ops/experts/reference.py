@@ -1,4 +1,4 @@
-"""A mixture of gated experts, with full-precision weights, or scaled ones of 8 or 4 bits."""
+"""Computes a mixture of gated experts, with full-precision weights, or scaled ones of 8 or 4 bits."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def mixture_of_experts(
     adapters: ExpertAdapters | None = None,
     positions: Tensor | None = None,  # [T] int32 or int64: tokens at negative ones are padding
 ) -> Tensor:  # [T, dim]
-    """Sum over the best experts of each token: weight * down(gelu(first half) * (second half + 1)).
+    """Sums over the best experts of each token: weight * down(gelu(first half) * (second half + 1)).
 
     The weights are a softmax over the chosen logits alone, in float32; the GELU is the exact (erf) form. With
     `adapters`, both products of an expert have those of each token's slot added. Both stacks of experts may have 4
@@ -47,7 +47,7 @@ def mixture_of_experts(
 
 
 def weight_of_expert(stack: Tensor, scale: Tensor | None, expert: int, rows: Tensor) -> Tensor:
-    """The weight of an expert that multiplies rows [T, columns], in their type."""
+    """Returns the weight of an expert that multiplies rows [T, columns], in their type."""
     if scale is None:
         return stack[expert]
     if stack.dtype == torch.uint8:

@@ -1,4 +1,4 @@
-"""Weights of 4 bits: how they are rounded, stored, and what they stand for.
+"""Quantises weights to 4 bits, and dequantises them.
 
 Columns are divided into groups of 64. A weight is a level of 16 times the scale of its row and group, in bfloat16.
 The levels are ±1, 3, 5, 7, 10, 14, 20 and 28: a float8_e4m3fn has them, times 1/256, with two bits in fixed places,
@@ -17,7 +17,7 @@ from kestrel_ops.norms.reference import to_float32
 INT4_GROUP = 64
 """Columns with one scale for each row."""
 INT4_UNIT = 1 / 256
-"""What a level of 1 is as a float8_e4m3fn."""
+"""The value of level 1 as a float8_e4m3fn."""
 _LEVELS = (1.0, 3.0, 5.0, 7.0, 10.0, 14.0, 20.0, 28.0)
 _FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 1.05, 1.1)
 """Scales to try, over the one at which the largest weight of a group is the largest level.
@@ -29,7 +29,8 @@ _LEVEL_SHIFT, _FIXED = 2, 0x02
 
 
 def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 weight [rows, columns] in 4 bits: bytes uint8 [pairs, rows, 64], scales bfloat16 [pairs, rows, 2].
+    """Quantises a float32 weight [rows, columns] to 4 bits: bytes uint8 [pairs, rows, 64], scales bfloat16 [pairs,
+    rows, 2].
 
     A pair is two groups of columns, of which the last may be wider than the weight. Of several scales of a group
     the one with the smallest squared error is taken. Quantising what these stand for gives the same again.
@@ -55,14 +56,15 @@ def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_int4(packed: Tensor, scales: Tensor, num_columns: int) -> Tensor:
-    """What bytes [pairs, rows, 64] and scales [pairs, rows, 2] stand for: float32 [rows, columns]."""
+    """Returns the weight of bytes [pairs, rows, 64] and scales [pairs, rows, 2]: float32 [rows, columns]."""
     groups = torch.stack(float8_bits(packed), dim=2).view(torch.float8_e4m3fn)  # [pairs, rows, 2, 64]
     wide = to_float32(groups) * (scales.float() / INT4_UNIT)[..., None]
     return wide.transpose(0, 1).flatten(1)[:, :num_columns]
 
 
 def float8_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The bytes as the bits of float8_e4m3fn, times 256 the levels: those of the first and of the second group."""
+    """Returns the bytes as the bits of float8_e4m3fn, times 256 the levels: those of the first and of the second
+    group."""
     first = packed & 0x9C | _FIXED
     second = packed << 2 & 0x8C | packed >> 2 & 0x10 | _FIXED
     return first, second

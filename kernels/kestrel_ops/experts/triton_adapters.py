@@ -1,4 +1,4 @@
-"""The low-rank terms of the experts' products: each pair times the matrices of its slot and expert."""
+"""Computes the low-rank terms of the experts' products: each pair times the matrices of its slot and expert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from kestrel_ops.lora.reference import LowRank
 
 
 class Addition(NamedTuple):
-    """The low-rank term of a product: for each place in the lists, coefficients of the rows of its slot."""
+    """Describes the low-rank term of a product: for each place in the lists, coefficients of the rows of its
+    slot."""
 
     coefficients: Tensor
     """[pairs, R] float32; undefined where the slot is 0."""
@@ -37,7 +38,7 @@ def addition_to_rows(
     is_by_place: bool,
     is_dependent: bool,
 ) -> Addition:
-    """The product of each pair's row with the first matrices of its slot and expert."""
+    """Returns the product of each pair's row with the first matrices of its slot and expert."""
     _, num_experts, rank, width = weights.a.shape
     coefficients = torch.empty(len(routing.pairs), rank, dtype=torch.float32, device=rows.device)
     num_items = routing.items.shape[1]
@@ -61,7 +62,7 @@ def addition_to_rows(
 
 
 def operands(addition: Addition | None) -> tuple[Tensor | None, ...]:
-    """The arguments of a kernel."""
+    """Returns the arguments of a kernel."""
     return (None, None, None) if addition is None else tuple(addition)
 
 
@@ -80,7 +81,8 @@ def added(
     num_experts: tl.constexpr,
     width: tl.constexpr,
 ) -> tl.tensor:
-    """The product and what adapters add to it. `b` has `width` columns, of which ours start at `first_row`."""
+    """Returns the product and what adapters add to it. `b` has `width` columns, of which ours start at
+    `first_row`."""
     has_slot = slot > 0
     matrix = b + ((slot - 1) * num_experts + expert) * (rank * width)
     inside = has_slot[None, :] & (rows < num_rows)[:, None]

@@ -1,9 +1,9 @@
-"""The products of experts of 4 bits with the tokens in their lists.
+"""Computes the products of experts of 4 bits with the tokens in their lists.
 
 As in `expert_products`, the weight is the left operand and each program multiplies some rows of one expert with one
 item of its list. An iteration takes a pair of groups of columns: 64 bytes of each row. They become float8 by
-operations on bits, and where the device or the tokens have another type they are widened. The scale of a row and a
-group multiplies the sum of its products, in float32.
+operations on bits, and where the device or the tokens have another type they are converted. The scale of a row and
+a group multiplies the sum of its products, in float32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def expand_int4(
     *,
     is_dependent: bool,
 ) -> Inner:
-    """As `expert_products.expand`."""
+    """Multiplies by the first weights and applies the gate, as `triton_products.expand` does."""
     num_experts, num_pairs, both, _ = weight.shape
     dim, width, num_places = routing.rows.shape[1], both // 2, len(routing.pairs)
     num_blocks = triton.cdiv(width, config.rows)
@@ -89,7 +89,8 @@ def contract_int4(
     *,
     is_dependent: bool,
 ) -> Tensor:  # [T * choices, dim] `dtype`: rows by pair
-    """As `expert_products.contract`. Values in float8 have a scale for each row, or for each group of columns."""
+    """Multiplies by the second weights, as `triton_products.contract` does. Values in float8 have a scale for
+    each row, or for each group of columns."""
     num_experts, num_pairs, dim, _ = weight.shape
     width = inner.rows.shape[1]
     assert inner.scale_columns >= width or inner.scale_columns % INT4_GROUP == 0
@@ -123,7 +124,7 @@ def contract_int4(
 
 
 def has_code(weight: Tensor) -> bool:
-    """Whether bytes are taken four at a time by instructions of a CUDA device, which Triton's interpreter lacks."""
+    """Returns True if bytes are taken four at a time by CUDA instructions, which Triton's interpreter lacks."""
     return DeviceLimits.of(weight.device).capability is not None
 
 
@@ -135,7 +136,7 @@ def as_operand(bits, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def first_bits(packed, takes_four: tl.constexpr) -> tl.tensor:
-    """The weights of the first group of a pair as the bits of float8_e4m3fn (`reference.int4`)."""
+    """Returns the weights of the first group of a pair as the bits of float8_e4m3fn (`reference_int4`)."""
     if takes_four:
         return tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, 0x9C9C9C9C, 0x02020202, 0xEA;",  # (a & b) | c
@@ -150,7 +151,7 @@ def first_bits(packed, takes_four: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def second_bits(packed, takes_four: tl.constexpr) -> tl.tensor:
-    """Those of the second group."""
+    """Returns the weights of the second group of a pair as the bits of float8_e4m3fn."""
     if takes_four:
         return tl.inline_asm_elementwise(
             """{
@@ -171,13 +172,13 @@ def second_bits(packed, takes_four: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def first_scale(both) -> tl.tensor:
-    """Of two bfloat16 in 32 bits the first, as float32."""
+    """Returns the first of two bfloat16 in 32 bits, as float32."""
     return (both << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def second_scale(both) -> tl.tensor:
-    """The second."""
+    """Returns the second of two bfloat16 in 32 bits, as float32."""
     return (both & -65536).to(tl.float32, bitcast=True)
 
 
@@ -191,7 +192,7 @@ def _load(addresses, inside, is_even: tl.constexpr, is_read_once: tl.constexpr):
 
 @triton.jit
 def _load_rows(addresses, is_present, columns, width: tl.constexpr, is_even: tl.constexpr):
-    """A tile [columns, tokens], with 0 where there is none."""
+    """Returns a tile [columns, tokens], with 0 where there is none."""
     inside = is_present[None, :]
     if not is_even:
         inside = inside & (columns < width)[:, None]
@@ -292,13 +293,14 @@ def _expand(
 
 @triton.jit
 def multiplied(bits, values) -> tl.tensor:
-    """The product of a tile of weights, as bits of float8, and values [columns, tokens], in float32."""
+    """Returns the product of a tile of weights, as bits of float8, and values [columns, tokens], in float32."""
     return tl.dot(as_operand(bits, values.dtype), values, input_precision="ieee")
 
 
 @triton.jit
 def _scales_of_rows(addresses, is_present, pair, num_scales: tl.constexpr, scale_columns: tl.constexpr):
-    """The scales of the values that both groups of a pair multiply; 1 where rows have one scale each, or none."""
+    """Returns the scales of the values that both groups of a pair multiply; 1 where rows have one scale each, or
+    none."""
     if num_scales > 1:
         groups: tl.constexpr = scale_columns // _GROUP
         first = tl.load(addresses + 2 * pair // groups, mask=is_present, other=0.0)

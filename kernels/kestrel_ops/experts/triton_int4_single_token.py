@@ -1,4 +1,5 @@
-"""A mixture of experts of 4 bits for one token, as in `single_token_experts`; nothing is rounded to float8.
+"""Computes a mixture of experts of 4 bits for one token, as in `triton_single_token`; nothing is rounded to
+float8.
 
 A tile has all columns of some rows, as pairs of groups: each is summed by itself, and multiplied by its scale.
 """
@@ -32,7 +33,7 @@ _LARGEST_TILE = 65_536  # bytes of the shortest tile, one row of each chosen exp
 
 
 def fits_one_token_int4(up: Tensor, down: Tensor, choices: int) -> bool:
-    """Whether a program can hold what these kernels load at once."""
+    """Returns True if a program can hold what these kernels load at once."""
     pairs = max(2 * _pairs(up), padded_choices(choices) * _pairs(down))
     return len(up) <= MOST_EXPERTS and pairs * INT4_GROUP <= _LARGEST_TILE
 
@@ -49,7 +50,7 @@ def mix_one_int4(
     *,
     is_dependent: bool,
 ) -> Tensor:  # [1, dim]
-    """The mixture for one token, whose sizes fit (`fits_one_token_int4`)."""
+    """Returns the mixture for one token, whose sizes fit (`fits_one_token_int4`)."""
     num_experts, num_pairs, both, _ = up.shape
     dim, width = hidden.shape[1], both // 2
     inner = torch.empty(choices, width, dtype=hidden.dtype, device=hidden.device)
@@ -109,7 +110,8 @@ def _to_float32(bits, has_float8: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _sums(tile, scales, values, others, has_float8: tl.constexpr, takes_four: tl.constexpr) -> tl.tensor:
-    """A tile [pairs, rows, 64] times values [pairs, 64] of both groups, by pair and row, with their scales."""
+    """Returns a tile [pairs, rows, 64] times values [pairs, 64] of both groups, by pair and row, with their
+    scales."""
     first = tl.sum(_to_float32(first_bits(tile, takes_four), has_float8) * values[:, None, :], axis=2)
     second = tl.sum(_to_float32(second_bits(tile, takes_four), has_float8) * others[:, None, :], axis=2)
     return first * first_scale(scales) + second * second_scale(scales)

@@ -23,12 +23,12 @@ class ProductConfig:
     num_stages: int
     """Iterations whose loads run concurrently, plus one."""
     is_read_once: bool = True
-    """Whether the weight is not worth keeping in the cache."""
+    """True if the weight is read once, so that it need not stay in the cache."""
     prefetched_bytes: int = 0
-    """In the second product: bytes of each row of the weight that a program has the cache load while it waits for
-    the first product to end; a multiple of 16."""
+    """Bytes of each row of the second weight that a program prefetches into the cache while it waits for the first
+    product; a multiple of 16."""
     turns: int = 1
-    """In the second product: blocks of columns per iteration, where these divide the columns."""
+    """Blocks of columns per iteration of the second product, if they divide the columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class ExpertsConfig:
     expand: ProductConfig
     contract: ProductConfig
     quantises_rows: bool = False
-    """Whether a kernel of its own rounds the rows between the products to float8, with one scale for each row. The
-    second product is then faster; else the first one rounds, each program its columns."""
+    """True if a separate kernel quantises the rows between the products to float8, with one scale for each row,
+    which makes the second product faster; else each program of the first product quantises its columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def config_for(
     operand: torch.dtype,
     limits: DeviceLimits,
 ) -> ExpertsConfig:
-    """The launch configuration for so many tokens, the type that tensor cores multiply and the device.
+    """Returns the launch configuration for so many tokens, the type that tensor cores multiply and the device.
 
     With less shared memory than Hopper has, fewer loads run concurrently. Without its products of warp groups,
     large tiles are divided among other numbers of warps.
@@ -92,7 +92,7 @@ def _fitting(config: ProductConfig, stage_bytes: int, shared_bytes: int) -> Prod
 
 
 def _measured(num_tokens: int, num_experts: int, choices: int, operand: torch.dtype) -> ExpertsConfig:
-    """The fastest launch configurations on one H200 (`bench.experts --tune`)."""
+    """Returns the fastest launch configurations on one H200 (`bench.experts --tune`)."""
     if operand == torch.float32:
         return ExpertsConfig(16, ProductConfig(64, 32, 4, 2), ProductConfig(64, 32, 4, 2))
     per_expert = num_tokens * choices / num_experts
@@ -134,7 +134,7 @@ ONE_TOKEN_INT4 = OneTokenConfig(expand_bytes=16_384, contract_bytes=32_768, num_
 def int4_config_for(
     num_tokens: int, num_experts: int, choices: int, operand: torch.dtype, limits: DeviceLimits
 ) -> ExpertsConfig:
-    """The launch configuration for so many tokens, the type that tensor cores multiply and the device.
+    """Returns the launch configuration for so many tokens, the type that tensor cores multiply and the device.
 
     Those in float8 are the fastest that were tried on one H200 (`bench.experts --tune`). Operands of 16 bits take
     more registers and shared memory.

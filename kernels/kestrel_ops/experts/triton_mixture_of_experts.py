@@ -1,4 +1,5 @@
-"""A mixture of gated experts: routed, multiplied and summed on the device, each chosen expert read once."""
+"""Computes a mixture of gated experts: routed, multiplied and summed on the device, each chosen expert read
+once."""
 
 from __future__ import annotations
 
@@ -40,9 +41,12 @@ def mixture_of_experts(
     positions: Tensor | None = None,
     config: ExpertsConfig | OneTokenConfig | None = None,  # None: that which the number of tokens asks for
 ) -> Tensor:  # [T, dim]
-    """As the reference, but a CUDA graph can capture it. Between the products values have the type of `hidden`;
-    with float8 experts and a `hidden` of 16 bits the inputs of both products are rounded to float8, too, except for
-    one token and on devices without float8, which widen the experts. A token alone is never padding."""
+    """Computes a mixture of experts, so that a CUDA graph can capture it.
+
+    Same contract as `reference.mixture_of_experts`. Between the products values have the type of `hidden`; with
+    float8 experts and a `hidden` of 16 bits the inputs of both products are quantised to float8, too, except for
+    one token and on devices without float8, which convert the experts. A token alone is never padding.
+    """
     num_tokens, dim = hidden.shape
     if num_tokens == 0:
         return torch.empty_like(hidden)
@@ -102,7 +106,7 @@ def mixture_of_experts(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     if model.text is None or not model.text.num_experts:
         return None
     if model.text.num_experts > _MOST_EXPERTS:

@@ -1,4 +1,4 @@
-"""The products of experts with the tokens in their lists, and the weighted sums of what the experts give.
+"""Computes the products of experts with the tokens in their lists, and the weighted sums of what the experts give.
 
 The weight is the left operand, so that its rows fill the tiles of the tensor cores for any number of tokens. Each
 program multiplies some rows of one expert with one item of its list. Programs of one item follow one another.
@@ -27,7 +27,7 @@ _LARGEST = tl.constexpr(LARGEST_FLOAT8)
 
 
 class Inner(NamedTuple):
-    """The values between the experts' two products, for each place in the lists."""
+    """Describes the values between the experts' two products, for each place in the lists."""
 
     rows: Tensor
     """[pairs, inner], in float8 if it was quantised."""
@@ -48,7 +48,7 @@ def expand(
     *,
     is_dependent: bool,
 ) -> Inner:
-    """gelu(first half) * (second half + 1) of the product with the first weight, for each pair."""
+    """Computes gelu(first half) * (second half + 1) of the product with the first weight, for each pair."""
     num_experts, both, dim = weight.shape
     width, num_pairs = both // 2, len(routing.pairs)
     num_blocks = triton.cdiv(width, config.rows)
@@ -96,7 +96,7 @@ def contract(
     *,
     is_dependent: bool,
 ) -> Tensor:  # [T * choices, dim] `dtype`: rows by pair
-    """The product with the second weight, for each pair."""
+    """Returns the product with the second weight, for each pair."""
     num_experts, dim, width = weight.shape
     out = torch.empty(len(routing.pairs), dim, dtype=dtype, device=weight.device)
     columns = config.columns if inner.scale_columns >= width else min(config.columns, inner.scale_columns)
@@ -134,7 +134,7 @@ def quantised_rows(
     *,
     is_dependent: bool,
 ) -> Inner:
-    """The same in float8, with one scale for each row."""
+    """Returns the same in float8, with one scale for each row."""
     rows, scales = quantised(inner.rows, is_dependent=is_dependent)
     return Inner(rows, scales[:, None], inner.rows.shape[1])
 
@@ -145,7 +145,7 @@ def combine(
     *,
     is_dependent: bool,
 ) -> Tensor:  # [T, dim]
-    """The sum of each token's rows by their weights, in the order of the choices."""
+    """Returns the sum of each token's rows by their weights, in the order of the choices."""
     num_tokens, choices = routing.weights.shape
     dim = rows.shape[1]
     out = torch.empty(num_tokens, dim, dtype=rows.dtype, device=rows.device)
@@ -171,7 +171,7 @@ def _prefetched(config: ProductConfig, row_bytes: int) -> int:
 
 @triton.jit
 def gated(activated, gate) -> tl.tensor:
-    """gelu(activated) * (gate + 1), with the exact GELU."""
+    """Computes gelu(activated) * (gate + 1), with the exact GELU."""
     return exact_gelu(activated) * (gate + 1.0)
 
 
@@ -185,7 +185,7 @@ def _load_weight(
     is_even: tl.constexpr,
     is_read_once: tl.constexpr,
 ):
-    """A tile [rows, columns] of a weight, with 0 beyond its edges."""
+    """Returns a tile [rows, columns] of a weight, with 0 beyond its edges."""
     policy: tl.constexpr = "evict_first" if is_read_once else ""
     if is_even:
         return tl.load(addresses, eviction_policy=policy)
@@ -195,7 +195,7 @@ def _load_weight(
 
 @triton.jit
 def _load_rows(addresses, is_present, columns, width: tl.constexpr, is_even: tl.constexpr):
-    """A tile [columns, tokens], with 0 where there is none."""
+    """Returns a tile [columns, tokens], with 0 where there is none."""
     inside = is_present[None, :]
     if not is_even:
         inside = inside & (columns < width)[:, None]
@@ -389,7 +389,7 @@ def _combine(
 
 @triton.jit
 def prefetch(pointers, num_bytes: tl.constexpr) -> None:
-    """Load `num_bytes` from each pointer of a block into L2. Both are multiples of 16; compute capability 9.0."""
+    """Loads `num_bytes` from each pointer of a block into L2. Both are multiples of 16; compute capability 9.0."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",

@@ -54,7 +54,7 @@ def route(
     quantises: bool,
     is_dependent: bool,
 ) -> Routing:
-    """Choose the experts of each token, list tokens by expert, and quantise the tokens if wanted.
+    """Chooses the experts of each token, lists tokens by expert, and quantises the tokens if wanted.
 
     Padding is in no list and has weights of 0. Places in `pairs` behind all lists are then undefined.
     """
@@ -140,8 +140,8 @@ def quantised(rows: Tensor, *, is_dependent: bool) -> tuple[Tensor, Tensor]:
 
 
 def most_items(num_tokens: int, num_experts: int, choices: int, block_tokens: int) -> int:
-    """As many items as any routing of so many tokens needs: one of each expert, or of each pair if those are fewer,
-    and one more for each full block."""
+    """Returns the most items that any routing of so many tokens needs: one of each expert, or of each pair if
+    those are fewer, and one more for each full block."""
     num_pairs = num_tokens * choices
     return min(num_experts, num_pairs) + num_pairs // block_tokens
 
@@ -159,7 +159,7 @@ def ordered_keys(values, experts, last: tl.constexpr, is_wide: tl.constexpr) -> 
 
 @triton.jit
 def _are_present(positions, tokens, num_tokens):
-    """Which tokens there are that are no padding."""
+    """Returns which tokens are no padding."""
     are_there = tokens < num_tokens
     if positions is not None:
         are_there = are_there & (tl.load(positions + tokens, mask=are_there, other=-1) >= 0)
@@ -170,7 +170,8 @@ def _are_present(positions, tokens, num_tokens):
 def _ranks(
     logits, tokens, experts, num_tokens, num_experts: tl.constexpr, last: tl.constexpr, choices: tl.constexpr
 ):
-    """The place of each expert among a token's choices, `choices` where it is none of them, and the logits."""
+    """Returns the place of each expert among a token's choices, `choices` where it is none of them, and the
+    logits."""
     is_wide: tl.constexpr = logits.dtype.element_ty == tl.float32
     lowest: tl.constexpr = -(2**63) if is_wide else -(2**31)
     is_expert = (experts < num_experts)[None, :]

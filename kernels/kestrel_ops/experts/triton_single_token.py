@@ -1,4 +1,5 @@
-"""A mixture of experts for one token: two kernels that read the chosen experts from memory directly into registers.
+"""Computes a mixture of experts for one token: two kernels that read the chosen experts from memory directly into
+registers.
 
 Every program finds the chosen experts itself, from the router's logits, which is cheaper than a kernel that does so
 beforehand. It loads its whole tile at once and multiplies in float32; nothing is rounded to float8.
@@ -22,7 +23,7 @@ _LARGEST_TILE = 65_536  # bytes of the shortest tile, one row of each chosen exp
 
 
 def fits_one_token(up: Tensor, choices: int) -> bool:
-    """Whether a program can hold what these kernels load at once."""
+    """Returns True if a program can hold what these kernels load at once."""
     num_experts, both, dim = up.shape
     columns = max(2 * triton.next_power_of_2(dim), padded_choices(choices) * triton.next_power_of_2(both // 2))
     return num_experts <= MOST_EXPERTS and columns * up.itemsize <= _LARGEST_TILE
@@ -40,7 +41,7 @@ def mix_one(
     *,
     is_dependent: bool,
 ) -> Tensor:  # [1, dim]
-    """The mixture for one token, whose sizes fit (`fits_one_token`)."""
+    """Returns the mixture for one token, whose sizes fit (`fits_one_token`)."""
     num_experts, both, dim = up.shape
     width = both // 2
     inner = torch.empty(choices, width, dtype=hidden.dtype, device=hidden.device)
@@ -89,7 +90,7 @@ def mix_one(
 
 
 def padded_choices(choices: int) -> int:
-    """The choices that a program holds."""
+    """Returns the choices that a program holds."""
     return max(2, triton.next_power_of_2(choices))  # `topk` of Triton 3.6 cannot take one alone
 
 
@@ -102,8 +103,8 @@ def rows_of_tile(tile_bytes: int, row_bytes: int, num_rows: int) -> int:
 def chosen(
     logits, experts_block: tl.constexpr, num_experts: tl.constexpr, choices_block: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The numbers of the experts with the largest logits, the best first, and these logits; of two equals the lower
-    one comes first, and what is no expert comes last."""
+    """Returns the numbers of the experts with the largest logits, the best first, and these logits; of two
+    equals the lower one comes first, and what is no expert comes last."""
     experts = tl.arange(0, experts_block)
     is_expert = experts < num_experts
     # Not from the cache of the multiprocessor, since this may run before the kernel before has ended.

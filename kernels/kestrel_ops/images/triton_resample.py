@@ -16,7 +16,7 @@ from kestrel_ops.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The block of one program."""
+    """Describes the block of one program."""
 
     num_bytes: int = 512
     """Bytes of each row."""
@@ -31,7 +31,10 @@ def resample(
     dim: int,  # 0 resamples rows, 1 columns
     blocks: Blocks = Blocks(),
 ) -> Tensor:  # uint8, contiguous: `length` rows or columns, the other axis as it was
-    """As the reference. The result is divided into blocks of its bytes; the bytes of a row are contiguous."""
+    """Resamples one dimension of images. Same contract as `reference.resample`.
+
+    Programs compute blocks of the result's bytes; the bytes of a row are contiguous.
+    """
     height, width, channels = pixels.shape
     num_weights, length = taps.shape[0] - 1, taps.shape[1]
     assert pixels.is_contiguous()
@@ -64,7 +67,7 @@ def resample(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model. Images may have up to 2^31 bytes."""
+    """Returns why this cannot serve a model. Images may have up to 2^31 bytes."""
     return unsupported_device(model)
 
 

@@ -1,4 +1,5 @@
-"""A linear layer whose row has the same bits among any number of rows, by cuBLASLt where that gives Triton's bits.
+"""Computes a linear layer whose row has the same bits among any number of rows, by cuBLASLt where that gives
+Triton's bits.
 
 Tensor cores add up a sum that is not divided among programs in the order of its columns, whatever the kernel. So
 cuBLASLt is asked for algorithms that divide no sum. For each size of matrix and range of numbers of rows, those
@@ -33,7 +34,9 @@ def invariant_linear(
     weight: Tensor,  # [out, in], of the type of `rows`, contiguous
     bias: Tensor | None = None,  # [out]
 ) -> Tensor:  # [..., out]
-    """As the reference, up to rounding. Sums are float32.
+    """Computes a linear layer whose rows have the same bits in any batch; sums are float32.
+
+    Same contract as `reference.invariant_linear`, up to rounding.
 
     The first call for a range of numbers of rows waits for the device, unless the stream is being captured: then
     Triton serves.
@@ -49,7 +52,7 @@ def invariant_linear(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     return unsupported_device(model, model.dtype)
 
 
@@ -66,14 +69,14 @@ class _Kind:
 
 
 class _Algorithms:
-    """The algorithms that were chosen so far, and their prepared products for numbers of rows."""
+    """Describes the algorithms that were chosen so far, and their prepared products for numbers of rows."""
 
     def __init__(self) -> None:
         self._chosen: dict[_Kind, OrderedProduct | None] = {}
         self._of_rows: dict[tuple[_Kind, int], OrderedProduct] = {}
 
     def of(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> OrderedProduct | None:
-        """The prepared product for a product; None where cuBLASLt is not to serve it."""
+        """Returns the prepared product for a product; None where cuBLASLt is not to serve it."""
         num_rows, width = rows.shape
         if not num_rows or not _is_aligned(rows, weight, bias):
             return None
@@ -110,7 +113,8 @@ def _is_aligned(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _choose(kind: _Kind, weight: Tensor, bias: Tensor | None) -> OrderedProduct | None:
-    """The fastest algorithm with the bits of Triton's product, at both ends of a range of numbers of rows."""
+    """Returns the fastest algorithm with the bits of Triton's product, at both ends of a range of numbers of
+    rows."""
     fewest, most = 1 + _RANGES[kind.range - 1] if kind.range else 1, _RANGES[kind.range]
     try:
         library = cublas_lt()

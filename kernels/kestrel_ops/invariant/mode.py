@@ -33,7 +33,7 @@ _ALIGNED_BYTES = 16
 
 
 class InvariantMode(TorchFunctionMode):
-    """While it is entered, the bits of a row follow from the row alone, through these functions:
+    """Makes the bits of a row follow from the row alone while it is entered, through these functions:
 
     - products (`linear` and matrices @ matrices) are the operation `invariant_linear`;
     - `gelu` and `sigmoid` run row by row on a CPU: torch computes what is left over from whole vectors in another
@@ -78,10 +78,10 @@ class InvariantMode(TorchFunctionMode):
 
 
 def depends_on_place(linear: Callable[..., Tensor], weight: Tensor) -> bool:
-    """Whether a row's product with this matrix [out, in] depends on where the row is and what is beside it.
+    """Returns True if a row's product with this matrix [out, in] depends on its place or on the other rows.
 
-    Tried with random rows, 37 or on a CUDA device 300, in order and shuffled, and the first 37 of them in smaller
-    numbers, down to each in turn with nothing beside it.
+    Tries random rows, 37 or on a CUDA device 300, in order and shuffled, and the first 37 of them in smaller
+    numbers, down to each alone.
     """
     generator = torch.Generator().manual_seed(_NUM_TRIED)
     num_rows = _NUM_TRIED if weight.device.type == "cpu" else _MANY_TRIED
@@ -105,9 +105,9 @@ def depends_on_chunks(
     dtype: torch.dtype,  # of queries
     scales: tuple[Tensor | None, Tensor | None],
 ) -> bool:
-    """Whether `attention`, an `invariant_attention`, depends on how a prompt is divided into chunks.
+    """Returns True if `attention`, an `invariant_attention`, depends on how a prompt is divided into chunks.
 
-    Tried with one sequence, whose pages are all that are given, as a whole, in two chunks, and token by token.
+    Tries it with one sequence, whose pages are all that are given, as a whole, in two chunks, and token by token.
     """
     device, head_dim = key_pages.device, key_pages.shape[3]
     num_pages, length = len(key_pages), len(key_pages) * key_pages.shape[2]

@@ -26,7 +26,7 @@ def invariant_attention(
     key_scale: Tensor | None = None,  # [1] float32: multiplies what `key_pages` holds
     value_scale: Tensor | None = None,  # [1] float32
 ) -> Tensor:  # [T, H, D], contiguous
-    """As `prefill_attention`, but that all keys are read from the pages. A decoded token is a chunk of one.
+    """Computes `prefill_attention` with all keys read from the pages. A decoded token is a chunk of one.
 
     Keys are taken in blocks of 128 from position 0 on, with a running maximum and sum in float32. A block that a
     row does not see leaves its bits alone. All products have the same shape: 16 queries of a chunk by 128 keys, for
@@ -62,7 +62,7 @@ def invariant_attention_bytes(num_heads: int, head_dim: int, page_size: int) -> 
 
 
 def _pieces(starts: list[int], lengths: list[int]) -> list[tuple[int, int, int, int]]:
-    """Of each chunk 16 rows at a time: the chunk, the first packed row, how many rows, the first's position."""
+    """Yields 16 rows of a chunk at a time: the chunk, the first packed row, how many rows, the first's position."""
     return [
         (chunk, row, min(_NUM_QUERIES, end - row), length - (end - row))
         for chunk, (start, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False))
@@ -115,7 +115,7 @@ def invariant_linear(
     weight: Tensor,  # [out, in]
     bias: Tensor | None = None,  # [out]
 ) -> Tensor:  # [..., out]
-    """As `linear`, in products of exactly 16 rows, the last of which is filled up with zeros.
+    """Computes `linear` in products of exactly 16 rows, the last of which is filled up with zeros.
 
     Libraries choose their kernels, and with them the order of their sums, by the number of rows. Here it is always
     the same. That the place of a row among the 16 does not matter either is a property of the library, which

@@ -1,4 +1,5 @@
-"""Flash attention whose row has the same bits in any batch: as a decoded token, and in any chunk of a prompt.
+"""Computes flash attention whose row has the same bits in any batch: as a decoded token, and in any chunk of a
+prompt.
 
 Keys and values are read from pages, in blocks from position 0 on that are the same for every chunk. A row that does
 not see a block keeps its bits: the weights are zeros there.
@@ -20,17 +21,17 @@ from kestrel_ops.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """The queries of one program and its resources."""
+    """Describes the queries of one program and its resources."""
 
     queries: int
     keys: int
-    """Of a block. Results depend on it, so it is the same for any number of queries."""
+    """Keys of a block. Results depend on it, so it is the same for any number of queries."""
     num_warps: int
     num_stages: int
 
 
 def config_for(max_chunk: int, dtype: torch.dtype) -> AttentionConfig:
-    """The launch configuration for chunks of up to so many tokens."""
+    """Returns the launch configuration for chunks of up to so many tokens."""
     if dtype == torch.float32:
         return AttentionConfig(16, 32, 4, 2)
     if max_chunk <= 16:
@@ -51,7 +52,10 @@ def invariant_attention(
     value_scale: Tensor | None = None,  # [1] float32
     config: AttentionConfig | None = None,  # None: that which the longest chunk asks for
 ) -> Tensor:  # [T, H, D], contiguous
-    """As the reference, with weights rounded to the type of `query`."""
+    """Computes attention whose rows have the same bits in any batch.
+
+    Same contract as `reference.invariant_attention`. The weights are rounded to the type of `query`.
+    """
     _, num_heads, head_dim = query.shape
     num_groups, page_size = key_pages.shape[1:3]
     config = config or config_for(max_chunk, query.dtype)
@@ -87,7 +91,7 @@ def invariant_attention(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     if model.text is None:
         return None
     return unsupported_device(model, model.text.cache_dtype) or unsupported_heads(model)
@@ -95,7 +99,7 @@ def unsupported(model: ModelShape) -> str | None:
 
 @triton.jit
 def _load(pointers, at, limit, dim, head_dim: tl.constexpr, is_whole: tl.constexpr):
-    """A tile [rows, dims], with 0 outside of the context and of the head."""
+    """Returns a tile [rows, dims], with 0 outside of the context and of the head."""
     if not is_whole:
         return tl.load(pointers, mask=(at < limit)[:, None] & (dim < head_dim)[None, :], other=0.0)
     if dim.shape[0] != head_dim:
@@ -124,7 +128,7 @@ def _add_block(
     num_keys: tl.constexpr,
     is_whole: tl.constexpr,
 ):
-    """Update the running maxima, sums and weighted values with one block of keys and values (FlashAttention)."""
+    """Updates the running maxima, sums and weighted values with one block of keys and values (FlashAttention)."""
     highest, total, weighted = state
     dim = tl.arange(0, dims)
     at = position + tl.arange(0, num_keys)

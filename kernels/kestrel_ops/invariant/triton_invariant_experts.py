@@ -1,4 +1,4 @@
-"""A mixture of gated experts in which a token has the same bits among any other tokens.
+"""Computes a mixture of gated experts in which a token has the same bits among any other tokens.
 
 Pairs of a token and one of its experts are listed by expert, in blocks of one expert each. Every element of a
 product is one sum of float32 over the columns of the weight in their order, whatever block its pair is in. The
@@ -50,7 +50,10 @@ def invariant_experts(
     adapters: ExpertAdapters | None = None,
     positions: Tensor | None = None,  # [T]: padding takes part as any token does
 ) -> Tensor:  # [T, dim]
-    """As the reference of `mixture_of_experts`. Float8 weights are widened to the type of `hidden`."""
+    """Computes a mixture of experts whose rows have the same bits in any batch.
+
+    Same contract as `reference.invariant_experts`. Float8 weights are converted to the type of `hidden`.
+    """
     assert adapters is None, "--deterministic takes no adapters"
     num_tokens, dim = hidden.shape
     out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
@@ -102,7 +105,7 @@ def invariant_experts(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     if model.text is None or not model.text.num_experts:
         return None
     return unsupported_device(model) or unsupported_rows(model)
@@ -125,7 +128,7 @@ def _listed(choices: Tensor, num_experts: int, block_pairs: int) -> _Lists:
 
 @triton.jit
 def _tile(pointers, scale, expert, row, num_rows: tl.constexpr, is_inside, dtype: tl.constexpr):
-    """A tile [rows, columns] of a weight, in the type of the tokens."""
+    """Returns a tile [rows, columns] of a weight, in the type of the tokens."""
     tile = tl.load(pointers, mask=is_inside, other=0.0)
     if scale is not None:
         tile = converted(tile, tl.float32) * tl.load(scale + expert * num_rows + row)[:, None]
@@ -150,7 +153,7 @@ def _expand(
     block_out: tl.constexpr,
     block_columns: tl.constexpr,
 ):
-    """gelu(first half) * (second half + 1) of the product with the first weight, by place in the lists."""
+    """Computes gelu(first half) * (second half + 1) of the product with the first weight, by place in the lists."""
     out_blocks: tl.constexpr = (inner + block_out - 1) // block_out
     block, out_block = tl.program_id(0) // out_blocks, tl.program_id(0) % out_blocks
     expert = tl.load(experts + block)
@@ -200,7 +203,7 @@ def _contract(
     block_out: tl.constexpr,
     block_columns: tl.constexpr,
 ):
-    """The product with the second weight, by pair."""
+    """Returns the product with the second weight, by pair."""
     out_blocks: tl.constexpr = (dim + block_out - 1) // block_out
     block, out_block = tl.program_id(0) // out_blocks, tl.program_id(0) % out_blocks
     expert = tl.load(experts + block)

@@ -1,4 +1,5 @@
-"""A product whose row has the same bits among any number of rows, and whose column has them beside any others.
+"""Computes a product whose row has the same bits among any number of rows, and whose column has them among any
+others.
 
 Tensor cores add up each element over the columns of the weight in their order, in one sum of float32. How rows and
 outputs are divided among programs does not change that order.
@@ -21,7 +22,7 @@ _FEW_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class ProductConfig:
-    """The block of one program and its resources."""
+    """Describes the block of one program and its resources."""
 
     block_rows: int
     """Rows of the input."""
@@ -34,7 +35,7 @@ class ProductConfig:
 
 
 def config_for(num_rows: int, dtype: torch.dtype, limits: DeviceLimits) -> ProductConfig:
-    """The launch configuration for a number of rows."""
+    """Returns the launch configuration for a number of rows."""
     if dtype == torch.float32:  # added up by threads, one launch configuration for all
         return ProductConfig(32, 64, 32, 4, 2)
     if num_rows <= _FEW_ROWS:
@@ -48,7 +49,7 @@ def invariant_product(
     bias: Tensor | None,  # [out]
     config: ProductConfig | None = None,  # None: that which the number of rows asks for
 ) -> Tensor:  # [T, out]
-    """rows @ weight.T + bias."""
+    """Computes rows @ weight.T + bias."""
     (num_rows, width), num_out = rows.shape, len(weight)
     assert rows.dtype == weight.dtype
     assert rows.stride(1) == 1 or width == 1

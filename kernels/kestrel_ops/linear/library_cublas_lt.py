@@ -65,7 +65,7 @@ class _Heuristic(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class _PreparedProduct:
-    """One shape of product: the layouts of its operands and an algorithm."""
+    """Describes one shape of product: the layouts of its operands and an algorithm."""
 
     description: c_void_p
     weight: c_void_p
@@ -77,7 +77,7 @@ class _PreparedProduct:
 
 @dataclass(frozen=True, slots=True)
 class OrderedProduct:
-    """A product that divides no sum, for one number of rows."""
+    """Describes a product that divides no sum, for one number of rows."""
 
     prepared: _PreparedProduct
     out_dim: int
@@ -86,7 +86,7 @@ class OrderedProduct:
 
 
 class CublasLt:
-    """A handle of the library and the few products planned so far. For one thread at a time."""
+    """Holds a handle of the library and the products prepared so far. For one thread at a time."""
 
     def __init__(self) -> None:
         """Raises OSError if torch was built without CUDA."""
@@ -118,7 +118,8 @@ class CublasLt:
         gelu: bool = False,
         accumulate: bool = False,
     ) -> None:
-        """out = out_factor * gelu((x * x_scale) @ (weight * weight_scale).T + bias), or out += with `accumulate`.
+        """Computes out = out_factor * gelu((x * x_scale) @ (weight * weight_scale).T + bias), or out += with
+        `accumulate`.
 
         Within `measured_products`, at the first call for a shape that has no choice, it measures which algorithm is
         the fastest, and synchronises for that. Else the library's first choice is used. Raises RuntimeError if
@@ -171,7 +172,7 @@ class CublasLt:
         ]
 
     def for_rows(self, ordered: OrderedProduct, num_rows: int) -> OrderedProduct:
-        """The same algorithm for another number of rows."""
+        """Returns the same algorithm for another number of rows."""
         out = self._layout(ordered.dtype, ordered.out_dim, num_rows)
         x = self._layout(ordered.dtype, ordered.in_dim, num_rows)
         return replace(ordered, prepared=replace(ordered.prepared, x=x, added=out, out=out))
@@ -179,7 +180,7 @@ class CublasLt:
     def add_in_order(
         self, ordered: OrderedProduct, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
     ) -> None:
-        """out = x @ weight.T + bias. Raises RuntimeError if the algorithm does not run."""
+        """Computes out = x @ weight.T + bias. Raises RuntimeError if the algorithm does not run."""
         if bias is not None:
             self._set(ordered.prepared.description, _BIAS, c_void_p(bias.data_ptr()))
         self._run(ordered.prepared, x, weight, out, accumulate=False)
@@ -219,7 +220,7 @@ class CublasLt:
         out_factor: Tensor | None,
         gelu: bool,
     ) -> list[_PreparedProduct]:
-        """The algorithms for a product, in the order in which cuBLASLt prefers them."""
+        """Returns the algorithms for a product, in the order in which cuBLASLt prefers them."""
         (num_rows, in_dim), out_dim = x.shape, len(weight)
         description = c_void_p()
         self._call("cublasLtMatmulDescCreate", byref(description), _COMPUTE_FLOAT32, _TYPES[torch.float32])
@@ -306,7 +307,7 @@ class CublasLt:
 def _fastest(
     candidates: list[_PreparedProduct], run: Callable[[_PreparedProduct, Tensor], None], out: Tensor
 ) -> int:
-    """Returns the index of the fastest candidate among those with the bits of the first, measured on copies of `out`."""
+    """Returns the index of the fastest candidate with the bits of the first, measured on copies of `out`."""
     first, *others = candidates
     if not others:
         return 0
@@ -331,7 +332,7 @@ def _fastest(
 
 
 def time_ms(run: Callable[[], None]) -> float:
-    """The time of a few runs on the current stream. Waits for the device."""
+    """Returns the time of a few runs on the current stream. Waits for the device."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(_NUM_TIMED_RUNS):
@@ -343,7 +344,7 @@ def time_ms(run: Callable[[], None]) -> float:
 
 @contextmanager
 def measured_products(choices: dict[str, int]) -> Iterator[None]:
-    """See `kestrel_ops.measured_products`."""
+    """Chooses algorithms by measurement, see `kestrel_ops.measured_products`."""
     token = _choices.set(choices)
     try:
         yield
@@ -353,12 +354,13 @@ def measured_products(choices: dict[str, int]) -> Iterator[None]:
 
 @functools.cache
 def cublas_lt() -> CublasLt:
-    """The handle of this process. Raises OSError if torch was built without CUDA."""
+    """Returns the handle of this process. Raises OSError if torch was built without CUDA."""
     return CublasLt()
 
 
 def unsupported_fixed_scales(model: ModelShape) -> str | None:
-    """Why the vision part of a model cannot use float8 products with a GELU or an addition; None if it can."""
+    """Returns why the vision part of a model cannot use float8 products with a GELU or an addition; None if it
+    can."""
     vision = model.vision
     if vision is None or not vision.has_fixed_scales:
         return None

@@ -21,7 +21,7 @@ _HAS_FLOAT8 = (8, 9)
 
 @torch.inference_mode()
 def use_libraries(device: torch.device) -> None:
-    """Compute products, norms, sums and samples of a few numbers on a CUDA device, and wait for them.
+    """Computes products, norms, sums and samples of a few numbers on a CUDA device, and waits for them.
 
     Raises RuntimeError where one of them cannot be computed there.
     """

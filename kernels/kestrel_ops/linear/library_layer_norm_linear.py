@@ -1,4 +1,4 @@
-"""A LayerNorm and a small linear layer by the operations that torch has, in the type of the weight."""
+"""Computes a LayerNorm and a small linear layer by the operations that torch has, in the type of the weight."""
 
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
@@ -15,7 +15,10 @@ def layer_norm_linear(
     bias: Tensor,
     delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # both of the type of the weight
-    """As the reference, but rows are rounded before they are normalised, and so are the sums."""
+    """Normalises rows and multiplies them by a matrix. Same contract as `reference.layer_norm_linear`.
+
+    Rows are rounded before they are normalised, and so are the sums.
+    """
     if delta is not None:
         hidden = hidden + delta
     normed = layer_norm(hidden.to(weight.dtype), hidden.shape[1:], norm_weight, norm_bias, epsilon)
@@ -23,5 +26,5 @@ def layer_norm_linear(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model: it can serve any."""
+    """Returns why this cannot serve a model: it can serve any."""
     return None

@@ -1,4 +1,4 @@
-"""A linear layer by cuBLAS, in the type of the operands; for few rows of float8 by Triton."""
+"""Computes a linear layer by cuBLAS, in the type of the operands; for few rows of float8 by Triton."""
 
 import functools
 from types import ModuleType
@@ -23,7 +23,7 @@ def scaled_linear(
     bias: Tensor | None,  # [N]
     out_dtype: torch.dtype,
 ) -> Tensor:  # [T, N] out_dtype
-    """(x * x_scale) @ (weight * weight_scale).T + bias, as the reference.
+    """Computes (x * x_scale) @ (weight * weight_scale).T + bias. Same contract as `reference.scaled_linear`.
 
     float8 products sum with the tensor cores' fast accumulation, few rows in float32. Raises RuntimeError if K or N
     of a float8 product is no multiple of 16.
@@ -62,7 +62,7 @@ def scaled_linear(
 
 @functools.cache
 def _few_rows() -> ModuleType | None:
-    """The product of few rows; None where Triton is not installed."""
+    """Returns the product of few rows; None where Triton is not installed."""
     try:
         from kestrel_ops.linear import triton_few_rows
     except ModuleNotFoundError:
@@ -71,7 +71,7 @@ def _few_rows() -> ModuleType | None:
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model. Matrices whose sizes no float8 product supports are not in float8."""
+    """Returns why this cannot serve a model. Matrices whose sizes no float8 product supports are not in float8."""
     if FLOAT8 not in model.weight_dtypes:
         return None
     reason = model.lacks((8, 9), "a float8 product")

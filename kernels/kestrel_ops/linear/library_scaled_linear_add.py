@@ -1,4 +1,4 @@
-"""A linear layer whose product adds to the residual stream, by cuBLASLt."""
+"""Computes a linear layer whose product adds to the residual stream, by cuBLASLt."""
 
 from torch import Tensor
 
@@ -14,10 +14,13 @@ def scaled_linear_add(
     bias: Tensor,  # [N], of the type of `hidden`
     hidden: Tensor,  # [T, N] bfloat16 or float16, contiguous, changed in place
 ) -> None:
-    """As the reference. Raises RuntimeError if cuBLASLt has no such product."""
+    """Adds a product to the residual stream. Same contract as `reference.scaled_linear_add`.
+
+    Raises RuntimeError if cuBLASLt has no such product.
+    """
     cublas_lt().multiply(x, x_scale, weight, weight_scale, bias, hidden, accumulate=True)
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     return unsupported_fixed_scales(model)

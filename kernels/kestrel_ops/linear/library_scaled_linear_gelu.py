@@ -1,4 +1,4 @@
-"""A linear layer whose product applies GELU and rounding, by cuBLASLt."""
+"""Computes a linear layer whose product applies GELU and rounding, by cuBLASLt."""
 
 import torch
 from torch import Tensor
@@ -15,12 +15,15 @@ def scaled_linear_gelu(
     bias: Tensor,  # [N] bfloat16 or float16
     out_factor: Tensor | None,  # [1] float32 where `x` is float8: factor of the result before rounding
 ) -> Tensor:  # [T, N], of the type of `x`
-    """As the reference. Raises RuntimeError if cuBLASLt has no such product."""
+    """Computes a product and its GELU. Same contract as `reference.scaled_linear_gelu`.
+
+    Raises RuntimeError if cuBLASLt has no such product.
+    """
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     cublas_lt().multiply(x, x_scale, weight, weight_scale, bias, out, out_factor=out_factor, gelu=True)
     return out
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     return unsupported_fixed_scales(model)

@@ -1,4 +1,4 @@
-"""Linear layers: with float8 operands, and for one token of each sequence."""
+"""Defines linear layers: with float8 operands, and for one token of each sequence."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def scaled_linear(
     bias: Tensor | None,  # [N]
     out_dtype: torch.dtype,
 ) -> Tensor:  # [T, N] out_dtype
-    """(x * x_scale) @ (weight * weight_scale).T + bias, summed in float32.
+    """Computes (x * x_scale) @ (weight * weight_scale).T + bias, summed in float32.
 
     float8 operands need K and N to be multiples of 16. A bias in `out_dtype` costs nothing.
     """
@@ -40,7 +40,7 @@ def scaled_linear_add(
     bias: Tensor,  # [N], of the type of `hidden`
     hidden: Tensor,  # [T, N], changed in place; of the type of `x` where that is not float8
 ) -> None:
-    """hidden += (x * x_scale) @ (weight * weight_scale).T + bias, rounded once.
+    """Computes hidden += (x * x_scale) @ (weight * weight_scale).T + bias, rounded once.
 
     float8 operands need K and N to be multiples of 16.
     """
@@ -56,7 +56,7 @@ def scaled_linear_gelu(
     bias: Tensor,  # [N] bfloat16 or float16, of the type of `x` where that is not float8
     out_factor: Tensor | None,  # [1] float32 where `x` is float8_e4m3fn: factor of the result before rounding
 ) -> Tensor:  # [T, N], of the type of `x`
-    """gelu((x * x_scale) @ (weight * weight_scale).T + bias) * out_factor, the GELU in its tanh form.
+    """Computes gelu((x * x_scale) @ (weight * weight_scale).T + bias) * out_factor, the GELU in its tanh form.
 
     Values beyond the range of float8 are clipped. float8 operands need K and N to be multiples of 16.
     """
@@ -73,7 +73,7 @@ def layer_norm_linear(
     bias: Tensor,  # [N]
     delta: Tensor | None = None,  # [T, dim] of any floating type: added to `hidden` before all else
 ) -> tuple[Tensor, Tensor]:  # [T, dim] of the type of the weight, [T, N] float32 or, elsewhere, of that type
-    """The normalised rows, and weight @ row + bias of these, summed in float32."""
+    """Returns the normalised rows, and weight @ row + bias of these, summed in float32."""
     if delta is not None:
         hidden = hidden + delta
     normed = layer_norm(hidden, hidden.shape[1:], norm_weight.float(), norm_bias.float(), epsilon).to(weight.dtype)
@@ -94,7 +94,8 @@ def decode_expand(
     low_rank: BlockLowRank | None = None,
     delta: Tensor | None = None,  # [B, K] of any floating type
 ) -> None:
-    """out = ((hidden - mean) / sqrt(variance + epsilon)) @ weight.T + bias, row by row, and the terms of adapters.
+    """Computes out = ((hidden - mean) / sqrt(variance + epsilon)) @ weight.T + bias, row by row, and the terms of
+    adapters.
 
     Before that, hidden += pending[0], then pending[1] and so on; or, which leaves `hidden` as it is, hidden + delta
     stands in its place. The first `num_plain` columns are stored
@@ -130,8 +131,8 @@ def decode_contract(
     delta: Tensor | None = None,  # [B, N] of any floating type: added as well
     total: Tensor | None = None,  # [B, N] float32, written in the place of `hidden`
 ) -> Tensor | None:  # [S, B, N] float32
-    """hidden += activations @ weight.T + bias, and the terms of adapters. The order of each sum is the same in
-    every run. The first columns of the activations are the attention's result.
+    """Computes hidden += activations @ weight.T + bias, and the terms of adapters. The order of each sum is the
+    same in every run. The first columns of the activations are the attention's result.
 
     With `may_defer` an implementation may leave `hidden` unchanged and return the terms to add, in the order of S,
     for `decode_expand`. None: nothing is deferred. The reference defers nothing.

@@ -1,4 +1,4 @@
-"""The second product of a decoder block for small batches, with its columns divided among programs.
+"""Computes the second product of a decoder block for small batches, with its columns divided among programs.
 
 No sum depends on the order in which programs end. For one token a program computes whole rows. For more tokens each
 program writes a partial sum, and the next kernel adds the partial sums in a fixed order.
@@ -48,7 +48,10 @@ def decode_contract(
     total: Tensor | None = None,  # [B, N] float32, contiguous, not `hidden`
     config: SmallBatchConfig | SingleTokenConfig | None = None,  # None: that which the batch asks for
 ) -> Tensor | None:  # [S, B, N] float32
-    """As the reference. The deferred terms are the partial sums over parts of the columns."""
+    """Adds the second product of a block to the stream. Same contract as `reference.decode_contract`.
+
+    The deferred terms are the partial sums over parts of the columns.
+    """
     batch, width = activations.shape
     num_rows = len(weight)
     assert activations.stride(1) == 1
@@ -108,14 +111,14 @@ def decode_contract(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     if model.text is None:
         return None
     return unsupported_device(model, model.text.weight_dtype) or unsupported_rows(model)
 
 
 def config_for(batch: int, dtype: torch.dtype, *, has_terms: bool = False) -> SmallBatchConfig | SingleTokenConfig:
-    """The launch configuration for a batch and the weight's type, with or without terms of adapters."""
+    """Returns the launch configuration for a batch and the weight's type, with or without terms of adapters."""
     if batch == 1 and not has_terms:
         return SingleTokenConfig(block_n=4, num_warps=4)
     if dtype == torch.float32:

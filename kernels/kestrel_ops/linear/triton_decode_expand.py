@@ -1,4 +1,4 @@
-"""The first product of a decoder block for small batches, which reads the weight once.
+"""Computes the first product of a decoder block for small batches, which reads the weight once.
 
 For one token every program normalises the token itself. For more tokens a kernel before the product normalises them
 once, and adds the pending sums of the previous layer to the stream.
@@ -51,7 +51,7 @@ def decode_expand(
     delta: Tensor | None = None,  # [B, K], contiguous
     config: SmallBatchConfig | SingleTokenConfig | None = None,  # None: that which the batch asks for
 ) -> None:
-    """As the reference."""
+    """Computes the first product of a block. Same contract as `reference.decode_expand`."""
     batch, width = hidden.shape
     num_rows = len(weight)
     assert hidden.is_contiguous()
@@ -119,7 +119,7 @@ def decode_expand(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     if model.text is None:
         return None
     return unsupported_device(model, model.text.weight_dtype) or unsupported_rows(model)
@@ -128,7 +128,8 @@ def unsupported(model: ModelShape) -> str | None:
 def config_for(
     batch: int, dtype: torch.dtype, width: int, *, has_terms: bool = False
 ) -> SmallBatchConfig | SingleTokenConfig:
-    """The launch configuration for a batch and the weight's type and width, with or without terms of adapters."""
+    """Returns the launch configuration for a batch and the weight's type and width, with or without terms of
+    adapters."""
     if batch == 1 and not has_terms and width <= WIDEST_TILE:
         return SingleTokenConfig(block_n=8, num_warps=4)
     if dtype == torch.float32:

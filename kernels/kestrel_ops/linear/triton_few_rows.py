@@ -1,4 +1,4 @@
-"""A linear layer in float8 for few rows, whose time is that of reading the weight.
+"""Computes a linear layer in float8 for few rows, whose time is that of reading the weight.
 
 The products of libraries occupy a part of the device only with so few rows, and cannot add a bias. Here columns are
 divided among programs, which store parts of each sum; a second kernel adds them in their order.
@@ -18,11 +18,11 @@ MOST_ROWS = 63
 _BLOCK_N, _BLOCK_K, _BLOCK_OF_SUMS = 32, 128, 512
 _NUM_STAGES = 5
 _WANTED_PROGRAMS = 256
-"""Of a large device: two for each multiprocessor."""
+"""Programs that occupy a large device: two for each multiprocessor."""
 
 
 def serves(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor) -> bool:
-    """Whether `multiply_few` takes these operands: few rows with a scale each."""
+    """Returns True if `multiply_few` takes these operands: few rows with a scale each."""
     return len(x) <= MOST_ROWS and len(x_scale) == len(x) and len(weight_scale) == len(weight)
 
 
@@ -34,7 +34,7 @@ def multiply_few(
     bias: Tensor | None,  # [N]
     out_dtype: torch.dtype,
 ) -> Tensor:  # [T, N] out_dtype
-    """`scaled_linear` with a scale for each row, summed in float32."""
+    """Computes `scaled_linear` with a scale for each row, summed in float32."""
     (num_tokens, width), num_rows = x.shape, len(weight)
     assert num_tokens <= MOST_ROWS
     assert all(tensor.is_contiguous() for tensor in (x, x_scale, weight, weight_scale))

@@ -1,4 +1,5 @@
-"""A LayerNorm and a small linear layer in one launch: every program normalises its row and has part of a layer."""
+"""Computes a LayerNorm and a small linear layer in one launch: every program normalises its row and has part of
+a layer."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def layer_norm_linear(
     bias: Tensor,
     delta: Tensor | None = None,  # [T, dim], contiguous
 ) -> tuple[Tensor, Tensor]:
-    """As the reference."""
+    """Normalises rows and multiplies them by a matrix. Same contract as `reference.layer_norm_linear`."""
     num_tokens, dim = hidden.shape
     num_rows = len(weight)
     assert hidden.is_contiguous()
@@ -60,7 +61,7 @@ def layer_norm_linear(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     if model.text is None:
         return None
     return unsupported_device(model) or unsupported_rows(model)

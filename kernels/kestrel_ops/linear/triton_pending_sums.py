@@ -31,7 +31,7 @@ def add_pending(
     delta: Tensor | None = None,  # [B, K], contiguous
     total: Tensor | None = None,  # [B, K] float32, contiguous
 ) -> None:
-    """total = hidden + pending[0], then pending[1] and so on, then the delta."""
+    """Computes total = hidden + pending[0], then pending[1] and so on, then the delta."""
     _launch(hidden, pending, delta, total, None, 0.0, is_dependent=has_dependent_launch(hidden))
 
 
@@ -45,7 +45,8 @@ def add_and_normalise(
     is_dependent: bool,  # whether it starts before the previous kernel has ended
     low_rank: BlockLowRank | None = None,
 ) -> Tensor:  # [B, K] out_dtype
-    """`add_pending`, and (hidden - mean) / sqrt(variance + epsilon) of each row. Writes `low_rank.normed`."""
+    """Computes `add_pending`, and (hidden - mean) / sqrt(variance + epsilon) of each row. Writes
+    `low_rank.normed`."""
     assert pending is None or delta is None
     out = torch.empty(hidden.shape, dtype=out_dtype, device=hidden.device)
     _launch(hidden, pending, delta, None, out, epsilon, is_dependent=is_dependent, low_rank=low_rank)

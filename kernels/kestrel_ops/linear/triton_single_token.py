@@ -1,4 +1,4 @@
-"""The products of a decoder block for one token. The weight is loaded from memory directly into registers.
+"""Computes the products of a decoder block for one token. The weight is loaded from memory directly into registers.
 
 Tensor cores need the weight in shared memory, converted there, and at least sixteen tokens. Here a program loads a
 tile of a few rows, before it does anything else and even before it waits for the previous kernel. It multiplies and
@@ -40,7 +40,7 @@ class SingleTokenConfig:
     """Rows of the weight in a tile."""
     num_warps: int
     dependent_launch: bool = True
-    """Whether it starts before the previous kernel has ended, if the device supports that."""
+    """True if it starts before the previous kernel has ended, on devices that support it."""
     tile_bytes: int = 2048
     """Bytes of a row in a tile if rows are read tile by tile, with two tiles in registers; a power of two."""
 
@@ -58,7 +58,7 @@ def expand_one(
     activated_out: Tensor,
     config: SingleTokenConfig,
 ) -> None:
-    """`decode_expand` of one token, no wider than `WIDEST_TILE`."""
+    """Computes `decode_expand` of one token, no wider than `WIDEST_TILE`."""
     num_tokens, width = hidden.shape
     num_rows = len(weight)
     assert num_tokens == 1
@@ -99,7 +99,7 @@ def contract_one(
     total: Tensor | None,
     config: SingleTokenConfig,
 ) -> None:
-    """`decode_contract` of one token."""
+    """Computes `decode_contract` of one token."""
     num_tokens, width = activations.shape
     num_rows = len(weight)
     assert num_tokens == 1
@@ -129,7 +129,7 @@ def contract_one(
 
 
 def _turns(num_columns: int, weight: Tensor) -> tuple[int, int]:
-    """The number of turns of a tile and the columns of a turn, both powers of two."""
+    """Returns the number of turns of a tile and the columns of a turn, both powers of two."""
     block_k = 1 << (num_columns - 1).bit_length()
     turn = min(_TURN_BYTES // weight.itemsize, block_k)
     return block_k // turn, turn
@@ -137,7 +137,7 @@ def _turns(num_columns: int, weight: Tensor) -> tuple[int, int]:
 
 @triton.jit
 def _load_tile(pointer, rows, columns, num_rows, width: tl.constexpr, is_even: tl.constexpr):
-    """A tile of the weight, with 0 beyond its edges. Each byte is used once per step."""
+    """Returns a tile of the weight, with 0 beyond its edges. Each byte is used once per step."""
     addresses = pointer + rows[:, None, None].to(tl.int64) * width + columns[None, :, :]
     if is_even:
         return tl.load(addresses, eviction_policy="evict_first")
@@ -152,7 +152,7 @@ def _columns(begin, num_turns: tl.constexpr, turn: tl.constexpr):
 
 @triton.jit
 def _multiply(tile, token):
-    """A sum for each row."""
+    """Returns a sum for each row."""
     products = tile.to(tl.float32) * token.to(tl.float32)[None, :, :]
     return tl.sum(tl.sum(products, axis=1), axis=1)
 

@@ -1,4 +1,4 @@
-"""Common parts of the products of a decode step: the tiling for a small batch, and the loop over columns.
+"""Holds common parts of the products of a decode step: the tiling for a small batch, and the loop over columns.
 
 The weight is the left operand, so its rows fill the tiles of the tensor cores for any number of tokens.
 """
@@ -26,7 +26,7 @@ class SmallBatchConfig:
     num_splits: int = 1
     """Programs that share the columns of one block of rows."""
     dependent_launch: bool = False
-    """Whether it starts before the previous kernel has ended, if the device supports that."""
+    """True if it starts before the previous kernel has ended, on devices that support it."""
 
 
 DEPENDENT_LAUNCH_FROM = 17
@@ -40,18 +40,19 @@ def batch_block(batch: int) -> int:
 
 
 def operand_type(weight_dtype: torch.dtype) -> torch.dtype:
-    """The operand type of tensor cores: float8 weights become float16, which represents each of them exactly."""
+    """Returns the operand type of tensor cores: float8 weights become float16, which represents each of them
+    exactly."""
     return torch.float16 if weight_dtype == torch.float8_e4m3fn else weight_dtype
 
 
 def triton_type(dtype: torch.dtype) -> tl.dtype:
-    """The name of an operand's type in Triton."""
+    """Returns the name of an operand's type in Triton."""
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype]
 
 
 @triton.jit
 def operand(values, operand_dtype: tl.constexpr) -> tl.tensor:
-    """Convert float32 or a narrower type to the operand type; values are clipped to the range of float16."""
+    """Converts float32 or a narrower type to the operand type; values are clipped to the range of float16."""
     if operand_dtype == tl.float16 and values.dtype != tl.float16 and values.dtype.primitive_bitwidth > 8:
         values = tl.minimum(tl.maximum(values.to(tl.float32), -65504.0), 65504.0)
     return values.to(operand_dtype)
@@ -59,7 +60,7 @@ def operand(values, operand_dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def converted(values, dtype: tl.constexpr) -> tl.tensor:
-    """Convert to a wider type; of float8_e4m3fn that is given as bytes every value is represented exactly."""
+    """Converts to a wider type; of float8_e4m3fn that is given as bytes every value is represented exactly."""
     if values.dtype == tl.uint8:
         bits = values.to(tl.uint16)
         # Sign, exponent and mantissa in their places of a float16, whose exponents begin at another number.
@@ -69,7 +70,7 @@ def converted(values, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def load_weight(pointer, rows, columns, num_rows, num_columns: tl.constexpr, is_even: tl.constexpr) -> tl.tensor:
-    """A tile [rows, columns] of the weight, with 0 beyond its columns. Each byte is used once per step."""
+    """Returns a tile [rows, columns] of the weight, with 0 beyond its columns. Each byte is used once per step."""
     addresses = pointer + rows[:, None].to(tl.int64) * num_columns + columns[None, :]
     if is_even:
         return tl.load(addresses, eviction_policy="evict_first")
@@ -81,7 +82,7 @@ def load_weight(pointer, rows, columns, num_rows, num_columns: tl.constexpr, is_
 def load_tokens(
     pointer, tokens, columns, batch, stride, num_columns: tl.constexpr, is_even: tl.constexpr
 ) -> tl.tensor:
-    """A tile [columns, tokens] of the right operand, with 0 outside of it."""
+    """Returns a tile [columns, tokens] of the right operand, with 0 outside of it."""
     inside = (tokens < batch)[None, :]
     if not is_even:
         inside = inside & (columns < num_columns)[:, None]

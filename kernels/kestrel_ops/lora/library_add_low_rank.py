@@ -13,8 +13,12 @@ def add_low_rank(
     weights: LowRank,
     slots: Tensor,  # [T] int64: the slot of each row, 0 for none
 ) -> None:
-    """As the reference, but a CUDA graph can capture it: rows meet the matrices of all slots, and what is not of
-    their own slot is replaced by 0. With all slots in use that reads no more weights than any other way."""
+    """Adds each row's low-rank terms, so that a CUDA graph can capture it.
+
+    Same contract as `reference.add_low_rank`. Rows are multiplied by the matrices of all slots, and results of
+    other slots than their own are replaced by 0. With all slots in use this reads no more weights than any other
+    way.
+    """
     inner = of_own_slot(rows @ weights.a.flatten(0, 1).T, len(weights.a), slots)
     out += inner @ weights.b.flatten(0, 1)
 
@@ -24,12 +28,12 @@ def of_own_slot(
     num_slots: int,
     slots: Tensor,  # [T] int64
 ) -> Tensor:  # [T, S * R]
-    """The columns of each row's slot; the others are 0, whatever they were."""
+    """Returns the columns of each row's slot; the others are 0, whatever they were."""
     numbers = torch.arange(1, num_slots + 1, device=slots.device)
     is_own = slots[:, None] == numbers
     return torch.where(is_own[..., None], inner.unflatten(1, (num_slots, -1)), 0).flatten(1)
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model: it can serve any."""
+    """Returns why this cannot serve a model: it can serve any."""
     return None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class LowRank(NamedTuple):
-    """The low-rank terms of one linear layer, or of a stack of E experts: x @ a.T @ b in each of S slots.
+    """Describes the low-rank terms of one linear layer, or of a stack of E experts: x @ a.T @ b in each of S slots.
 
     Slots are counted from 1; slot 0 stands for no adapter and has no weights. Rows behind an adapter's rank are 0.
     """
@@ -19,36 +19,37 @@ class LowRank(NamedTuple):
     b: Tensor
     """[S, R, out], or [S, E, R, out] for experts."""
     kind: int = 0
-    """Of the layer: the row of ranks that is given to `rows_by_slot`. Experts have none."""
+    """The row of the layer in the ranks that `rows_by_slot` takes. Experts have none."""
 
     def of_expert(self, expert: int) -> LowRank:
-        """The part of one expert."""
+        """Returns the part of one expert."""
         return LowRank(self.a[:, expert], self.b[:, expert])
 
 
 class RowsBySlot(NamedTuple):
-    """The rows of a step and the slots that they use. Made once for all layers, by `rows_by_slot`."""
+    """Describes the rows of a step and the slots that they use. Made once for all layers, by `rows_by_slot`."""
 
     slots: Tensor
     """[T] int64: the slot of each row, 0 for none."""
     groups: Any = None
-    """What an implementation derives from the slots, and keeps between operations; None for the reference. Its
-    sizes do not depend on the slots, so that a CUDA graph serves any choice of adapters."""
+    """The lists of rows that an implementation derives from the slots for later operations; None for the reference.
+    Their sizes do not depend on the slots, so that a CUDA graph serves any choice of adapters."""
 
 
 class BlockLowRank(NamedTuple):
-    """The low-rank terms of one decoder block, and the rows that use them.
+    """Describes the low-rank terms of one decoder block, and the rows that use them.
 
     Attention and MLP of a block read the same normalised rows and add to the same stream.
     """
 
     up: tuple[LowRank, ...]
-    """Of the layers that read the normalised rows, in the order of their outputs: query, key and value, then the
-    MLP's first layer where the block has one."""
+    """Terms of the layers that read the normalised rows, in the order of their outputs: query, key and value, then
+    the MLP's first layer if the block has one."""
     down: tuple[LowRank, ...]
-    """Of the layers that add to the stream: the attention's projection, then the MLP's second layer, if any."""
+    """Terms of the layers that add to the stream: the attention's projection, then the MLP's second layer, if
+    any."""
     norm_weight: Tensor
-    """[dim]: of the LayerNorm before the block."""
+    """[dim]: weight of the LayerNorm before the block."""
     norm_bias: Tensor
     """[dim]."""
     reads_block_input: Tensor
@@ -61,12 +62,12 @@ class BlockLowRank(NamedTuple):
 
 
 class ExpertAdapters(NamedTuple):
-    """The low-rank terms of a mixture of experts, and the tokens that use them."""
+    """Describes the low-rank terms of a mixture of experts, and the tokens that use them."""
 
     up: LowRank
-    """Of the first product: out is 2 * inner."""
+    """Terms of the first product: out is 2 * inner."""
     down: LowRank
-    """Of the second product."""
+    """Terms of the second product."""
     slots: Tensor
     """[T] int64: the slot of each token, 0 for none."""
 
@@ -77,7 +78,7 @@ def add_low_rank(
     weights: LowRank,
     slots: Tensor,  # [T] int64: the slot of each row, 0 for none
 ) -> None:
-    """out[t] += rows[t] @ a.T @ b with the weights of row t's slot. Rows in slot 0 stay as they are."""
+    """Computes out[t] += rows[t] @ a.T @ b with the weights of row t's slot. Rows in slot 0 stay as they are."""
     for slot in slots.unique().tolist():
         if slot:
             chosen = (slots == slot).nonzero()[:, 0]
@@ -93,7 +94,7 @@ def rows_by_slot(
     is_decode: bool,
     dtype: torch.dtype,  # of the weights
 ) -> RowsBySlot:
-    """The rows of a step, for the operations of a decode step or for those of packed prompts."""
+    """Returns the rows of a step, for the operations of a decode step or for those of packed prompts."""
     return RowsBySlot(slots)
 
 
@@ -101,7 +102,7 @@ def add_up_terms(
     product: Tensor,  # [T, sum of outputs of `low_rank.up`], rows may be strided, changed in place
     low_rank: BlockLowRank,
 ) -> None:
-    """Add each row's terms to the first product of a block. Rows in slot 0 stay as they are."""
+    """Adds each row's terms to the first product of a block. Rows in slot 0 stay as they are."""
     first = 0
     for weights in low_rank.up:
         _add(product[:, first : first + weights.b.shape[-1]], low_rank.normed, weights, low_rank.rows)
@@ -114,7 +115,7 @@ def add_down_terms(
     scale: Tensor | None,  # [T, 1] float32: activations * scale is meant
     low_rank: BlockLowRank,
 ) -> None:
-    """Add each row's terms to what a block adds to the stream. Rows in slot 0 stay as they are.
+    """Adds each row's terms to what a block adds to the stream. Rows in slot 0 stay as they are.
 
     The first columns of the activations are the attention's result.
     """
@@ -130,7 +131,7 @@ def add_down_terms(
 
 
 def _add(out: Tensor, rows: Tensor, weights: LowRank, grouped: RowsBySlot) -> None:
-    """As `add_low_rank`, for rows of any type, without reading slots on the host."""
+    """Computes `add_low_rank` for rows of any type, without reading slots on the host."""
     for slot in range(1, len(weights.a) + 1):
         a, b = weights.a[slot - 1], weights.b[slot - 1]
         term = (rows.to(a.dtype) @ a.T @ b).to(out.dtype)
@@ -141,6 +142,6 @@ def write_normed(
     normalised: Tensor,  # [T, dim]: (hidden - mean) / deviation
     low_rank: BlockLowRank,
 ) -> None:
-    """Write `low_rank.normed`."""
+    """Writes `low_rank.normed`."""
     wide = normalised.float() * low_rank.norm_weight.float() + low_rank.norm_bias.float()
     low_rank.normed.copy_(wide)

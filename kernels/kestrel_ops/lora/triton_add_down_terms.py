@@ -17,7 +17,10 @@ def add_down_terms(
     scale: Tensor | None,  # [T, 1] float32
     low_rank: BlockLowRank,
 ) -> None:
-    """As the reference. Does not synchronise."""
+    """Adds each row's terms to what a block adds to the stream. Same contract as `reference.add_down_terms`.
+
+    Does not synchronise.
+    """
     low_rank = with_groups(low_rank, is_decode=False)
     layers, rows = low_rank.down, low_rank.rows
     sources = activations.tensor_split((layers[0].a.shape[2],), dim=1)[: len(layers)]
@@ -26,7 +29,7 @@ def add_down_terms(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     if model.text is None:
         return None
     return unsupported_device(model) or unsupported_rows(model)

@@ -18,7 +18,10 @@ def add_low_rank(
     weights: LowRank,
     slots: Tensor,  # [T] int64: the slot of each row, 0 for none
 ) -> None:
-    """As the reference. Does not synchronise. Rows in slot 0 cost nothing."""
+    """Adds each row's low-rank terms. Same contract as `reference.add_low_rank`.
+
+    Does not synchronise. Rows in slot 0 cost nothing.
+    """
     if not len(rows):
         return
     num_slots, max_rank, _ = weights.a.shape
@@ -29,5 +32,5 @@ def add_low_rank(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     return unsupported_device(model)

@@ -15,7 +15,10 @@ def add_up_terms(
     product: Tensor,  # [T, sum of outputs of `low_rank.up`], rows may be strided, changed in place
     low_rank: BlockLowRank,
 ) -> None:
-    """As the reference. Does not synchronise."""
+    """Adds each row's terms to the first product of a block. Same contract as `reference.add_up_terms`.
+
+    Does not synchronise.
+    """
     low_rank = with_groups(low_rank, is_decode=False)
     layers, rows = low_rank.up, low_rank.rows
     coefficients = shrink((low_rank.normed,) * len(layers), layers, rows)
@@ -23,7 +26,7 @@ def add_up_terms(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     if model.text is None:
         return None
     return unsupported_device(model) or unsupported_rows(model)

@@ -1,4 +1,5 @@
-"""The two products of low-rank terms: rows times A gives coefficients, coefficients times B are added to outputs.
+"""Computes the two products of low-rank terms: rows times A gives coefficients, coefficients times B are added to
+outputs.
 
 Programs take items of `RowGroups`: rows that share a slot. Programs without an item, and those of ranks beyond the
 rank of an item's adapter, end at once. A long sum of the first product is divided into parts; the last program of
@@ -42,7 +43,7 @@ class Expand(NamedTuple):
 
 
 def groups_of(grouped: RowsBySlot) -> RowGroups:
-    """What `rows_by_slot` of Triton has made."""
+    """Returns the lists that Triton's `rows_by_slot` has made."""
     assert isinstance(grouped.groups, RowGroups), "terms of Triton need rows_by_slot of Triton"
     return grouped.groups
 
@@ -57,7 +58,8 @@ def shrink(
     is_dependent: bool = False,
     config: Shrink | None = None,
 ) -> Tensor:  # [layers, T, R] of the weights' type, or the groups's for decode steps
-    """The coefficients of one or two layers. Undefined where a row has no adapter and beyond the adapter's rank."""
+    """Returns the coefficients of one or two layers. Undefined where a row has no adapter and beyond the
+    adapter's rank."""
     assert len(sources) == len(layers) <= _MOST_LAYERS
     groups = groups_of(grouped)
     num_rows, dtype = len(grouped.slots), layers[0].a.dtype
@@ -114,7 +116,7 @@ def shrink(
 
 
 def shrink_config(num_rows: int, itemsize: int) -> Shrink:
-    """The launch configuration for a number of rows and the size of a weight."""
+    """Returns the launch configuration for a number of rows and the size of a weight."""
     if num_rows <= 512:
         return Shrink(512, 128, 32, num_warps=4, num_stages=4)
     part_columns = 1024 if num_rows <= 2048 else 2048
@@ -130,7 +132,7 @@ def expand_add(
     adds_both: bool,  # whether both layers add to the same columns, or to one after the other
     config: Expand | None = None,
 ) -> None:
-    """Add coefficients times the second matrices of each row's slot."""
+    """Adds coefficients times the second matrices of each row's slot."""
     assert out.stride(1) == 1
     groups = groups_of(grouped)
     block_columns, num_warps = config or Expand(128, num_warps=4)
@@ -158,7 +160,7 @@ def expand_add(
 
 
 class Terms(NamedTuple):
-    """What a product of a decode step adds in its epilogue, as its kernel takes it."""
+    """Holds the terms that a product of a decode step adds in its epilogue, as its kernel takes them."""
 
     coefficients_0: Tensor | None
     coefficients_1: Tensor | None
@@ -172,7 +174,7 @@ class Terms(NamedTuple):
 
     @classmethod
     def of(cls, layers: tuple[LowRank, ...], grouped: RowsBySlot) -> tuple[Terms, dict[str, int]]:
-        """The arguments of a kernel, and its constants."""
+        """Returns the arguments of a kernel, and its constants."""
         groups = groups_of(grouped)
         assert groups.coefficients is not None, "made for a decode step"
         assert groups.places is not None
@@ -191,7 +193,7 @@ class Terms(NamedTuple):
 
     @classmethod
     def none(cls) -> tuple[Terms, dict[str, int]]:
-        """Nothing is added."""
+        """Returns terms that add nothing."""
         return cls(*(None,) * 7, 0), {"kind_0": 0, "kind_1": 0}
 
 
@@ -217,7 +219,7 @@ def _times_a(
     block_rank: tl.constexpr,
     block_k: tl.constexpr,
 ):
-    """A part of the sum: rows of `source` [block_rows], each with its scale, times the matrix at `a`."""
+    """Returns a part of the sum: rows of `source` [block_rows], each with its scale, times the matrix at `a`."""
     total = tl.zeros((block_rows, block_rank), tl.float32)
     is_rank = ranks < max_rank
     for step in range(0, part_columns, block_k):
@@ -246,7 +248,7 @@ def _finish(
     counter,
     out,
 ):
-    """Store a sum, or a part of it; the last program to do so adds the parts in their order."""
+    """Stores a sum, or a part of it; the last program to do so adds the parts in their order."""
     if num_parts == 1:
         tl.store(out, total.to(out.dtype.element_ty), mask=mask)
     else:
@@ -406,7 +408,7 @@ def _times_b(
     is_even: tl.constexpr,
     block_rank: tl.constexpr,
 ):
-    """Add the coefficients of rows times the matrix at `b` to a product [rows, columns]."""
+    """Adds the coefficients of rows times the matrix at `b` to a product [rows, columns]."""
     for begin in range(0, 1 if max_rank <= block_rank else rank, block_rank):
         ranks = begin + tl.arange(0, block_rank)
         is_rank = ranks < rank
@@ -441,7 +443,7 @@ def _add_columns(
     block_columns: tl.constexpr,
     block_rank: tl.constexpr,
 ):
-    """Add terms of one or two layers of one width to a block of columns."""
+    """Adds terms of one or two layers of one width to a block of columns."""
     is_even: tl.constexpr = width % block_columns == 0
     columns = block * block_columns + tl.arange(0, block_columns)
     pointers = out + rows[:, None] * stride + columns[None, :]
@@ -588,7 +590,7 @@ def _add_layer(
     block_rank: tl.constexpr,
     is_even: tl.constexpr,
 ) -> tl.tensor:
-    """Add blocks of listed ranks from `begin` on, in steps, to a product [columns, tokens].
+    """Adds blocks of listed ranks from `begin` on, in steps, to a product [columns, tokens].
 
     `b` has `width` columns. Those of `columns` that are none of them are left out, unless `is_even` says that all
     are.
@@ -632,7 +634,7 @@ def add_terms(
     block_rank: tl.constexpr,
     is_even: tl.constexpr,
 ) -> tl.tensor:
-    """Add the terms of one or two layers, if there are any, to a product [columns, tokens] of a decode step.
+    """Adds the terms of one or two layers, if there are any, to a product [columns, tokens] of a decode step.
 
     `first_0` and `first_1` say where the product's columns begin among the layer's, which are `width_0` and
     `width_1`. Of blocks of listed ranks one in `num_parts` is added. `is_even`: no product lies partly in a layer.

@@ -32,7 +32,7 @@ _MOST_COMPARED = 8192
 
 
 class RowGroups(NamedTuple):
-    """Of the rows of one step."""
+    """Lists the rows of one step by slot."""
 
     order: Tensor
     """[T] int32: the rows of slot 1 in ascending order, those of slot 2 and so on; undefined behind the last."""
@@ -52,7 +52,7 @@ class RowGroups(NamedTuple):
 
     @property
     def num_items(self) -> int:
-        """The most items that there can be."""
+        """Returns the most items that there can be."""
         return len(self.items)
 
 
@@ -65,7 +65,10 @@ def rows_by_slot(
     dtype: torch.dtype,
     block_rows: int | None = None,  # None: what the number of rows asks for
 ) -> RowsBySlot:
-    """As the reference, with a `RowGroups`. Does not synchronise."""
+    """Lists the rows of a step by slot, as `RowGroups`. Same contract as `reference.rows_by_slot`.
+
+    Does not synchronise.
+    """
     num_rows, num_slots = len(slots), ranks.shape[1]
     block_rows = block_rows or _block_rows(num_rows)
     assert slots.is_contiguous()
@@ -104,7 +107,7 @@ def rows_by_slot(
 
 
 def with_groups(low_rank: BlockLowRank, *, is_decode: bool) -> BlockLowRank:
-    """The same with a groups, which the reference does not make."""
+    """Returns the same terms with `RowGroups`, which the reference does not make."""
     if isinstance(low_rank.rows.groups, RowGroups):
         return low_rank
     num_slots, max_rank, _ = low_rank.up[0].a.shape
@@ -122,7 +125,7 @@ def normed_operands(low_rank: BlockLowRank | None) -> tuple[Tensor | None, Tenso
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     return unsupported_device(model)
 
 
@@ -148,7 +151,7 @@ def _group(
     block_rows: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One program for each slot: it counts the rows of all slots and lists its own."""
+    """Runs one program for each slot: it counts the rows of all slots and lists its own."""
     own = tl.program_id(0) + 1
     numbers = tl.arange(0, block_slots) + 1
     counts = tl.zeros((block_slots,), tl.int32)

@@ -16,14 +16,14 @@ _OF_FLOAT8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).floa
 def quantise_rows(
     rows: Tensor,  # [T, dim]
 ) -> tuple[Tensor, Tensor]:  # [T, dim] float8_e4m3fn, [T, 1] float32
-    """Scale each row by its largest magnitude / 448 and round: row = quantised * scale."""
+    """Scales each row by its largest magnitude / 448 and rounds: row = quantised * scale."""
     wide = rows.float()
     scale = wide.abs().amax(dim=-1, keepdim=True).clamp(min=_SMALLEST_MAGNITUDE) / LARGEST_FLOAT8
     return quantised_to_float8(wide / scale), scale
 
 
 def to_float32(stored: Tensor) -> Tensor:
-    """float8_e4m3fn values as float32."""
+    """Returns float8_e4m3fn values as float32."""
     if stored.device.type != "cpu":
         return stored.float()
     # On the host torch converts them one by one, and copies from a table in half of the time.
@@ -31,7 +31,7 @@ def to_float32(stored: Tensor) -> Tensor:
 
 
 def quantised_to_float8(values: Tensor) -> Tensor:
-    """float8_e4m3fn values; those beyond its range are clipped."""
+    """Returns float8_e4m3fn values; those beyond its range are clipped."""
     return values.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn)
 
 
@@ -46,7 +46,7 @@ def add_layer_norm(
     bias: Tensor | None = None,  # [dim], where there is a weight
     affine_out: Tensor | None = None,  # [T, dim], any floating type, where there is a weight: written
 ) -> tuple[Tensor, Tensor | None]:  # [T, dim] out_dtype, and [T, 1] float32 where that is float8
-    """hidden += delta, then normed = (hidden - mean) / sqrt(variance + epsilon) of each row.
+    """Computes hidden += delta, then normed = (hidden - mean) / sqrt(variance + epsilon) of each row.
 
     The sum is rounded to the type of `hidden`, and the stored values are normalised in float32. There is no weight
     and no bias: they are folded into the next product. With `out_dtype` float8_e4m3fn the rows are quantised,
@@ -77,7 +77,8 @@ def concat_gelu(
     activate: bool = True,
     out_scale: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # [T, A + F] out_dtype, and [T, 1] float32 where that is float8
-    """`plain` unchanged, then the tanh form of GELU of `inner`, or `inner` unchanged without `activate`.
+    """Concatenates `plain`, unchanged, and the tanh form of GELU of `inner`, or `inner` unchanged without
+    `activate`.
 
     Rows may have any stride; the values of a row are contiguous. Computed in float32. With `out_dtype`
     float8_e4m3fn the rows are quantised, out * scale, with one scale for a whole row. A given `out_scale` applies

@@ -1,4 +1,4 @@
-"""The residual addition, the normalisation and the rounding to float8 in one pass over memory.
+"""Computes the residual addition, the normalisation and the rounding to float8 in one pass over memory.
 
 `hidden` is updated in place: a program loads everything before it stores anything, see `rows`.
 """
@@ -33,7 +33,10 @@ def add_layer_norm(
     affine_out: Tensor | None = None,  # [T, dim], contiguous
     blocks: RowBlocks | None = None,  # None: those that the width asks for
 ) -> tuple[Tensor, Tensor | None]:  # [T, dim] out_dtype, and [T, 1] float32 where that is float8
-    """As the reference. Each row is read once and kept in registers."""
+    """Adds a delta to rows and normalises them. Same contract as `reference.add_layer_norm`.
+
+    Each row is read once and kept in registers.
+    """
     num_rows, width = hidden.shape
     blocks = blocks or _blocks_for(width)
     assert hidden.is_contiguous()
@@ -63,7 +66,7 @@ def add_layer_norm(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     return unsupported_device(model, *model.weight_dtypes) or unsupported_rows(model)
 
 

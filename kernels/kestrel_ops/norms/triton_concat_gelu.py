@@ -1,4 +1,4 @@
-"""The concatenation, the activation and the rounding of a product's input in one pass over memory."""
+"""Computes the concatenation, the activation and the rounding of a product's input in one pass over memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def concat_gelu(
     out_scale: float | None = None,
     blocks: RowBlocks | None = None,  # None: those that the width asks for
 ) -> tuple[Tensor, Tensor | None]:  # [T, A + F] out_dtype, and [T, 1] float32 where that is float8
-    """As the reference. Each row is read once and kept in registers."""
+    """Concatenates plain and activated columns. Same contract as `reference.concat_gelu`.
+
+    Each row is read once and kept in registers.
+    """
     num_rows, inner_width = inner.shape
     plain_width = 0 if plain is None else plain.shape[1]
     width = plain_width + inner_width
@@ -63,7 +66,7 @@ def concat_gelu(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     return unsupported_device(model, *model.weight_dtypes) or unsupported_rows(model)
 
 

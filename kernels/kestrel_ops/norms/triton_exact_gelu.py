@@ -1,4 +1,4 @@
-"""The GELU of its definition, with the error function, in few instructions."""
+"""Computes the GELU of its definition, with the error function, in few instructions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def exact_gelu(values) -> tl.tensor:
-    """values * Phi(values) in float32.
+    """Computes values * Phi(values) in float32.
 
     Phi by formula 7.1.26 of Abramowitz and Stegun, off by at most 8e-8: half of the instructions of `tl.erf`.
     """

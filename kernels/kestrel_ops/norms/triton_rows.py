@@ -26,14 +26,15 @@ _LARGEST_FLOAT8 = tl.constexpr(448.0)
 
 @dataclass(frozen=True, slots=True)
 class RowBlocks:
-    """The rows and the warps of a program; both are powers of two."""
+    """Describes the rows and the warps of a program; both are powers of two."""
 
     rows: int
     num_warps: int
 
 
 def block_columns(width: int, blocks: RowBlocks) -> int:
-    """The smallest power of two that covers `width` and gives a block [rows, columns] one element per thread."""
+    """Returns the smallest power of two that covers `width` and gives a block [rows, columns] one element per
+    thread."""
     assert width > 0
     return max(1 << (width - 1).bit_length(), THREADS_PER_WARP * blocks.num_warps // blocks.rows, 1)
 
@@ -69,7 +70,7 @@ def load_piece(
 def store_piece(
     pointer, row_starts, in_range, values, begin: tl.constexpr, size: tl.constexpr, width: tl.constexpr
 ) -> None:
-    """The counterpart of `load_piece`; rounds to the stored type."""
+    """Returns the counterpart of `load_piece`; rounds to the stored type."""
     columns = begin + tl.arange(0, size)
     inside = in_range[:, None] & (columns < width)[None, :]
     tl.store(pointer + row_starts[:, None] + columns[None, :], values.to(pointer.dtype.element_ty), mask=inside)
@@ -77,7 +78,7 @@ def store_piece(
 
 @triton.jit
 def clipped_to_float8(values, is_needed: tl.constexpr) -> tl.tensor:
-    """Clip values to the range of float8_e4m3fn. Needed if their scale was not measured on them."""
+    """Clips values to the range of float8_e4m3fn. Needed if their scale was not measured on them."""
     if is_needed:
         values = tl.minimum(tl.maximum(values, -_LARGEST_FLOAT8), _LARGEST_FLOAT8)
     return values

@@ -1,4 +1,4 @@
-"""Random numbers counted by position, and the sample that one number selects from a row of logits."""
+"""Computes random numbers counted by position, and the sample that one number selects from a row of logits."""
 
 import torch
 from torch import Tensor
@@ -73,14 +73,14 @@ def philox_uniform(
     seeds: Tensor,  # [B] int64: the key
     counters: Tensor,  # [B] int64 in [0, 2**32)
 ) -> Tensor:  # [B, 4] float32 in [0, 1), multiples of 2**-24
-    """Four uniform numbers for each pair of a seed and a counter."""
+    """Returns four uniform numbers for each pair of a seed and a counter."""
     zeros = torch.zeros_like(counters)
     words = philox(seeds, (counters, zeros, zeros, zeros))
     return (torch.stack(words, dim=1) >> 8).float() * 2.0**-24
 
 
 def philox(seeds: Tensor, counters: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """The four 32-bit words of the generator, as int64 tensors [B]."""
+    """Returns the four 32-bit words of the generator, as int64 tensors [B]."""
     # The first and third word are rows of one tensor, the second and fourth of another: on the host a hundred small
     # operations take most of the time. Constants are filled in, since a CUDA graph cannot copy them from the host.
     first_third, second_fourth = torch.stack(counters).view(2, 2, -1).unbind(1)

@@ -1,4 +1,4 @@
-"""Counter-based random numbers in one launch, by the generator of Triton."""
+"""Computes counter-based random numbers in one launch, by the generator of Triton."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def philox_uniform(
     seeds: Tensor,  # [B] int64, may be strided
     counters: Tensor,  # [B] int64 in [0, 2**32), may be strided
 ) -> Tensor:  # [B, 4] float32
-    """As the reference, with the same bits."""
+    """Draws uniform random numbers. Same contract as `reference.philox_uniform`, with the same bits."""
     num_rows = len(seeds)
     out = torch.empty(num_rows, NUM_UNIFORMS, dtype=torch.float32, device=seeds.device)
     launcher(_philox_uniform, (triton.cdiv(num_rows, _BLOCK_ROWS),))(
@@ -29,7 +29,7 @@ def philox_uniform(
 
 
 def unsupported(model: ModelShape) -> str | None:
-    """Why this cannot serve a model."""
+    """Returns why this cannot serve a model, or None if it can."""
     return unsupported_device(model)
 
 
