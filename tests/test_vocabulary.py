@@ -27,19 +27,6 @@ TERMS = re.compile(
     re.IGNORECASE,
 )
 
-PACKAGES = {
-    *("kestrel_client", "kestrel_grpc.__main__", "kestrel_grpc.maintenance", "kestrel_grpc.server"),
-    *(f"kestrel_grpc.{name}" for name in ("access", "config", "evaluation", "frontends", "images", "process")),
-    "kestrel_grpc.telemetry",
-    *("kestrel_grpc.calls", "kestrel_runtime"),
-}
-"""What has been read for its prose; what is not named here has not."""
-MODULES = [
-    module
-    for module in product_modules()
-    if any(f"{module.name}.".startswith(f"{package}.") for package in PACKAGES)
-]
-
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(CHECKOUT).as_posix())
 def test_a_page_uses_standard_terms(page: Path) -> None:
@@ -48,9 +35,9 @@ def test_a_page_uses_standard_terms(page: Path) -> None:
 
 
 def test_docstrings_begin_with_a_sentence() -> None:
-    assert [place for module in MODULES for place in prose.fragments(module)] == []
+    assert [place for module in product_modules() for place in prose.fragments(module)] == []
 
 
 def test_docstrings_comments_and_names_use_standard_terms() -> None:
     """`tools/prose.py` says what to write instead of each word."""
-    assert [place for module in MODULES for place in prose.refused_words(module)] == []
+    assert [place for module in product_modules() for place in prose.refused_words(module)] == []

@@ -106,7 +106,7 @@ def _open(
     with (
         tempfile.TemporaryDirectory() as folder,
         envoy(addresses, Path(folder), change) as balancer,
-        LoadProcesses(balancer.address, 1, _NUM_PICTURES, (), first_number, tells_images=is_by_image) as load,
+        LoadProcesses(balancer.address, 1, _NUM_PICTURES, (), first_number, names_images=is_by_image) as load,
     ):
         recording = load.open(WORKLOADS[workload], rate_per_s, window_s, _MAX_WAIT_S)
     return summarise(workload, rate_per_s, recording, 3, Objective(), is_open=True)

@@ -18,7 +18,7 @@ class Questions:
     """Drawings of each process."""
     adapters: tuple[str, ...]
     num_processes: int
-    tells_images: bool = False
+    names_images: bool = False
 
     def __call__(self) -> Callable[[Workload, int], Question]:
         """Draw the pictures."""
@@ -34,7 +34,7 @@ class Questions:
                 0.0,
                 workload.is_streamed,
                 self.adapters[turn % len(self.adapters)] if self.adapters else "",
-                self.tells_images,
+                self.names_images,
             )
 
         return question
@@ -45,7 +45,7 @@ class LoadProcesses(Processes[Workload]):
 
     The requests name the given adapters in turn; none where there are none. Pictures are known by the numbers of
     requests, which begin with `first_number`: two who load one server begin far from each other. With
-    `tells_images`, the metadata of a request tells a balancer which picture it shows.
+    `names_images`, the metadata of a request tells a balancer which picture it shows.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LoadProcesses(Processes[Workload]):
         adapters: tuple[str, ...] = (),
         first_number: int = 0,
         *,
-        tells_images: bool = False,
+        names_images: bool = False,
     ) -> None:
-        questions = Questions(num_pictures, adapters, num_processes, tells_images)
+        questions = Questions(num_pictures, adapters, num_processes, names_images)
         super().__init__(Target("grpc", address), questions, num_processes, first_number=first_number)

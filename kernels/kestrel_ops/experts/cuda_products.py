@@ -305,7 +305,7 @@ class WarpgroupConfig:
 
 
 _FEWEST = 6
-"""Tokens of an expert, up to which Triton's programs are faster: they leave attention more place beside them."""
+"""Tokens of an expert, up to which Triton's programs are faster: they leave attention more room."""
 
 CONFIGS = (
     WarpgroupConfig(16, tiles=2, num_stages=3, is_few=True, programs=2),

@@ -53,8 +53,8 @@ def invariant_attention(
 
 
 def invariant_attention_bytes(num_heads: int, head_dim: int, page_size: int) -> int:
-    """Memory that a call takes beside its result: keys and values of a block as they are gathered, masked, spread
-    over heads and transposed, and its scores, all of them float32."""
+    """Memory that a call takes in addition to its result: keys and values of a block as they are gathered, masked,
+    spread over heads and transposed, and its scores, all of them float32."""
     num_keys = max(1, _NUM_KEYS // page_size) * page_size
     keys = 2 * 4 * num_keys * head_dim
     queries = _NUM_QUERIES * (6 * num_keys + 4 * head_dim)

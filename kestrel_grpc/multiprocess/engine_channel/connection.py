@@ -26,7 +26,7 @@ _HEAD = struct.Struct("<I?")
 _READ_BYTES = 256 * 2**10
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_DESCRIPTOR_BYTES)
-"""For one descriptor: no read goes past bytes with which one was sent."""
+"""The room for one descriptor: no read goes past bytes with which one was sent."""
 _MAX_AT_ONCE = 32
 """Messages that are handled, and reads of a long one; then other callbacks of the event loop have their turn."""
 
@@ -64,7 +64,7 @@ class Connection:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        """Of what is sent."""
+        """The bytes of what is sent."""
         self._unsent: deque[tuple[memoryview, BinaryIO | None]] = deque()
         """Data, each with the file that goes with its first byte."""
         self._num_unsent_bytes = 0
@@ -74,12 +74,13 @@ class Connection:
         self._buffer = bytearray(_READ_BYTES)
         self._start = self._end = 0
         self._files: deque[BinaryIO | None] = deque()
-        """Those that have come, in the order of their messages."""
+        """Yields the received descriptors, in the order of their messages."""
         self._is_behind = False
         self._loop.add_reader(stream.fileno(), self._read)
 
     def send(self, data: bytes, file: BinaryIO | None = None) -> bool:
-        """From any thread: send, without waiting. The file is closed here, at the latest when it has been sent.
+        """Sends, without waiting. May be called from any thread. The file is closed here, at the latest when it has
+        been sent.
 
         False if too much waits already, because the other end does not read. If it is gone, nothing happens.
         """
@@ -120,7 +121,7 @@ class Connection:
             self._loop.remove_reader(self._socket.fileno())
             self._loop.remove_writer(self._socket.fileno())
             self._socket.close()
-        self._tell_sent()
+        self._report_sent()
 
     def _write(self, data: memoryview, file: BinaryIO | None) -> int:
         """Returns how many bytes the socket took; with the first of them it took the file."""
@@ -154,9 +155,9 @@ class Connection:
                 return
             if not self._is_closed:
                 self._loop.remove_writer(self._socket.fileno())
-        self._tell_sent()
+        self._report_sent()
 
-    def _tell_sent(self) -> None:
+    def _report_sent(self) -> None:
         if self._sent is not None and not self._sent.done():
             self._sent.set_result(None)
 

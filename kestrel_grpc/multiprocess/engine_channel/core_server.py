@@ -90,9 +90,9 @@ class CoreServer:
         self._build = messages.build_id()
         self._listener: socket.socket
         self._frontends: dict[str, _Frontend] = {}
-        """Those that have greeted, by identity."""
+        """The front ends that have greeted, by identity."""
         self._strangers: set[_Frontend] = set()
-        """Those that have connected and not greeted."""
+        """The front ends that have connected and not greeted."""
         self._state: CoreState | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -143,7 +143,7 @@ class CoreServer:
             frontend.end()
 
     def send(self, frontend: _Frontend, message: messages.FromCore) -> bool:
-        """From any thread: send, without waiting. False if the front end cannot be reached."""
+        """Sends from any thread, without waiting. Returns False if the front end cannot be reached."""
         if frontend.is_gone:
             return False
         if frontend.connection.send(messages.encode(message)):
@@ -155,7 +155,7 @@ class CoreServer:
         return False
 
     def call(self, callback: Callable[[], object]) -> None:
-        """From any thread: have the event loop call this. Without effect once it is closed."""
+        """Has the event loop call this, from any thread. Has no effect once it is closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback)
 
@@ -340,15 +340,15 @@ class _Frontend:
         )
         self.streams: dict[int, _ForwardedStream] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        """Of operations, by number."""
+        """The tasks of operations, by number."""
         self.released: dict[int, asyncio.Event] = {}
-        """Of places in the queue, by the numbers of their operations."""
+        """The places in the queue, by the numbers of their operations."""
         self._server = server
         self._numbers = itertools.count()
         self._awaited: dict[int, Future[DecodedPixels]] = {}
 
     def post(self, deliveries: Iterable[Delivery]) -> None:
-        """From any thread: send events of streams. Those that are over end here, too."""
+        """Sends events of streams, from any thread. Those that are over end here, too."""
         items: list[messages.EventsOf] = []
         # Each has a message of its own: the front end serves other callers between two messages.
         large: list[messages.EventsOf] = []
@@ -369,11 +369,11 @@ class _Frontend:
             self._server.call(lambda: _end_all(ended))
 
     def call(self, callback: Callable[[], object]) -> None:
-        """From any thread: have the event loop call this."""
+        """Has the event loop call this, from any thread."""
         self._server.call(callback)
 
     def ask_for_pixels(self, id: int) -> tuple[int, Future[DecodedPixels]]:
-        """From any thread: the number of the question, and what will be the decoded image of a request."""
+        """Returns, in any thread, the number of the question, and what will be the decoded image of a request."""
         arrival: Future[DecodedPixels] = Future()
         number = next(self._numbers)
         self._awaited[number] = arrival
@@ -382,7 +382,7 @@ class _Frontend:
         return number, arrival
 
     def forget_pixels(self, number: int) -> None:
-        """From any thread: nobody waits for them any more."""
+        """Drops the pixels, from any thread: no request waits for them any more."""
         self._awaited.pop(number, None)
 
     def take_pixels(self, message: Pixels, file: BinaryIO | None) -> None:
@@ -445,7 +445,7 @@ class _ForwardedStream(Stream):
         destination.post(deliveries)
 
     def fail(self, error: KestrelError) -> None:
-        # After what the event loop does now: who waited too long is told that, not that preparation was cancelled.
+        # After what the event loop does now: who waited too long gets that error, not one of a cancellation.
         self._frontend.call(lambda: self.deliver([], error))
 
     def deliver(self, events: list[Event], error: KestrelError | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Where an engine core listens, and the file that it leaves behind."""
+"""Names where an engine core listens, and the file that it leaves behind."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class CoreEndpoint:
 
     @property
     def path(self) -> Path:
-        """Of the Unix socket that front ends connect to."""
+        """The path of the Unix socket that front ends connect to."""
         return self.folder / f"core-{self.index}.socket"
 
     @property
     def flight_record(self) -> Path:
-        """Which requests are in flight, or were when the process ended (`engine.flight_record`)."""
+        """The file that names the requests in flight, or those when the process ended (`engine.flight_record`)."""
         return self.folder / f"core-{self.index}.steps"

@@ -93,10 +93,10 @@ _AHEAD_LOAD, _MAX_AHEAD_BYTES = 4, 32 * 2**20
 _MAX_SEEN_IMAGES = 4096
 _SUSPECTED_S = 600.0
 _FAULT, _KILL = 2, 1
-"""What the end of a core's process says against the requests that were in flight. SIGKILL comes from outside, as
+"""The weight of a core's death for the requests that were in flight. SIGKILL comes from outside, as
 for want of memory, and may have nothing to do with them."""
 _RUNS_ALONE, _IS_REFUSED = 2, 4
-"""From how much of that on a request runs alone, and is refused if it did so when its core ended."""
+"""The weight from which on a request runs alone, and is refused if it did so when its core ended."""
 _MAX_REMEMBERED = 256
 """Fingerprints of suspects, and of refused requests."""
 
@@ -121,7 +121,7 @@ class BuildMismatch(Exception):
 class EngineClient:
     """Implements `api.engine.Engine` over engine cores. Belongs to the event loop that it was made on.
 
-    `core_gone` and `core_ready` tell it what happens to the processes of the cores.
+    `core_gone` and `core_ready` report what happens to the processes of the cores.
     """
 
     def __init__(self, cores: Sequence[_Core]) -> None:
@@ -143,7 +143,7 @@ class EngineClient:
         self._death_weights: dict[str, tuple[int, float]] = {}  # by fingerprint: how much, and since when
         self._refused: dict[str, None] = {}
         self._seen_images: LruCache[tuple[str, bytes], bool] = LruCache(_MAX_SEEN_IMAGES)
-        """By namespace and digest. Within a namespace only, since the time that a request takes shows it."""
+        """The images seen lately, by namespace and digest; a hit in another namespace would show in the time."""
         self._late: dict[int, asyncio.Task[None]] = {}
         """Connections to cores that have not answered at first, by index."""
         for core in cores:
@@ -331,11 +331,11 @@ class EngineClient:
                 return core, number
 
     async def clear_cache(self, namespace: str | None = None) -> ClearedCache:
-        """Of all cores."""
+        """The sum over all cores."""
         return await self._clear(lambda number: ClearCache(number, namespace))
 
     async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
-        """In all cores."""
+        """Applies to all cores."""
         return await self._clear(lambda number: ForgetImage(number, digest, namespace))
 
     def inspect_image(self, data: bytes) -> ImageInfo:
@@ -363,7 +363,7 @@ class EngineClient:
         return await self._operate_adapter(lambda number: LoadAdapter(number, name))
 
     async def unload_adapter(self, name: str) -> AdapterInfo:
-        """From all cores; see `api.engine.Engine.unload_adapter`."""
+        """Unloads it from all cores; see `api.engine.Engine.unload_adapter`."""
         return await self._operate_adapter(lambda number: UnloadAdapter(number, name))
 
     def load(self) -> Load:
@@ -555,7 +555,7 @@ class EngineClient:
         is_new = self._seen_images.get(key) is None
         self._seen_images.put(key, True)
         if is_new and call.core.load <= _AHEAD_LOAD and _decoding_bytes(call.header) <= _MAX_AHEAD_BYTES:
-            with contextlib.suppress(EngineUnavailable):  # which the core is told if it asks
+            with contextlib.suppress(EngineUnavailable):  # which the core gets as an answer if it asks
                 call.pixels = self._decode(call)
 
     def _decode(self, call: _Call) -> Future[_SharedPixels]:
@@ -661,10 +661,10 @@ class _Call:
     tenant: str
     namespace: str
     header: ImageHeader | None = None
-    """Of its image; None without one."""
+    """The digest of its image; None without one."""
     digest: bytes | None = None
     core: _Core | None = None
-    """Where it was sent to last."""
+    """The core that it was sent to last."""
     has_events: bool = False
     pixels: Future[_SharedPixels] | None = None
     """Its image, which is being decoded before a core has asked for it."""
@@ -711,7 +711,7 @@ class _Core:
         self.is_silent = False
         """Returns whether it has stopped or is too slow, so that it says nothing for seconds."""
         self._num_looks = 0
-        """How many in a row speak against what `is_silent` is."""
+        """The number of observations in a row that contradict `is_silent`."""
         self._has_spoken = True
         self._endpoint = endpoint
         self._identity = identity
@@ -748,7 +748,7 @@ class _Core:
 
     @property
     def state(self) -> CoreState:
-        """As the core has last reported it."""
+        """The status that the core has last reported."""
         return self._state or CoreState(EngineStatus.RECOVERING, _NO_LOAD, ())
 
     @property
@@ -782,8 +782,8 @@ class _Core:
         on_state: Callable[[], None],
         on_undelivered: Callable[[Sequence[ToCore]], None],
     ) -> None:
-        """What is called with messages from now on, when the state changes, and with messages that the core did not
-        read."""
+        """Sets what is called with messages from now on, when the state changes, and with messages that the core
+        did not read."""
         self._on_message, self._on_state, self._on_undelivered = on_message, on_state, on_undelivered
 
     async def connect(self) -> None:
@@ -815,7 +815,7 @@ class _Core:
         return await welcome
 
     def _ended(self) -> None:
-        """The process has closed the connection. What becomes of its requests is told by `end`."""
+        """The process has closed the connection. `end` reports what becomes of its requests."""
         self._connection = None
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_result(None)
@@ -855,7 +855,7 @@ class _Core:
 
     def send(self, message: ToCore, file: BinaryIO | None = None) -> None:
         """Send, without waiting, with the other messages of this turn of the event loop. The file is closed."""
-        if self._connection is None:  # whoever waits for an answer is told of the end
+        if self._connection is None:  # whoever waits for an answer hears of the end
             if file is not None:
                 file.close()
             return

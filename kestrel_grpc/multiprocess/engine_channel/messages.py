@@ -1,8 +1,8 @@
 """The messages between front ends and engine cores, in MessagePack.
 
-Each message is a struct of msgspec, told apart by its tag. Types of `api` travel as they are; where these have
-unions that MessagePack cannot tell apart, a struct with the same fields stands for them. Messages have no versions,
-since both processes run the same build: `Hello` and `Welcome` compare builds.
+Each message is a struct of msgspec, distinguished by its tag. Types of `api` travel as they are; where these have
+unions that MessagePack cannot distinguish, a struct with the same fields stands for them. Messages have no
+versions, since both processes run the same build: `Hello` and `Welcome` compare builds.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class ImageSummary(msgspec.Struct, array_like=True):
 
     digest: bytes
     num_bytes: int
-    """Of the file, or of the pixels that came in its place."""
+    """The bytes of the file, or of the pixels that came in its place."""
     width_px: int
     height_px: int
-    """As the header declares them, before the image is turned upright."""
+    """The width and height that the header declares, before the image is turned upright."""
 
 
 # Requests: a struct for each skill, with the fields of its request. Their image travels on its own.
@@ -257,7 +257,7 @@ def _from_wire(event: _WireEvent) -> Event:
 
 
 class CoreFault(Exception):
-    """What happened inside an engine core. Its log has the details."""
+    """Reports what happened inside an engine core. Its log has the details."""
 
 
 class _Kind(NamedTuple):

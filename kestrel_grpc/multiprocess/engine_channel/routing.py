@@ -1,4 +1,4 @@
-"""Which engine core a request goes to.
+"""Chooses the engine core that a request goes to.
 
 Rules
   C1  A request with an image belongs to the core that rendezvous hashing of its digest names, so that an image that

@@ -1,4 +1,4 @@
-"""What the processes of front ends and of engine cores have in common: their beginning, and their supervisor."""
+"""Runs what front ends and engine cores have in common: their beginning, and the link to their supervisor."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ OTHER_BUILD = 75
 """The exit status of a process that runs other code than its supervisor, since the packages have changed."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SWITCH_INTERVAL_S = 0.0005
-"""For `sys.setswitchinterval`: ten times that of a server of one process, since these event loops take turns that
-are short. Each switch costs more than it saves."""
+"""The value of `sys.setswitchinterval`: ten times that of a server of one process, since these event loops take
+turns that are short. Each switch costs more than it saves."""
 _LOOK_MS = 500
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def begin(title: str) -> tuple[Begin, socket.socket]:
 
 
 def memory_returner() -> Callable[[], object] | None:
-    """What returns free memory while the process is idle; None where the C library does not offer it."""
+    """Returns what gives back free memory while the process is idle; None if the C library does not offer it."""
     return return_free_memory if return_large_blocks() else None
 
 
@@ -73,7 +73,7 @@ def new_link(read_metrics: Callable[[], object]) -> Link:
 
 @contextlib.contextmanager
 def ended_with_supervisor(connection: socket.socket) -> Iterator[None]:
-    """Exit at once if the supervisor goes while this process loads, which takes minutes and serves nobody."""
+    """Exit at once if the supervisor goes while this process loads, which takes minutes and serves no caller."""
     is_loaded = threading.Event()
 
     def watch() -> None:

@@ -19,7 +19,7 @@ from kestrel_grpc.calls.readiness import death_of
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.supervision.child import begin, ended_with_supervisor, memory_returner, new_link
 from kestrel_grpc.multiprocess.supervision.messages import Begin, FrontendGone, FrontendStuck, Ready, Stop
-from kestrel_grpc.multiprocess.supervision.stored_images import forget_when_told
+from kestrel_grpc.multiprocess.supervision.stored_images import forget_when_asked
 from kestrel_grpc.process.bytecode import keep_bytecode
 from kestrel_grpc.process.exit import END_TIMEOUT_S, end_now, end_within
 from kestrel_grpc.process.resources import freeze_existing_objects, loop_factory
@@ -93,16 +93,16 @@ async def _serve(engine: LocalEngine, endpoint: CoreEndpoint, said: Begin, conne
     link = new_link(lambda: asyncio.to_thread(generate_latest, registry))
 
     def lost(identity: str) -> None:
-        loop.call_soon_threadsafe(link.tell, FrontendStuck(identity))
+        loop.call_soon_threadsafe(link.notify, FrontendStuck(identity))
 
     server = CoreServer(engine, endpoint, on_lost=lost)
     stopped, died = asyncio.Event(), death_of(engine)
-    forget_when_told(link, engine)
+    forget_when_asked(link, engine)
     link.on(FrontendGone, lambda note: server.drop_frontend(note.identity))
     link.on(Stop, lambda _: stopped.set())
     await server.start()
     await link.start(connection)
-    link.tell(Ready())
+    link.notify(Ready())
     keep_bytecode()
     stopping = asyncio.ensure_future(stopped.wait())
     await asyncio.wait((stopping, died, link.closed), return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,8 @@
 """The private folder of a server of several processes: their sockets, and the files that they share.
 
 A server that was killed leaves its folder behind. Every process of a server holds the lock of its folder, so that
-the next server can tell such folders from those in use, and remove them. The lock gets its name once it is held:
-a folder whose lock has no name yet belongs to a server that starts.
+the next server can distinguish such folders from those in use, and remove them. The lock gets its name once it is
+held: a folder whose lock has no name yet belongs to a server that starts.
 
 Programs that clean folders for temporary files remove what is old. Some of them leave alone what is in a folder
 that is locked itself, as systemd-tmpfiles does; for the others the supervisor touches the files (`touch`).

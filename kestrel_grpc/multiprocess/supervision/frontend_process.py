@@ -43,7 +43,8 @@ from kestrel_runtime.memory.host_limits import processor_quota
 
 _METRICS_TIMEOUT_S = 10.0
 _OOM_SCORE = 300
-"""When memory runs out the kernel ends a front end before a core, whose start takes longer."""
+"""The adjustment with which the kernel, when memory runs out, ends a front end before a core, whose start takes
+longer."""
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class _Frontend:
         self._connecting: dict[int, asyncio.Task[None]] = {}
         """Connections to new processes of cores, by index."""
         self._news: list[CoreGone | CoreReady] = []
-        """What became of cores before there was a client of them."""
+        """The changes of cores before there was a client of them."""
         self._core_came = asyncio.Event()
         self._client: EngineClient | None = None
         self._server: Server | None = None
@@ -122,12 +123,12 @@ class _Frontend:
         link.on(Withdraw, lambda _: server.withdraw())
         link.on(ReadAgain, lambda _: server.read_again())
         link.on(Announce, lambda _: server.announce())
-        client.on_status_change(lambda now: link.tell(Serving(now is EngineStatus.SERVING)))
+        client.on_status_change(lambda now: link.notify(Serving(now is EngineStatus.SERVING)))
         freeze_existing_objects()
         lower_grpc_threads()
         await server.start()
-        link.tell(Serving(client.status is EngineStatus.SERVING))
-        link.tell(Ready())
+        link.notify(Serving(client.status is EngineStatus.SERVING))
+        link.notify(Ready())
         if said.index == 0:
             keep_bytecode()
         await asyncio.wait((stopping, draining, link.closed), return_when=asyncio.FIRST_COMPLETED)
@@ -153,7 +154,7 @@ class _Frontend:
         return b"" if self._server is None else await asyncio.to_thread(self._server.metrics_text)
 
     async def _connect_first(self) -> EngineClient:
-        """A client of the cores that serve, once there is one; the others are told of later."""
+        """A client of the cores that serve, once there is one; the others are reported later."""
         said, ready = self._said, set(self._said.ready_cores)
         while not ready:
             await self._core_came.wait()

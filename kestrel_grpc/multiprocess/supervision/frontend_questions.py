@@ -23,7 +23,7 @@ class AskAll(msgspec.Struct, array_like=True):
     topic: str
     question: bytes
     needs_all: bool
-    """Whether one that does not answer is an error; otherwise the answers of the rest are enough."""
+    """True if one that does not answer is an error; otherwise the answers of the rest are enough."""
 
 
 class AskOne(msgspec.Struct, array_like=True):
@@ -49,7 +49,7 @@ class LinkedPeers:
 
     def take_part(self) -> None:
         """Be asked from now on; all topics have their answers."""
-        self._link.tell(TakePart())
+        self._link.notify(TakePart())
 
     async def ask(self, topic: str, question: bytes, *, needs_all: bool = True) -> Sequence[bytes]:
         """The answer of each of the others. Raises `SupervisorUnavailable`."""

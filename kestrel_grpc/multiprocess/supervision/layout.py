@@ -1,4 +1,4 @@
-"""Which processes a configuration asks for, and on which device each engine runs."""
+"""Decides which processes a configuration asks for, and on which device each engine runs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CorePlace:
-    """Where an engine core runs."""
+    """Describes where an engine core runs."""
 
     device: str
-    """As the option `--device`."""
+    """The device, as the option `--device` names it."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of its process that select the device."""
 
@@ -85,7 +85,7 @@ def _cores(config: ServerConfig, environment: Mapping[str, str]) -> tuple[CorePl
 
 
 def _auto_frontends(core: CorePlace) -> int:
-    """As many as the processors feed; none where a GPU does not wait for them."""
+    """Returns as many front ends as the processors feed; none if a GPU does not wait for them."""
     processors = available_processors()
     if sys.platform != "linux" or processors < _MIN_AUTO_PROCESSORS or core.device == "cpu":
         return 0

@@ -1,6 +1,6 @@
 """The connection between the supervisor and one of its children, over a socket that the child inherits.
 
-Both ends tell each other notes and ask each other questions. A message is a msgspec struct; the other end finds the
+Both ends send each other notes and questions. A message is a msgspec struct; the other end finds the
 handler by the name of its class. On the wire a message is its length in four bytes, and then msgpack.
 """
 
@@ -24,7 +24,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_UNREAD_BYTES = 64 * 2**20
 """If more than this waits to be sent, the other end does not read, and the link ends."""
 ANSWER_TIMEOUT_S = 2.0
-"""How long a call waits for the answer of one process, before it fails with UNAVAILABLE."""
+"""The longest wait of a call for the answer of one process, in seconds, before it fails with UNAVAILABLE."""
 _LENGTH_BYTES = 4
 
 _log = logging.getLogger(__name__)
@@ -50,16 +50,16 @@ class _Kind(IntEnum):
 class _Envelope(msgspec.Struct, array_like=True):
     kind: _Kind
     number: int
-    """Of the question; 0 for a note."""
+    """The number of the question; 0 for a note."""
     name: str
-    """Of the message's class; empty for an answer."""
+    """The name of the message's class; empty for an answer."""
     content: msgspec.Raw
 
 
 class Link(asyncio.Protocol):
     """One end of the connection. Belongs to the event loop that `start` runs on.
 
-    Handlers begin in the order in which messages arrive; a coroutine then continues beside the handlers of later
+    Handlers begin in the order in which messages arrive; a coroutine then continues alongside the handlers of later
     messages. `ask` may give up a question that the other end answers later: for a question that changes something,
     send a note that takes it back, which arrives after the question.
     """
@@ -74,7 +74,7 @@ class Link(asyncio.Protocol):
         self._running: set[asyncio.Task[None]] = set()
         self._received = bytearray()
         self._early: list[_Envelope] = []
-        """Notes that were told before `start`."""
+        """Notes that were sent before `start`."""
         self._transport: asyncio.Transport | None = None
         self._closed: asyncio.Future[None] | None = None
 
@@ -95,7 +95,7 @@ class Link(asyncio.Protocol):
         assert self._closed is not None, "the link has not been started"
         return self._closed
 
-    def tell(self, note: msgspec.Struct) -> None:
+    def notify(self, note: msgspec.Struct) -> None:
         """Send a note, at `start` if that is later. If the other end is gone, nothing happens."""
         self._send(_Kind.NOTE, 0, type(note).__name__, note)
 
@@ -120,7 +120,7 @@ class Link(asyncio.Protocol):
         return msgspec.msgpack.decode(content, type=answer)
 
     def close(self) -> None:
-        """End the connection. What was told before is still sent."""
+        """End the connection. Notes before it are still sent."""
         if self._transport is not None:
             self._transport.close()
 

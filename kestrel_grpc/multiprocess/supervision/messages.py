@@ -1,4 +1,4 @@
-"""What the supervisor and its children say to each other about the life of the processes."""
+"""Defines what the supervisor and its children say to each other about the life of the processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Begin(msgspec.Struct, frozen=True):
     """To a new process: the first message."""
 
     config: ServerConfig
-    """With the ports that the supervisor has reserved."""
+    """The configuration with the ports that the supervisor has reserved."""
     name: str
     """Such as "frontend-0"."""
     index: int
@@ -25,15 +25,15 @@ class Begin(msgspec.Struct, frozen=True):
     """To a front end: the cores that serve now."""
     instance_id: str
     build: str
-    """Of the code that the supervisor runs."""
+    """The digest of the code that the supervisor runs."""
 
 
 class Ready(msgspec.Struct):
-    """From a child: it serves."""
+    """A child reports that it serves."""
 
 
 class Serving(msgspec.Struct):
-    """From a front end: whether it accepts requests."""
+    """A front end reports whether it accepts requests."""
 
     is_serving: bool
 
@@ -55,7 +55,7 @@ class CoreGone(msgspec.Struct):
 
     index: int
     is_fault: bool
-    """Whether it may have ended because of a request. False if something outside of the server has killed it."""
+    """True if it may have ended because of a request. False if something outside of the server has killed it."""
 
 
 class CoreReady(msgspec.Struct):
@@ -71,7 +71,7 @@ class FrontendGone(msgspec.Struct):
 
 
 class FrontendStuck(msgspec.Struct):
-    """From a core: a front end does not read what it is sent."""
+    """A core reports that a front end does not read what it is sent."""
 
     identity: str
 

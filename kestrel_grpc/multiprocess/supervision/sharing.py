@@ -1,4 +1,4 @@
-"""What the front ends of a host have in common: the supervisor owns it, and each front end asks for it."""
+"""Shares state among the front ends of a host: the supervisor owns it, and each front end asks for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kestrel_grpc.multiprocess.supervision.token_limits import LimitOwner, Share
 
 
 class Shared:
-    """In a front end: its part of what is shared. `folder` is the supervisor's private folder."""
+    """Holds the part of a front end in what is shared. `folder` is the supervisor's private folder."""
 
     def __init__(self, link: Link, folder: Path, identity: str, *, name: str, num_frontends: int) -> None:
         self.limits = SharedLimits(link)
@@ -23,7 +23,7 @@ class Shared:
 
 
 class Owner:
-    """In the supervisor: token limits, stored images, and questions of front ends to each other.
+    """Holds the part of the supervisor: token limits, stored images, and questions between front ends.
 
     Belongs to one event loop. `folder` exists and only this user can read it; `cores` returns the links to the
     engine cores that run now.
@@ -49,4 +49,4 @@ class Owner:
 
     def _forget(self, namespace: str, sha256: str) -> None:
         for link in self._cores():
-            link.tell(ForgetImage(namespace, sha256))
+            link.notify(ForgetImage(namespace, sha256))

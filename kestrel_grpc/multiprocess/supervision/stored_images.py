@@ -43,7 +43,7 @@ _IN_PLACE_BYTES = 2**18
 _STORED, _INCOMING = "images", "incoming"
 _MAX_SPARE_BYTES = 16 * 2**20
 MAX_RECENT_BYTES = 64 * 2**20
-"""Of the files that a front end has read last, which it keeps while they are stored."""
+"""The bytes of the files that a front end has read last, which it keeps while they are stored."""
 
 _log = logging.getLogger(__name__)
 
@@ -128,8 +128,8 @@ class ForgetImage(msgspec.Struct, array_like=True):
     sha256: str
 
 
-def forget_when_told(link: Link, engine: Engine) -> None:
-    """In an engine core: remove from its caches what was computed from images whose time is over."""
+def forget_when_asked(link: Link, engine: Engine) -> None:
+    """Removes from the caches of an engine core what was computed from images whose time is over."""
     purges = CachePurges(engine)
     link.on(ForgetImage, lambda note: purges.forget_image(note.namespace, note.sha256))
 
@@ -191,7 +191,7 @@ class SharedImages:
 
     def drop_namespace(self, namespace: str) -> None:
         """Drop all images of a namespace."""
-        self._link.tell(DropNamespace(namespace))
+        self._link.notify(DropNamespace(namespace))
 
     async def _read(self, key: _Key, size_bytes: int) -> HashedImage:
         namespace, handle = key
@@ -282,7 +282,8 @@ class _RecentFiles:
 class ImageOwner:
     """The index and the files of all stored images, in the supervisor. Belongs to one event loop.
 
-    `folder` exists and only this user can read it. `forget` tells every engine core of an image whose time is over.
+    `folder` exists and only this user can read it. `forget` informs every engine core of an image whose time is
+    over.
     """
 
     def __init__(self, folder: Path, limits: StoreLimits, forget: Forget) -> None:
@@ -367,7 +368,7 @@ class ImageOwner:
         with contextlib.suppress(OSError):
             self._path(namespace, handle).unlink()
         for link in self._links.values():
-            link.tell(DropFile(namespace, handle))
+            link.notify(DropFile(namespace, handle))
 
     def _path(self, namespace: str, handle: ImageHandle) -> Path:
         return self._folder / _STORED / _file_name(namespace, handle)

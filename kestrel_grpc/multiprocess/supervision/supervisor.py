@@ -1,7 +1,7 @@
 """The supervisor: starts front ends and engine cores, restarts those that end, and ends all of them in order.
 
     start     reserve the ports ── start all processes ── all cores have loaded ── front ends listen ── announce
-    life      a process ends → the others are told → it is started again, at once or after a pause
+    life      a process ends → the others are informed → it is started again, at once or after a pause
     SIGTERM   withdraw ── wait ── front ends drain and exit ── cores exit          a second signal: all exit now
 
 Each child has one task, `_Child.keep`, which runs its processes one after the other. The supervisor handles no
@@ -72,7 +72,7 @@ WELL_S = 60.0
 """A process that has served for this long has started well: the next pause is the shortest again."""
 _METRICS_TIMEOUT_S = 5.0
 _LAST_S = 10.0
-"""For a front end to end after its drain timeout, or after it was told to stop."""
+"""The seconds that a front end has to end after its drain timeout, or after the order to stop."""
 _REAP_INTERVAL_S = 5.0
 LOOK_INTERVAL_S = 5.0
 """Between two looks whether the private folder is still there."""
@@ -121,14 +121,14 @@ class Supervisor:
         self.num_cores = len(layout.cores)
         self.num_frontends = layout.num_frontends
         self.is_ending = False
-        """Whether a process that ends is not started again."""
+        """True if a process that ends is not started again."""
         self.must_end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why no process can be started again, so that the server ends, to be started anew."""
         self._is_withdrawn = False
         self._no_core_serves = asyncio.Event()
         """Set while all cores that have served are gone."""
         self.owner = Owner(folder, config.store_limits(), self._links_to_cores)
-        """Of what the front ends share."""
+        """The owner of what the front ends share."""
         self._restarts: Counter[str] = Counter()
         self._registry = new_registry(self._read)
         self._cores = [_Core(self, index, place) for index, place in enumerate(layout.cores)]
@@ -162,12 +162,12 @@ class Supervisor:
     async def serve(self) -> int:
         """Run until a signal; returns the exit status. Raises `PortUnavailable`."""
         began, end = time.monotonic(), "the start has failed"
-        with stop_signals(lambda: self._tell_frontends(ReadAgain())) as signals:
+        with stop_signals(lambda: self._notify_frontends(ReadAgain())) as signals:
             try:
                 self._reserve_ports()
                 starting = asyncio.ensure_future(self._start())
                 await asyncio.wait((starting, signals.first), return_when=asyncio.FIRST_COMPLETED)
-                if not starting.done():  # nobody is served yet
+                if not starting.done():  # no caller is served yet
                     starting.cancel()
                     number = signals.first.result()
                     end = f"{number.name} during the start"
@@ -211,22 +211,22 @@ class Supervisor:
         return frozenset(core.index for core in self._cores if core.is_ready)
 
     def core_ended(self, index: int, *, is_fault: bool) -> None:
-        """The process of a core has ended: tell the front ends."""
+        """The process of a core has ended: inform the front ends."""
         for frontend in self._frontends:
-            frontend.tell(CoreGone(index, is_fault))
+            frontend.notify(CoreGone(index, is_fault))
         if not self.ready_cores():
             self._no_core_serves.set()
 
     def core_ready(self, index: int) -> None:
-        """A new process of a core serves: tell the front ends."""
+        """A new process of a core serves: inform the front ends."""
         self._no_core_serves.clear()
         for frontend in self._frontends:
-            frontend.tell(CoreReady(index))
+            frontend.notify(CoreReady(index))
 
     def frontend_ended(self, identity: str) -> None:
-        """The process of a front end has ended: tell the cores."""
+        """The process of a front end has ended: inform the cores."""
         for core in self._cores:
-            core.tell(FrontendGone(identity))
+            core.notify(FrontendGone(identity))
 
     def end_frontend(self, identity: str) -> None:
         """A front end does not read what a core sends it."""
@@ -262,7 +262,7 @@ class Supervisor:
             address = address_of(config.metrics_host, self._probe_port.port or 0)
             _log.info("metrics and probes of all processes on http://%s", address)
         freeze_existing_objects()
-        self._frontends[0].tell(Announce())
+        self._frontends[0].notify(Announce())
 
     async def _keep(self, child: _Child) -> None:
         """Keep a child, and end the server rather than leave one without a process."""
@@ -291,12 +291,12 @@ class Supervisor:
         """The lame-duck period, which ends early if no core serves, and then the draining of the front ends."""
         _log.info("withdrawing: calls are taken for another %g s", delay_s)
         self._is_withdrawn = True
-        self._tell_frontends(Withdraw())
+        self._notify_frontends(Withdraw())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
                 await self._no_core_serves.wait()
         self.is_ending = True
-        self._tell_frontends(Drain())
+        self._notify_frontends(Drain())
         await self._ended(self._frontends, self.config.drain_timeout + _LAST_S)
 
     async def _stop(self) -> None:
@@ -325,9 +325,9 @@ class Supervisor:
         if late:
             await asyncio.wait(late)
 
-    def _tell_frontends(self, note: Any) -> None:
+    def _notify_frontends(self, note: Any) -> None:
         for frontend in self._frontends:
-            frontend.tell(note)
+            frontend.notify(note)
 
     def _is_ready(self) -> bool:
         return not self._is_withdrawn and any(frontend.is_serving for frontend in self._frontends)
@@ -349,7 +349,7 @@ class Supervisor:
         self.config = replace(config, **changes)
 
     async def _reap_orphans(self) -> None:
-        """As the first process of a container: collect processes whose parents have ended."""
+        """Collects, as the first process of a container, processes whose parents have ended."""
         while True:
             await asyncio.sleep(_REAP_INTERVAL_S)
             collect_orphans({child.pid for child in self._children})
@@ -369,16 +369,16 @@ class _Child:
         self.link: Link | None = None
         self.is_ready = False
         self.is_killed = False
-        """Whether the supervisor has killed the process."""
+        """True if the supervisor has killed the process."""
         self.first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[int] | None = None
-        """Of the process that runs: its exit status, negative for a signal."""
+        """The exit status of the process that runs, negative for a signal."""
         self._process: subprocess.Popen[bytes] | None = None
         self._generation = 0
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs, or ran last."""
+        """The id of the process that runs, or ran last."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -461,15 +461,15 @@ class _Child:
         self.first_ready.set_exception(StartFailed(f"{self.name} {said}", status))
         return True
 
-    def tell(self, note: Any) -> None:
-        """Tell its process, if there is one."""
+    def notify(self, note: Any) -> None:
+        """Sends its process a note, if there is one."""
         if self.link is not None:
-            self.link.tell(note)
+            self.link.notify(note)
 
     def stop(self) -> None:
         """End its process, in order if it serves."""
         if self.is_ready:
-            self.tell(Stop())
+            self.notify(Stop())
         else:
             self.kill()
 
@@ -606,7 +606,7 @@ class _Frontend(_Child):
     def __init__(self, supervisor: Supervisor, index: int) -> None:
         super().__init__(supervisor, index)
         self.is_serving = False
-        """Whether it accepts requests."""
+        """True if it accepts requests."""
 
     def handle(self, link: Link) -> None:
         self.supervisor.owner.join(self.identity, link)

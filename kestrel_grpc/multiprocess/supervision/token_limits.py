@@ -69,7 +69,7 @@ class SharedLimits:
     def adopt(self, limit: TokenLimit) -> CountedCall:
         """Counts a call that runs already."""
         call = _SharedCall(self._link, next(self._numbers))
-        self._link.tell(AdoptCall(call.number, limit))
+        self._link.notify(AdoptCall(call.number, limit))
         return call
 
 
@@ -83,7 +83,7 @@ class _SharedCall:
         self.number = number
 
     def leave(self) -> None:
-        self._link.tell(LeaveCall(self.number))
+        self._link.notify(LeaveCall(self.number))
 
 
 class LimitOwner:

@@ -76,7 +76,7 @@ async def test_notes_keep_their_order_and_come_before_a_later_question(ends: End
     supervisor.on(Said, lambda note: heard.append(note.text))
     supervisor.on(Double, lambda question: None)
     for number in range(1000):
-        child.tell(Said(str(number)))
+        child.notify(Said(str(number)))
     await child.ask(Double(1), type(None), timeout_s=TIMEOUT_S)
     assert heard == [str(number) for number in range(1000)]
 
@@ -86,8 +86,8 @@ async def test_notes_before_the_start_are_sent_then() -> None:
     supervisor, child = Link("frontend-0"), Link("the supervisor")
     heard: list[str] = []
     child.on(Said, lambda note: heard.append(note.text))
-    supervisor.tell(Said("first"))
-    supervisor.tell(Said("second"))
+    supervisor.notify(Said("first"))
+    supervisor.notify(Said("second"))
     child.on(Double, lambda question: None)
     await supervisor.start(ours)
     await child.start(theirs)
@@ -147,7 +147,7 @@ async def test_a_peer_that_goes_fails_all_open_questions_and_every_later_one(end
     await child.closed
     with pytest.raises(SupervisorUnavailable, match="the supervisor is gone"):
         await child.ask(Double(1), Doubled, timeout_s=TIMEOUT_S)
-    child.tell(Said("into the void"))
+    child.notify(Said("into the void"))
 
 
 async def test_callers_are_told_that_the_server_is_unavailable() -> None:
@@ -179,7 +179,7 @@ async def test_a_peer_that_does_not_read_is_let_go(
     supervisor, child = ends
     monkeypatch.setattr(link_module, "MAX_UNREAD_BYTES", 2**20)
     for _ in range(100):  # this event loop does not turn, so nobody reads
-        child.tell(Said("x" * 2**16))
+        child.notify(Said("x" * 2**16))
     await asyncio.gather(child.closed, supervisor.closed)
     assert "the supervisor does not read: its link is closed" in caplog.text
 
