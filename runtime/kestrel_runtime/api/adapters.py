@@ -32,6 +32,7 @@ class AdapterInfo:
     """An adapter that is loaded into a slot."""
 
     name: str
+    """The name that requests give."""
     digest: str
     """SHA-256 of the adapter's files, as hexadecimal digits."""
     slot: int
@@ -47,10 +48,13 @@ class AdapterLoad:
     """A reading of the adapter slots. Counts start at the start of the engine."""
 
     num_slots: int = 0
+    """Slots that adapters can be loaded into; 0 if requests may not use adapters."""
     num_filled_slots: int = 0
+    """Slots that hold an adapter."""
     num_used_slots: int = 0
     """Slots that running requests use."""
     num_loads: int = 0
+    """Loads of adapters that succeeded."""
     num_failures: int = 0
     """Loads of adapters that failed."""
     num_evictions: int = 0

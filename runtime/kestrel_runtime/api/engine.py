@@ -39,6 +39,7 @@ class SkillDefaults:
     max_tokens: int | None = None
     """The most tokens that are generated; None where the number of objects limits the answer."""
     max_objects: int | None = None
+    """The most objects that are found; None for other skills than point and detect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +101,25 @@ class EngineInfo:
     """The served model and its limits, for discovery."""
 
     model: str
+    """The name of the checkpoint, which requests may give as their model."""
     revision: str | None
+    """The commit of a checkpoint of the hub; None for local files and the built-in model."""
     architecture: str
+    """The architecture that the model's configuration names."""
     skills: Mapping[str, SkillDefaults]
     """The defaults of each skill by its name, in the order in which clients see the skills."""
     device: str
+    """The type of the device: cpu or cuda."""
     dtype: str
+    """The number format of activations, such as bfloat16."""
     max_context_tokens: int
+    """The most positions of a request: its prompt, its image and its answer."""
     max_batch_size: int
+    """The most requests that generate at a time."""
     num_parameters: int
+    """Parameters of the model, those of all experts included."""
     config: EngineConfig
+    """The settings of the engine."""
     memory: MemoryPlan | None = None
     """The division of the device's memory at start; None where no memory was divided."""
     device_uuid: str | None = None
@@ -174,11 +184,17 @@ class Load:
     """A reading of how busy the engine is."""
 
     num_running: int
+    """Requests that hold a row of the batch: their prompts are being computed, or they generate."""
     num_waiting: int
+    """Prepared requests that wait for a row or for pages."""
     num_preprocessing: int
+    """Requests that wait for a preprocessing worker, or are being prepared."""
     num_used_pages: int
+    """Pages of the KV cache that requests hold."""
     num_pages: int
+    """All pages of the KV cache."""
     tokens_per_second: float
+    """Generated tokens per second, over the last seconds."""
     decoded_image_bytes: int = 0
     """Memory of images that are being decoded or that requests hold."""
     prefix_cache: CacheLoad = CacheLoad()

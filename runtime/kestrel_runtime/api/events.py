@@ -54,9 +54,13 @@ class Timing:
     """The durations of a request's stages, in seconds. `decode_s` runs from the first token to the last."""
 
     queue_s: float
+    """Time in queues: for a preprocessing worker, and later for a row of the batch and pages."""
     preprocess_s: float
+    """Time to decode the image and build the prompt."""
     prefill_s: float
+    """Time from the start of the request on the device to its first token."""
     time_to_first_token_s: float
+    """Time from the submission of the request to its first token."""
     decode_s: float
 
 
@@ -98,6 +102,7 @@ class TextDelta(NamedTuple):  # not a dataclass: one is made for each token, in 
 
     text: str
     channel: TextChannel
+    """The text that the piece belongs to."""
     token_index: int
     num_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()

@@ -46,8 +46,8 @@ class PixelFormat(Enum):
 class RawImage:
     """The pixels of an image: rows from the top, pixels from the left.
 
-    `row_stride_bytes` is the distance of the starts of two rows. The padding after the last row may be missing. The
-    length of the image is that of `pixels`.
+    `row_stride_bytes` is the number of bytes from the start of a row to the start of the next. The padding after
+    the last row may be missing. `len` returns the number of bytes in `pixels`.
     """
 
     pixels: bytes

@@ -39,6 +39,7 @@ class Option:
     parse: Callable[[str], Any]
     default_text: str
     by_device: ByDevice | None
+    """The values of an unset option, if they depend on the device; else None."""
 
 
 def option(

@@ -74,16 +74,16 @@ class CachePolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The options that all skills share.
-
-    `model` "" takes the served model, `adapter` "" takes none; `max_queue_s` None waits without bound.
-    """
+    """The options that all skills share."""
 
     model: str = ""
+    """The name of the model; "" takes the served one."""
     max_queue_s: float | None = None
+    """The longest wait before the request starts, in seconds; None for no bound."""
     priority: Priority = Priority.NORMAL
     cache: CachePolicy = CachePolicy.USE
     adapter: str = ""
+    """The name of an adapter; "" for none."""
     max_priority: Priority = Priority.NORMAL
     """The highest priority that the request may have between tenants. Callers cannot choose it."""
 
@@ -133,12 +133,17 @@ class Query(_Checked):
     """
 
     question: str
+    """The question, of at most `MAX_TEXT_BYTES`."""
     image: Image | None = None
+    """An encoded file's bytes, or pixels; None for a question about no image."""
     reasoning: bool = False
+    """True if the model writes its reasoning before the answer."""
     spatial_refs: tuple[SpatialRef, ...] = ()
+    """Places in the image that the question refers to, at most `MAX_SPATIAL_REFS`."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)
     constraint: Constraint | None = None
+    """The form of the answer; None for any text. The reasoning is not constrained."""
     skill: ClassVar[str] = "query"
 
     @classmethod
@@ -195,8 +200,10 @@ class _ObjectRequest(_Checked):
     """The fields that point, detect and segment share; `object` names what to look for."""
 
     object: str
+    """The name of the objects to look for, of at most `MAX_TEXT_BYTES`."""
     image: Image
     max_objects: int | None = None
+    """The most objects that are found, up to `MAX_OBJECTS`; None takes the default of 150."""
     spatial_refs: tuple[SpatialRef, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)

@@ -141,7 +141,7 @@ class Stream:
 
     def _end(self) -> None:
         self.over.set_result(None)
-        # It knows the stream and the request's image: held any longer, they would wait for the garbage collector.
+        # The callback refers to the stream and the image: otherwise only the garbage collector would free them.
         self._on_cancel = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

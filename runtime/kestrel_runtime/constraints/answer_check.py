@@ -71,12 +71,12 @@ class Validator:
             )
         return self._known[key]
 
-    def place(self, schema: Any, value: Any) -> str:
+    def pointer(self, schema: Any, value: Any) -> str:
         """Returns the JSON pointer, within an invalid value, of the part that is invalid."""
         if isinstance(schema, dict) and self._is_own_valid(cast("dict[str, Any]", schema), value):
             for parts, item, step in self._parts(cast("dict[str, Any]", schema), value):
                 if not any(self.is_valid(part, item) for part in parts):
-                    return step + (self.place(parts[0], item) if len(parts) == 1 else "")
+                    return step + (self.pointer(parts[0], item) if len(parts) == 1 else "")
         return ""
 
     def _parts(self, schema: dict[str, Any], value: Any) -> Iterator[tuple[list[Any], Any, str]]:
@@ -201,4 +201,4 @@ class AnswerCheck:
         """
         value = json.loads(answer, parse_float=decimal_of)
         validator = Validator(self._schema)
-        return None if validator.is_valid(self._schema, value) else validator.place(self._schema, value)
+        return None if validator.is_valid(self._schema, value) else validator.pointer(self._schema, value)

@@ -121,7 +121,7 @@ class ConstraintCompiler:
             done, constraint, vocabulary, tenant = self._take()
             try:
                 done.set_result(self._compile(constraint, vocabulary))
-            except BaseException as error:  # a panic of the library is no `Exception`
+            except BaseException as error:  # a panic of the library is not an `Exception`
                 done.set_exception(error)
             del done, constraint, vocabulary
             with self._lock:

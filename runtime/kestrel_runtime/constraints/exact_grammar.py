@@ -91,7 +91,7 @@ class _Writer:
             name = self._names[id(schema)] = self._of_texts[text]
         elif name is None:
             name = self._names[id(schema)] = f"r{len(self._names)}"
-            self.rules.append("")  # in its place until the rules that it refers to are written
+            self.rules.append("")  # reserves its position until the rules that it refers to are written
             place = len(self.rules) - 1
             self.rules[place] = f"{name}: {self._body(schema)}"
         return name
@@ -156,7 +156,7 @@ class _Writer:
 
     def _sequence(self, pairs: list[tuple[str, bool]]) -> str:
         """Returns the expression of pairs in this order, of which those that are not required may be left out."""
-        first, after = '""', '""'  # of the pairs from one on: where none, or one, has come before
+        first, after = '""', '""'  # of the remaining pairs: if none, or one, is before them
         for pair, is_required in reversed(pairs):
             chosen = self._named(f"{pair} {after}")
             later = self._named(f'", " {chosen}')

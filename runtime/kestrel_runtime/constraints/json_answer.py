@@ -154,7 +154,7 @@ class JsonAnswer:
     def lead(self, mask: Mask) -> None:
         """Keeps only tokens of an answer that opens every optional part and has one item in each list."""
         if not self.is_in_text:
-            if self._item_starts and self._item_starts[-1] == self.num_tokens:  # nothing has come since it began
+            if self._item_starts and self._item_starts[-1] == self.num_tokens:  # the list or object is still empty
                 remove(mask, self.tokens.closes)
             if len(self._item_starts) < MAX_NESTING and (
                 keep(mask, self.tokens.opens_object) or keep(mask, self.tokens.opens_list)

@@ -72,7 +72,7 @@ class AnswerMatcher:
 
     @property
     def check(self) -> Callable[[str], str | None] | None:
-        """Finds the place in a complete answer that its schema does not allow; None if no check is needed."""
+        """Returns the JSON pointer of an invalid part of a complete answer; None if no check is needed."""
         return None if self._compiled.check is None else self._compiled.check.miss
 
     def take(self, generated: Sequence[Token]) -> None:
@@ -123,34 +123,34 @@ class LibraryMasks:
         results: list[NDArray[np.int32] | ConstraintFailed | None] = [None] * len(requests)
         table = np.zeros((len(requests), self._num_words), dtype=np.int32)
         asked: list[tuple[AnswerMatcher, int]] = []
-        for place, (matcher, generated) in enumerate(requests):
+        for index, (matcher, generated) in enumerate(requests):
             own = cast(AnswerMatcher, matcher)
             try:
                 own.take(generated)
             except ConstraintFailed as error:
-                results[place] = error
+                results[index] = error
                 continue
             if own.is_in_answer:
-                asked.append((own, place))
+                asked.append((own, index))
         try:
-            self._compute([(own.library, place) for own, place in asked], table)
-        except BaseException:  # a panic of the library, which is no `Exception`
+            self._compute([(own.library, index) for own, index in asked], table)
+        except BaseException:  # a panic of the library is not an `Exception`
             _log.exception("the masks of %d answers cannot be computed", len(asked))
             table[:] = 0
-        for own, place in asked:
+        for own, index in asked:
             # llguidance never returns an empty mask without an error; treat one as a failure.
-            if own.library.is_error() or not table[place].any():
-                results[place] = ConstraintFailed()
+            if own.library.is_error() or not table[index].any():
+                results[index] = ConstraintFailed()
                 continue
-            own.narrow(table[place])
-            results[place] = table[place]
+            own.narrow(table[index])
+            results[index] = table[index]
         return results
 
     def _compute(self, asked: list[tuple[llguidance.LLMatcher, int]], table: NDArray[np.int32]) -> None:
         row_bytes = table.shape[1] * table.itemsize
         if len(asked) == 1:
-            library, place = asked[0]
-            library.unsafe_compute_mask_ptr(table[place].ctypes.data, row_bytes)
+            library, index = asked[0]
+            library.unsafe_compute_mask_ptr(table[index].ctypes.data, row_bytes)
         elif asked:
             if self._executor is None:
                 self._executor = llguidance.LLExecutor(self._num_threads)
@@ -166,8 +166,8 @@ def step_masks(
     The tokens of all steps before must be known.
     """
     asked = [
-        (place, MaskRequest(sequence.matcher, sequence.generated))
-        for place, sequence in enumerate(batch.sampled)
+        (index, MaskRequest(sequence.matcher, sequence.generated))
+        for index, sequence in enumerate(batch.sampled)
         # One that has ended meanwhile is still in the step; its token is dropped.
         if sequence.matcher is not None and sequence.state is not SequenceState.FINISHED
     ]
@@ -175,9 +175,9 @@ def step_masks(
     failed: list[ScheduledSequence] = []
     if asked:
         assert make_masks is not None, "an engine that takes constraints has one"
-        for (place, _), mask in zip(asked, make_masks([request for _, request in asked]), strict=True):
+        for (index, _), mask in zip(asked, make_masks([request for _, request in asked]), strict=True):
             if isinstance(mask, Exception):
-                failed.append(batch.sampled[place])
+                failed.append(batch.sampled[index])
             else:
-                masks[place] = mask
+                masks[index] = mask
     return masks, failed

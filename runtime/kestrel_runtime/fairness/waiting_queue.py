@@ -88,9 +88,9 @@ class WaitingQueue(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         """Yields all items by tenant: those that return, then the others by priority and age."""
         for tenant in self._tenants.values():
-            yield from (place.item for place in tenant.returning)
+            yield from (position.item for position in tenant.returning)
             for line in tenant.lines:
-                yield from (place.item for place in line)
+                yield from (position.item for position in line)
 
     def push(self, item: Item) -> None:
         """Adds an item that has not started yet."""
@@ -121,20 +121,20 @@ class WaitingQueue(Generic[Item]):
         """
         if self.has_one_tenant:
             for tenant in self._tenants.values():
-                place = self._first_of(tenant, now, may_start)
-                return None if place is None else place.item
+                position = self._first_of(tenant, now, may_start)
+                return None if position is None else position.item
             return None
-        heads: list[tuple[int, int, _Tenant[Item], _Place[Item]]] = []
+        heads: list[tuple[int, int, _Tenant[Item], _Position[Item]]] = []
         levels = [_LAST] * _NUM_PRIORITIES  # the most urgent of each standing, then of it and all lower ones
         for tenant in self._tenants.values():
-            place = self._first_of(tenant, now, may_start)
-            if place is None:
+            position = self._first_of(tenant, now, may_start)
+            if position is None:
                 continue
-            standing = int(place.item.standing)
-            level = self._level(standing, place.item, now)
+            standing = int(position.item.standing)
+            level = self._level(standing, position.item, now)
             if level < levels[standing]:
                 levels[standing] = level
-            heads.append((standing, level, tenant, place))
+            heads.append((standing, level, tenant, position))
         if len(heads) < 2:
             return heads[0][3].item if heads else None
         share_of = None if shares is None else shares()
@@ -143,14 +143,14 @@ class WaitingQueue(Generic[Item]):
         best = min(
             (
                 levels[standing],
-                0.0 if share_of is None else share_of(place.item.tenant),
+                0.0 if share_of is None else share_of(position.item.tenant),
                 tenant.service,
                 level,
-                place.item.submitted,
-                place.number,
-                place,
+                position.item.submitted,
+                position.number,
+                position,
             )
-            for standing, level, tenant, place in heads
+            for standing, level, tenant, position in heads
         )
         return best[-1].item
 
@@ -176,18 +176,18 @@ class WaitingQueue(Generic[Item]):
 
     def _first_of(
         self, tenant: _Tenant[Item], now: float, may_start: Callable[[Item], bool] | None
-    ) -> _Place[Item] | None:
+    ) -> _Position[Item] | None:
         first = _first_in(tenant.returning, may_start)
         if first is not None:
             return first
         first_level = _LAST
         for priority, line in enumerate(tenant.lines):
-            place = _first_in(line, may_start)
-            if place is None:
+            position = _first_in(line, may_start)
+            if position is None:
                 continue
-            level = self._level(priority, place.item, now)
-            if first is None or (level, place) < (first_level, first):
-                first, first_level = place, level
+            level = self._level(priority, position.item, now)
+            if first is None or (level, position) < (first_level, first):
+                first, first_level = position, level
         return first
 
     def _level(self, priority: int, item: Item, now: float) -> int:
@@ -204,24 +204,24 @@ class WaitingQueue(Generic[Item]):
     def _forget_tenants(self) -> None:
         """Drops idle tenants whose service is at most the virtual time; beyond a limit, also the least served."""
         idle = sorted((item.service, name) for name, item in self._tenants.items() if not item.is_waiting)
-        for place, (service, name) in enumerate(idle):
-            if service <= self._virtual_time or len(idle) - place > _MAX_IDLE_TENANTS:
+        for index, (service, name) in enumerate(idle):
+            if service <= self._virtual_time or len(idle) - index > _MAX_IDLE_TENANTS:
                 del self._tenants[name]
 
-    def _add(self, line: list[_Place[Item]], item: Item, order: float) -> None:
+    def _add(self, line: list[_Position[Item]], item: Item, order: float) -> None:
         self._num_pushed += 1
-        insort(line, _Place(order, self._num_pushed, item))
+        insort(line, _Position(order, self._num_pushed, item))
         self._num_waiting += 1
 
     def _take_out(self, tenant: _Tenant[Item], item: Item) -> bool:
         """Removes an item from its line. Returns True if it was one that returns."""
         self._num_waiting -= 1
-        for index, place in enumerate(tenant.returning):
-            if place.item is item:
+        for index, position in enumerate(tenant.returning):
+            if position.item is item:
                 del tenant.returning[index]
                 return True
         line = tenant.lines[item.priority]
-        index = bisect_left(line, item.submitted, key=lambda place: place.order)
+        index = bisect_left(line, item.submitted, key=lambda position: position.order)
         while line[index].item is not item:
             index += 1
         del line[index]
@@ -229,7 +229,7 @@ class WaitingQueue(Generic[Item]):
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _Place(Generic[Item]):
+class _Position(Generic[Item]):
     """A position in a tenant's line: by arrival or, for items that return, by start.
 
     No two positions are equal, so items themselves are never compared.
@@ -245,15 +245,15 @@ class _Tenant(Generic[Item]):
     """The state of a tenant: its items that return, its lines (one per priority, oldest first), and its service."""
 
     service: float
-    returning: list[_Place[Item]] = field(default_factory=list)
-    lines: list[list[_Place[Item]]] = field(default_factory=lambda: [[] for _ in Priority])
+    returning: list[_Position[Item]] = field(default_factory=list)
+    lines: list[list[_Position[Item]]] = field(default_factory=lambda: [[] for _ in Priority])
 
     @property
     def is_waiting(self) -> bool:
         return bool(self.returning) or any(self.lines)
 
 
-def _first_in(line: list[_Place[Item]], may_start: Callable[[Item], bool] | None) -> _Place[Item] | None:
+def _first_in(line: list[_Position[Item]], may_start: Callable[[Item], bool] | None) -> _Position[Item] | None:
     if may_start is None or not line:
         return line[0] if line else None
-    return next((place for place in line if may_start(place.item)), None)
+    return next((position for position in line if may_start(position.item)), None)

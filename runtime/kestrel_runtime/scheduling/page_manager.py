@@ -235,7 +235,7 @@ class PageManager:
             for page in own.pages[own.num_shared :]:
                 self._pages[page].writing.add(step)
                 self._steps[step].append(page)
-        # The end of the chain comes first, so that it is evicted before what it continues.
+        # The end of the chain is cached first, so that it is evicted before the pages that it continues.
         for page in (*reversed(own.pages), *own.sources):
             state = self._pages[page]
             if state.references > 1:

@@ -370,7 +370,7 @@ class Scheduler:
         for sequence in list(self._active):
             while self._needs_page(sequence) and sequence.has_room:
                 if self._pages.num_available:
-                    # Decode steps run in the order of their launches, so this one comes after earlier writers.
+                    # Decode steps run in the order of their launches, so this one runs after earlier writers.
                     sequence.pages += self._pages.append(sequence.id, sequence.length)
                 else:
                     self._preempt(self._shares().first_to_preempt())  # may be `sequence`, and then the loop ends
