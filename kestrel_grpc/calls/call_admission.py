@@ -173,7 +173,7 @@ class CallAdmission:
             if task is None or task.cancelling():
                 self.abandon(call)
                 return None
-            # Not the call was cancelled, but a future that it awaited. Without an answer the caller would wait
+            # A future that the call awaited was cancelled, not the call: without an answer its caller would wait
             # forever.
             error = EngineUnavailable("a part of the engine was cancelled")
         elif not isinstance(error, Exception):

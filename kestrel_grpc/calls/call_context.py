@@ -18,8 +18,8 @@ from kestrel_runtime.api.requests import Priority, Request
 REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
-# When a deadline passes, the caller cancels the call. Seen from here, that happens earlier than the deadline by the
-# time that the call took to arrive, and by what gRPC rounded up when it wrote the deadline.
+# When a deadline passes, the caller cancels the call. The server sees that before the deadline, by the time in
+# which the call arrived and by the amount that gRPC added when it rounded the deadline up.
 _TRANSIT_S = 0.02
 _ROUNDED_UP = 0.01
 
@@ -92,7 +92,7 @@ class Interruptible(AbstractContextManager[None]):
         if self._error is None:
             return
         assert task is not None
-        # Where the caller has cancelled the call at the same moment, that is what ended it.
+        # If the caller cancelled the call at the same moment, its cancellation ends the block.
         is_ours = task.uncancel() <= self._num_cancels
         if is_ours and isinstance(error, asyncio.CancelledError):
             raise self._error from None
@@ -118,10 +118,10 @@ class RequestSummary:
 
 
 class CallContext:
-    """Made when a call arrives. `deadline_s` counts from then; None where the caller set no deadline.
+    """Holds the state of a call from its arrival on. `deadline_s` counts from then; None if the caller set none.
 
     `request` and `finished` are set while the call runs, for metrics, traces and logs; they stay None if the call
-    ends before. `release` is called once nothing refers to the message of the call, at the latest at its end.
+    ends earlier. `release` is called once nothing refers to the message of the call, at the latest at its end.
     """
 
     __slots__ = (

@@ -104,7 +104,7 @@ class Submission:
 
     async def _listed(self, adapter: str, model: str) -> str:
         names = await self._engine.adapter_names()
-        # Of a repository every revision may be named, and only its name is listed.
+        # Requests may name any revision of a repository; only the repository itself is listed.
         if adapter not in names and adapter.partition("@")[0] not in names:
             raise ModelNotFound(model, did_you_mean(model, (self._engine.info.model, *names)))
         return adapter

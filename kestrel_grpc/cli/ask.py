@@ -228,7 +228,7 @@ def _segment(client: Client, arguments: argparse.Namespace, image: str) -> None:
         with client.stream_segment(image, arguments.object, **options) as stream:
             _print_outline(stream)
             result = stream.result()
-        _complain_of_outline(arguments, result)
+        _warn_of_outline(arguments, result)
     _draw(arguments.draw, image, result)
 
 
@@ -412,7 +412,7 @@ def _show(arguments: argparse.Namespace, image: str, result: PointResult | Detec
     _draw(arguments.draw, image, result)
 
 
-def _complain_of_outline(arguments: argparse.Namespace, result: SegmentResult) -> None:
+def _warn_of_outline(arguments: argparse.Namespace, result: SegmentResult) -> None:
     if not result.segments:
         print_error(f"no {arguments.object} found")
     elif result.segments[0].is_partial:

@@ -107,7 +107,7 @@ class RemoteImages:
             try:
                 yield
             finally:
-                # A thread that resolves a name cannot be stopped: the place is free when it has ended.
+                # A thread that resolves a name cannot be stopped: its turn ends when it has ended.
                 running = next((item for item in resolutions if not item.done()), None)
                 if running is None:
                     self._fetches.give_back(tenant)
@@ -160,22 +160,22 @@ class _FetchLimit:
         """Waits until the tenant may fetch."""
         if self._limit.take(tenant):
             return
-        place = asyncio.get_running_loop().create_future()
-        self._waiting[place] = tenant
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = tenant
         try:
-            await place
+            await turn
         except BaseException:
-            if self._waiting.pop(place, None) is None:  # it was granted in the same turn of the event loop
+            if self._waiting.pop(turn, None) is None:  # it was granted in the same turn of the event loop
                 self.give_back(tenant)
             raise
 
     def give_back(self, tenant: str) -> None:
         """Ends a fetch of the tenant, and lets the one start that has waited longest among those that may."""
         self._limit.give_back(tenant)
-        for place, waiting in tuple(self._waiting.items()):
-            if not place.done() and self._limit.take(waiting):
-                del self._waiting[place]
-                place.set_result(None)
+        for turn, waiting in tuple(self._waiting.items()):
+            if not turn.done() and self._limit.take(waiting):
+                del self._waiting[turn]
+                turn.set_result(None)
 
 
 class _CheckedNetwork(httpcore2.AsyncNetworkBackend):

@@ -422,11 +422,11 @@ def _model_over_http(address: str, tls: Any, token: str | None) -> str:
 
     from kestrel_grpc.cli.batch.callers import ServerAddress
 
-    place = ServerAddress.parse(address, tls)
-    connection = place.connect(_CHECK_TIMEOUT_S)
+    server = ServerAddress.parse(address, tls)
+    connection = server.connect(_CHECK_TIMEOUT_S)
     try:
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        connection.request("GET", f"{place.prefix}/v1/models", headers=headers)
+        connection.request("GET", f"{server.prefix}/v1/models", headers=headers)
         response = connection.getresponse()
         body = response.read()
         if response.status in (401, 403):

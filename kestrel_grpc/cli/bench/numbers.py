@@ -201,8 +201,8 @@ def _histogram(seconds: Any) -> list[dict[str, Any]]:
         return []
     marks = np.linspace(seconds.min(), seconds.max(), _NUM_BUCKETS + 1)
     # A value equal to a mark belongs below it, as does a value that rounding has moved beyond the last mark.
-    places = np.minimum(np.searchsorted(marks, seconds, side="left"), _NUM_BUCKETS)
-    counts = np.bincount(places, minlength=_NUM_BUCKETS + 1)
+    buckets = np.minimum(np.searchsorted(marks, seconds, side="left"), _NUM_BUCKETS)
+    counts = np.bincount(buckets, minlength=_NUM_BUCKETS + 1)
     return [
         {"mark": float(mark), "count": int(count), "frequency": float(count / seconds.size)}
         for mark, count in zip(marks, counts, strict=True)

@@ -237,7 +237,7 @@ class LoadProcesses(Generic[Work]):
                 except EOFError:
                     raise LoadFailed(_ENDED) from None
             if self._watch is not None:
-                counts = (sum(counts[place] for counts in self._counts) for place in range(3))
+                counts = (sum(counts[index] for counts in self._counts) for index in range(3))
                 self._watch(Tally(*counts, is_warm_up=not self._is_recording))
         for answer in said.values():
             if isinstance(answer, LoadFailed):

@@ -52,16 +52,16 @@ class Progress:
 
         Before the window: "step 2 of 4, 8 at once, warm-up, 1 s: 9 answered".
         """
-        place = f"step {self._number} of {self._num_steps}, " if self._num_steps > 1 else ""
+        position = f"step {self._number} of {self._num_steps}, " if self._num_steps > 1 else ""
         if tally.is_warm_up:
-            return f"{place}{self._step}, warm-up, {elapsed_s:.0f} s: {tally.num_answered:,} answered"
+            return f"{position}{self._step}, warm-up, {elapsed_s:.0f} s: {tally.num_answered:,} answered"
         goal = f"{elapsed_s:.0f} s of {self._duration_s:g}"
         if self._num_requests is not None:
             goal = f"{elapsed_s:.0f} s, of {self._num_requests:,}"
         failed = f"{tally.num_failed:,} failed, " if tally.num_failed else ""
         rates = [count / max(elapsed_s, 1e-3) for count in (tally.num_answered, tally.num_tokens)]
         return (
-            f"{place}{self._step}, {goal}: {tally.num_answered:,} answered, {failed}{rates[0]:.1f}/s, "
+            f"{position}{self._step}, {goal}: {tally.num_answered:,} answered, {failed}{rates[0]:.1f}/s, "
             f"{rates[1]:.0f} tokens/s"
         )
 

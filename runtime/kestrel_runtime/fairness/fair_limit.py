@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FairLimit:
-    """Units that tenants take and give back. All limits that tenants share follow it, in server and engine.
+    """Divides units between tenants, who take them and give them back, in the server and in the engine.
 
     Rules
       F1  At most `limit` units are taken at a time.

@@ -24,7 +24,7 @@ def least_budget_bytes(decoding_bytes: int) -> int:
 
 
 class MemoryBudget:
-    """The bytes in use within a `FairLimit`, by tenant.
+    """Counts the bytes in use within a `FairLimit`, by tenant.
 
     An object's bytes count until the object is freed.
     """

@@ -67,7 +67,7 @@ class _Holding(Generic[Holder]):
 
 
 class TenantShares(Generic[Holder]):
-    """The shares of tenants, counted from the sequences that are active when the object is made."""
+    """Computes the shares of tenants from the sequences that are active when the object is made."""
 
     def __init__(self, active: Iterable[Holder], *, max_rows: int, num_pages: int, page_size: int) -> None:
         """Counts the shares of active sequences. `active`: oldest first."""
