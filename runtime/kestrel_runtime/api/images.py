@@ -84,7 +84,7 @@ class RawImage:
                 yield Violation("image.raw.pixels", f"must be {bounds} bytes long")
 
     def digest(self) -> bytes:
-        """The SHA-256 (32 bytes) of the image with its format and shape, which differs from that of every file."""
+        """Returns the SHA-256 (32 bytes) of the image with its format and shape, unlike that of any file."""
         shape = struct.pack(">QQQ", self.width_px, self.height_px, self.row_stride_bytes)
         name = self.format.name.encode()
         digest = hashlib.sha256(_DIGEST_PREFIX + struct.pack(">B", len(name)) + name + shape)

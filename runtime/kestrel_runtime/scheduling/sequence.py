@@ -325,7 +325,7 @@ class Deadlines:
                 heappush(self._moments, (moment, sequence.id))
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended: `due` no longer yields it."""
+        """Removes a sequence that has ended: `due` no longer yields it."""
         del self._sequences[sequence.id]
         # Else distant deadlines of ended sequences would accumulate: a caller may set one years ahead.
         if len(self._moments) > 64 + 4 * len(self._sequences):
