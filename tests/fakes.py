@@ -194,8 +194,8 @@ class FakeEngine:
             stream.over.add_done_callback(lambda _, stream=stream: self._end(stream))
             self.num_submitted.release()
 
-    def on_cleared(self, callback: Callable[[str], None]) -> None:
-        """As an engine core has it; nobody is suspected."""
+    def on_completed_alone(self, callback: Callable[[str], None]) -> None:
+        """Accept the callback of an engine core; no request is ever isolated."""
 
     def _refusal(self, request: Request, num_samples: int) -> KestrelError | None:
         max_queued = self.info.config.max_queued_requests

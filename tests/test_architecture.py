@@ -50,7 +50,7 @@ WITHOUT_TORCH = {
     "fairness",
     "output",
     "scheduling",
-    "engine/offending_requests.py",
+    "engine/poison_requests.py",
     "engine/open_streams.py",
     "engine/watchdog.py",
 }

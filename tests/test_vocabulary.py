@@ -18,7 +18,7 @@ INSTEAD = {
     "flights?": "steps in flight",
     "seam": "interface",
     "rooms?|doors?|guests?|house": "places in the queue, frontends, callers",
-    "patience|pardon(?:ed)?|culprits?|farewells?": "time limit, retry, offending request, last message",
+    "patience|pardon(?:ed)?|culprits?|farewells?": "time limit, retry, poison request, last message",
 }
 """What to write instead of each word, which has had a meaning of its own here."""
 # Terms of TIFF and of matrix products, and a standard term that contains one of the words.

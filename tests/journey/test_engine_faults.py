@@ -81,8 +81,8 @@ async def test_a_dead_or_hung_engine_thread_ends_the_process_and_every_call(faul
         assert (await watch.read()).status == HealthCheckResponse.SERVING
         bystander = vision.Query(question(1))
         assert (await bystander.read()).HasField("started")
-        offender = vision.Query(question(SEED))
-        for stream in (offender, bystander):
+        poison = vision.Query(question(SEED))
+        for stream in (poison, bystander):
             assert await end_of(stream) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
         assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
         _, logged = await process.communicate()
@@ -96,11 +96,11 @@ async def test_a_dead_or_hung_engine_thread_ends_the_process_and_every_call(faul
 
 async def test_sigterm_while_a_step_hangs_ends_the_process_in_time() -> None:
     async with serving("hang", "--withdrawal-delay", "0", "--drain-timeout", "0.5") as (process, channel):
-        offender = VisionServiceStub(channel).Query(question(SEED))
-        assert (await offender.read()).HasField("started")
+        poison = VisionServiceStub(channel).Query(question(SEED))
+        assert (await poison.read()).HasField("started")
         started = time.monotonic()
         process.terminate()
-        assert (await end_of(offender))[0] is grpc.StatusCode.UNAVAILABLE
+        assert (await end_of(poison))[0] is grpc.StatusCode.UNAVAILABLE
         await process.communicate()
         # Half a second for running requests, five for the engine thread, two for what is being sent.
         assert time.monotonic() - started < 20.0

@@ -6,7 +6,7 @@ from typing import Any
 
 from PIL import Image
 
-from kestrel_runtime.engine.offending_requests import OffendingRequests
+from kestrel_runtime.engine.poison_requests import PoisonRequests
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.imaging.crops import Crops, DecodedImage, keep_decoded
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -14,7 +14,7 @@ from kestrel_runtime.models.loaded_model import LoadedModel
 
 def new_preprocessor(
     loaded: LoadedModel,
-    offending_requests: OffendingRequests | None = None,
+    poison_requests: PoisonRequests | None = None,
     *,
     keeps_decoded: bool = False,
     make_crops: Callable[[Image.Image], Crops | DecodedImage] | None = None,
@@ -26,6 +26,6 @@ def new_preprocessor(
     if make_crops is None:
         make_crops = partial(keep_decoded, cropping=cropping) if keeps_decoded else cropping.make_crops
     chosen: dict[str, Any] = {"max_context": 1000, "max_image_pixels": 10**6, "num_threads": 1, **settings}
-    offending_requests = OffendingRequests() if offending_requests is None else offending_requests
+    poison_requests = PoisonRequests() if poison_requests is None else poison_requests
     skills = family.skills(config)
-    return Preprocessor(config, skills, loaded.tokenizer, offending_requests, cropping, make_crops, **chosen)
+    return Preprocessor(config, skills, loaded.tokenizer, poison_requests, cropping, make_crops, **chosen)

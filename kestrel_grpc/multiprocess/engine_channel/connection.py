@@ -1,8 +1,8 @@
-"""A connection between a front end and an engine core: messages over a Unix stream socket.
+"""Carries messages between a front end and an engine core, over a Unix stream socket.
 
-Any thread sends, without waiting and without a detour through the event loop; what the socket does not take at once
-the event loop sends later. The event loop alone reads. On the wire a message is the length of its data in four
-bytes, a byte that says whether a file comes with it, and the data. The file is a descriptor (SCM_RIGHTS): both
+Any thread sends, without waiting and without a detour through the event loop; the event loop later sends the bytes
+that the socket does not take at once. The event loop alone reads. On the wire a message is the length of its data
+in four bytes, a byte that says whether a file follows, and the data. The file is a descriptor (SCM_RIGHTS): both
 processes share its memory, so that the pixels of an image are not copied through the socket.
 """
 
@@ -18,21 +18,41 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO
 
 MAX_UNSENT_BYTES = 64 * 2**20
-"""Data that waits to be sent; with more the other end does not read."""
+"""The most unsent data; if there is more, the other end does not read."""
 _HEAD = struct.Struct("<I?")
 _READ_BYTES = 256 * 2**10
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_DESCRIPTOR_BYTES)
-"""The room for one descriptor: no read goes past bytes with which one was sent."""
+"""Room for one descriptor: no read continues past the bytes that a descriptor was sent with."""
 _MAX_AT_ONCE = 32
-"""Messages that are handled, and reads of a long one; then other callbacks of the event loop have their turn."""
+"""The most messages, or reads of a long message, in one turn of the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreEndpoint:
+    """The socket of the core of this index, and the file that the core leaves behind, in a private folder."""
+
+    folder: Path
+    index: int
+
+    @property
+    def path(self) -> Path:
+        """The path of the Unix socket that front ends connect to."""
+        return self.folder / f"core-{self.index}.socket"
+
+    @property
+    def flight_record(self) -> Path:
+        """The file of the requests in flight, now or when the process ended (`engine.flight_record`)."""
+        return self.folder / f"core-{self.index}.steps"
 
 
 def shared_file(data: memoryview) -> BinaryIO:
-    """Returns a file in memory that holds `data` and has no name. Raises OSError where there is no room for it."""
+    """Returns a file in memory that holds `data` and has no name. Raises OSError if there is no memory for it."""
     file = os.fdopen(os.memfd_create("kestrel-shared"), "r+b", buffering=0)
     try:
         rest = data.cast("B")
@@ -45,10 +65,10 @@ def shared_file(data: memoryview) -> BinaryIO:
 
 
 class Connection:
-    """One end. It belongs to the event loop that runs when it is made.
+    """One end of the connection. It belongs to the event loop that runs when it is created.
 
-    `on_message` is called with the data of each message and the file that came with it, which it must close: None
-    where none was sent, or where this process has no descriptor left for it. `on_end` is called once when the other
+    `on_message` gets the data of each message and the file that was sent with it, which it must close. The file is
+    None if none was sent, or if this process has no descriptor left for it. `on_end` is called once when the other
     end has closed the connection. Neither is called after `close`.
     """
 
@@ -64,7 +84,7 @@ class Connection:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        """The bytes of what is sent."""
+        """Guards the data to send, and the socket while it is written."""
         self._unsent: deque[tuple[memoryview, BinaryIO | None]] = deque()
         """Data, each with the file that goes with its first byte."""
         self._num_unsent_bytes = 0
@@ -74,15 +94,15 @@ class Connection:
         self._buffer = bytearray(_READ_BYTES)
         self._start = self._end = 0
         self._files: deque[BinaryIO | None] = deque()
-        """Yields the received descriptors, in the order of their messages."""
+        """The files that have arrived, in the order of their messages."""
         self._is_behind = False
         self._loop.add_reader(stream.fileno(), self._read)
 
     def send(self, data: bytes, file: BinaryIO | None = None) -> bool:
-        """Sends, without waiting. May be called from any thread. The file is closed here, at the latest when it has
-        been sent.
+        """Send a message without waiting, from any thread. The connection closes the file once it has been sent.
 
-        False if too much waits already, because the other end does not read. If it is gone, nothing happens.
+        Returns False if too much data waits already, because the other end does not read. If the other end is gone,
+        nothing happens.
         """
         with self._lock:
             if self._is_closed or self._num_unsent_bytes > MAX_UNSENT_BYTES:
@@ -101,7 +121,7 @@ class Connection:
         return True
 
     async def sent(self) -> None:
-        """Wait until nothing waits to be sent, or the other end is gone."""
+        """Wait until all data has been sent, or the other end is gone."""
         with self._lock:
             if self._is_closed or not self._unsent:
                 return
@@ -109,7 +129,7 @@ class Connection:
         await self._sent
 
     def close(self) -> None:
-        """End the connection. What waits to be sent is dropped."""
+        """End the connection. Unsent data is dropped."""
         with self._lock:
             if self._is_closed:
                 return
@@ -121,10 +141,10 @@ class Connection:
             self._loop.remove_reader(self._socket.fileno())
             self._loop.remove_writer(self._socket.fileno())
             self._socket.close()
-        self._report_sent()
+        self._note_sent()
 
     def _write(self, data: memoryview, file: BinaryIO | None) -> int:
-        """Returns how many bytes the socket took; with the first of them it took the file."""
+        """Returns how many bytes the socket took; the file goes with the first of them."""
         try:
             if file is None:
                 return self._socket.send(data)
@@ -155,9 +175,9 @@ class Connection:
                 return
             if not self._is_closed:
                 self._loop.remove_writer(self._socket.fileno())
-        self._report_sent()
+        self._note_sent()
 
-    def _report_sent(self) -> None:
+    def _note_sent(self) -> None:
         if self._sent is not None and not self._sent.done():
             self._sent.set_result(None)
 
@@ -182,11 +202,11 @@ class Connection:
                 return
             self._end += num_read
             self._handle()
-            if self._start == self._end:  # most often all that has come was read
+            if self._start == self._end:  # usually everything that has arrived was read
                 return
 
     def _handle(self) -> None:
-        """Handle the messages that have come, and make room for what is to come."""
+        """Handle the messages that have arrived, and make room for the next ones."""
         self._is_behind = False
         for _ in range(_MAX_AT_ONCE):
             if self._is_closed:
@@ -207,7 +227,7 @@ class Connection:
         self._loop.call_soon(self._handle)
 
     def _make_room(self, num_needed: int) -> None:
-        """Have the buffer hold at least so many bytes behind `_start`."""
+        """Make the buffer hold at least `num_needed` bytes from `_start` on."""
         size = max(num_needed, _READ_BYTES)
         if self._start == self._end and len(self._buffer) == size:
             self._start = self._end = 0

@@ -1,4 +1,4 @@
-"""The server of an engine core: takes requests of front ends from a socket, and sends them the engine's events.
+"""Serves an engine core: takes requests of front ends from a socket, and sends them the engine's events.
 
      front end                 event loop                       engine thread
      requests ───────────────▶ decode, submit ────────────────▶ …
@@ -27,29 +27,28 @@ from typing import Any, BinaryIO
 import msgspec
 
 from kestrel_grpc.multiprocess.engine_channel import messages
-from kestrel_grpc.multiprocess.engine_channel.connection import Connection
-from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
+from kestrel_grpc.multiprocess.engine_channel.connection import Connection, CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.messages import (
     AdapterNames,
     Answer,
     Cancel,
     ClearCache,
-    Cleared,
+    CompletedAlone,
     CoreState,
     Events,
     Expect,
     ForgetImage,
     Hello,
     ImageSummary,
+    Isolate,
     LoadAdapter,
     NeedPixels,
     OnlyEnd,
     Operation,
     Pixels,
-    Refuse,
+    Quarantine,
     Release,
     Submit,
-    Suspect,
     ToCore,
     UnloadAdapter,
     Welcome,
@@ -63,10 +62,10 @@ from kestrel_runtime.engine.engine import LocalEngine
 
 _STATE_INTERVAL_S = 0.1
 _SAID_AGAIN = 3
-"""After so many looks at the state it is sent without a change too: a front end that hears nothing takes the core
-for one that has stopped."""
+"""The looks at the state after which it is sent even if unchanged. A front end that gets no message treats the core
+as stopped."""
 _LISTENS = 50
-"""Looks at the state between two looks whether the socket is still in its folder."""
+"""Looks at the state between two checks that the socket is still in its folder."""
 _WANTED_INTERVAL_S = 0.1
 _LINGER_S = 1.0
 _ACCEPT_AGAIN_S = 0.1
@@ -76,7 +75,7 @@ _log = logging.getLogger(__name__)
 
 
 class CoreServer:
-    """Serves an engine to front ends. Belongs to the event loop that `start` was called on.
+    """The server of one engine. Belongs to the event loop that `start` was called on.
 
     `on_lost` is called, in any thread, with the identity of a front end that does not read: it must be ended.
     """
@@ -90,21 +89,23 @@ class CoreServer:
         self._build = messages.build_id()
         self._listener: socket.socket
         self._frontends: dict[str, _Frontend] = {}
-        """The front ends that have greeted, by identity."""
+        """Front ends that have greeted, by identity."""
         self._strangers: set[_Frontend] = set()
-        """The front ends that have connected and not greeted."""
+        """Front ends that have connected and not greeted."""
         self._state: CoreState | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     async def start(self) -> None:
-        """Listen."""
+        """Start to listen and to publish the state."""
         self._loop = asyncio.get_running_loop()
         self._endpoint.path.unlink(missing_ok=True)
         self._listener = self._new_listener()
         self._listen()
         self._engine.on_status_change(lambda _: self.call(self._publish_state))
-        self._engine.on_cleared(lambda fingerprint: self.call(lambda: self._send_all(Cleared(fingerprint))))
+        self._engine.on_completed_alone(
+            lambda fingerprint: self.call(lambda: self._send_all(CompletedAlone(fingerprint)))
+        )
         self.run(self._publish_states())
 
     def _new_listener(self) -> socket.socket:
@@ -119,13 +120,13 @@ class CoreServer:
         return listener
 
     def drop_frontend(self, identity: str) -> None:
-        """A front end has died: cancel its requests."""
+        """Cancel the requests of a front end that has died."""
         frontend = self._frontends.pop(identity, None)
         if frontend is not None:
             frontend.end()
 
     async def close(self) -> None:
-        """Send what waits to be sent, at most for a second, and stop listening."""
+        """Send unsent data, for at most a second, and stop listening."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -143,7 +144,7 @@ class CoreServer:
             frontend.end()
 
     def send(self, frontend: _Frontend, message: messages.FromCore) -> bool:
-        """Sends from any thread, without waiting. Returns False if the front end cannot be reached."""
+        """Send a message without waiting, from any thread. Returns False if the front end cannot be reached."""
         if frontend.is_gone:
             return False
         if frontend.connection.send(messages.encode(message)):
@@ -155,7 +156,7 @@ class CoreServer:
         return False
 
     def call(self, callback: Callable[[], object]) -> None:
-        """Has the event loop call this, from any thread. Has no effect once it is closed."""
+        """Have the event loop call this, from any thread. Has no effect once the event loop is closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback)
 
@@ -183,7 +184,7 @@ class CoreServer:
         self._strangers.add(_Frontend(stream, self))
 
     def receive(self, frontend: _Frontend, data: bytes, file: BinaryIO | None) -> None:
-        """Messages of a front end have come. The file belongs to the last one."""
+        """Handle messages of a front end. The file belongs to the last one."""
         with file or contextlib.nullcontext():
             if self._is_closed:
                 return
@@ -199,7 +200,7 @@ class CoreServer:
                     _log.exception("a message of %s failed", frontend.identity)
 
     def drop(self, frontend: _Frontend) -> None:
-        """A front end has closed its connection, or does not read: cancel its requests."""
+        """Cancel the requests of a front end that has closed its connection, or does not read."""
         if self._frontends.get(frontend.identity) is frontend:
             del self._frontends[frontend.identity]
         self._strangers.discard(frontend)
@@ -223,10 +224,10 @@ class CoreServer:
                     stream.wants_only_end = True
         elif isinstance(message, Pixels):
             frontend.take_pixels(message, file)
-        elif isinstance(message, Suspect):
-            self._engine.suspect(message.fingerprints)
-        elif isinstance(message, Refuse):
-            self._engine.refuse(message.fingerprints)
+        elif isinstance(message, Isolate):
+            self._engine.isolate(message.fingerprints)
+        elif isinstance(message, Quarantine):
+            self._engine.quarantine(message.fingerprints)
         elif isinstance(message, Release):
             frontend.release(message.number)
         else:
@@ -311,7 +312,7 @@ class CoreServer:
             await asyncio.sleep(_STATE_INTERVAL_S)
 
     def _listen_again(self) -> None:
-        """Listen on a new socket where a cleaner of folders has removed the file of this one."""
+        """Listen on a new socket if a cleaner of folders has removed the file of this one."""
         if self._endpoint.path.exists() or not self._endpoint.folder.is_dir():
             return
         _log.warning("the socket %s was removed; there is a new one", self._endpoint.path)
@@ -327,11 +328,11 @@ class CoreServer:
 
 
 class _Frontend:
-    """One front end: what it has asked for and what it has been asked for. Belongs to the event loop."""
+    """One front end: its requests and operations, and the pixels it is asked for. Belongs to the event loop."""
 
     def __init__(self, stream: socket.socket, server: CoreServer) -> None:
         self.identity = ""
-        """Known when it has greeted."""
+        """The front end's identity, known once it has greeted."""
         self.is_gone = False
         self.connection = Connection(
             stream,
@@ -342,15 +343,15 @@ class _Frontend:
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """The tasks of operations, by number."""
         self.released: dict[int, asyncio.Event] = {}
-        """The places in the queue, by the numbers of their operations."""
+        """Events that release places in the queue, by the numbers of their operations."""
         self._server = server
         self._numbers = itertools.count()
         self._awaited: dict[int, Future[DecodedPixels]] = {}
 
     def post(self, deliveries: Iterable[Delivery]) -> None:
-        """Sends events of streams, from any thread. Those that are over end here, too."""
+        """Send events of streams, from any thread. Ends the streams that are over."""
         items: list[messages.EventsOf] = []
-        # Each has a message of its own: the front end serves other callers between two messages.
+        # Each large item has its own message: the front end serves other callers between two messages.
         large: list[messages.EventsOf] = []
         ended: list[_ForwardedStream] = []
         for stream, events, error in deliveries:
@@ -369,11 +370,11 @@ class _Frontend:
             self._server.call(lambda: _end_all(ended))
 
     def call(self, callback: Callable[[], object]) -> None:
-        """Has the event loop call this, from any thread."""
+        """Have the event loop call this, from any thread."""
         self._server.call(callback)
 
     def ask_for_pixels(self, id: int) -> tuple[int, Future[DecodedPixels]]:
-        """Returns, in any thread, the number of the question, and what will be the decoded image of a request."""
+        """Ask for the pixels of an image, from any thread; returns the number of the question and a future."""
         arrival: Future[DecodedPixels] = Future()
         number = next(self._numbers)
         self._awaited[number] = arrival
@@ -382,11 +383,11 @@ class _Frontend:
         return number, arrival
 
     def forget_pixels(self, number: int) -> None:
-        """Drops the pixels, from any thread: no request waits for them any more."""
+        """Forget a question for pixels whose request no longer waits, from any thread."""
         self._awaited.pop(number, None)
 
     def take_pixels(self, message: Pixels, file: BinaryIO | None) -> None:
-        """Pixels have come, or an error."""
+        """Resolve the question that these pixels, or this error, answer."""
         arrival = self._awaited.pop(message.number, None)
         if arrival is None or arrival.done():
             return
@@ -411,13 +412,13 @@ class _Frontend:
             task.cancel()
 
     def end(self) -> None:
-        """It has gone: end all that it has asked for."""
+        """End the connection, and all requests and operations of the front end."""
         self.is_gone = True
         self.connection.close()
         self.cancel()
 
     def cancel(self) -> None:
-        """End all that it has asked for."""
+        """End all requests and operations of the front end."""
         for stream in list(self.streams.values()):
             stream.cancel()
         for task in list(self.tasks.values()):
@@ -445,7 +446,8 @@ class _ForwardedStream(Stream):
         destination.post(deliveries)
 
     def fail(self, error: KestrelError) -> None:
-        # After what the event loop does now: who waited too long gets that error, not one of a cancellation.
+        # Runs after the current callback of the event loop: if the caller waited too long, that error is delivered
+        # rather than that of the cancelled preparation.
         self._frontend.call(lambda: self.deliver([], error))
 
     def deliver(self, events: list[Event], error: KestrelError | None = None) -> None:
@@ -460,7 +462,7 @@ class _ForwardedStream(Stream):
             super().refuse(error)
 
     def end(self) -> None:
-        """Its last event has been sent."""
+        """End the stream, whose last event has been sent."""
         if not self.over.done():
             self._end()
 
@@ -470,7 +472,7 @@ class _ForwardedStream(Stream):
 
 
 class _FetchedImage(RemoteImage):
-    """The image of a request of a front end."""
+    """The image of a front end's request, whose pixels the front end sends if they are needed."""
 
     def __init__(self, frontend: _Frontend, id: int, summary: ImageSummary) -> None:
         self.digest = summary.digest

@@ -1,6 +1,6 @@
-"""The messages between front ends and engine cores, in MessagePack.
+"""Defines the messages between front ends and engine cores, in MessagePack.
 
-Each message is a struct of msgspec, distinguished by its tag. Types of `api` travel as they are; where these have
+Each message is a struct of msgspec, distinguished by its tag. Types of `api` are sent as they are; if they have
 unions that MessagePack cannot distinguish, a struct with the same fields stands for them. Messages have no
 versions, since both processes run the same build: `Hello` and `Welcome` compare builds.
 """
@@ -66,7 +66,7 @@ _PACKAGES = ("kestrel_client", "kestrel_grpc", "kestrel_ops", "kestrel_runtime")
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
-    """The base of what is sent: an array that begins with the name of its class."""
+    """The base of messages: an array that begins with the name of its class."""
 
 
 class ImageSummary(msgspec.Struct, array_like=True):
@@ -74,13 +74,13 @@ class ImageSummary(msgspec.Struct, array_like=True):
 
     digest: bytes
     num_bytes: int
-    """The bytes of the file, or of the pixels that came in its place."""
+    """The size of the file, or of the pixels that the caller sent in its place."""
     width_px: int
     height_px: int
-    """The width and height that the header declares, before the image is turned upright."""
+    """The sizes in the header, before the image is turned upright."""
 
 
-# Requests: a struct for each skill, with the fields of its request. Their image travels on its own.
+# Requests: a struct for each skill, with the fields of its request. The image is sent on its own.
 
 
 _REPEATED: Mapping[str, Callable[[bytes], Any]] = MappingProxyType(
@@ -125,7 +125,7 @@ _request_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 
 
 def encode_request(request: Request, image: ImageSummary | None) -> bytes:
-    """A request, with `image` in place of its image."""
+    """Encodes a request, with `image` in place of its image."""
     values = {name: getattr(request, name) for name in _REQUEST_FIELDS[type(request)]}
     for name in _REPEATED:
         values[name] = msgspec.Raw(_encoder.encode(values[name]))
@@ -140,7 +140,7 @@ def encode_request(request: Request, image: ImageSummary | None) -> bytes:
 
 
 def decode_request(data: bytes, new_image: Callable[[ImageSummary], RemoteImage]) -> Request:
-    """A request that the other process has checked: it is not checked again."""
+    """Decodes a request. It is not checked again: the other process has checked it."""
     wire = _request_decoder.decode(data)
     kind = _REQUEST_KINDS[type(wire)]
     request = object.__new__(kind)
@@ -257,7 +257,7 @@ def _from_wire(event: _WireEvent) -> Event:
 
 
 class CoreFault(Exception):
-    """Reports what happened inside an engine core. Its log has the details."""
+    """Stands for an exception inside an engine core, whose log has the details."""
 
 
 class _Kind(NamedTuple):
@@ -309,7 +309,7 @@ _ERROR_KINDS: Mapping[str, _Kind] = MappingProxyType({kind.__name__: entry for k
 
 
 def encode_error(error: KestrelError) -> _Error:
-    """An error; a subclass that others do not know travels as its base."""
+    """Encodes an error; a subclass that is not in `_ERRORS` is encoded as its base."""
     kind = next(kind for kind in type(error).__mro__ if kind in _ERRORS or kind is KestrelError)
     if kind is KestrelError:
         return _Error(InternalError.__name__, ())
@@ -317,7 +317,7 @@ def encode_error(error: KestrelError) -> _Error:
 
 
 def decode_error(error: _Error) -> KestrelError:
-    """The error that was encoded."""
+    """Returns the error that was encoded."""
     return _ERROR_KINDS[error.name].make(*error.values)
 
 
@@ -325,14 +325,14 @@ def decode_error(error: _Error) -> KestrelError:
 
 
 class Hello(Message):
-    """The first message of a front end."""
+    """Introduces a front end: its first message."""
 
     identity: str
     build: str
 
 
 class Submit(Message):
-    """A request, with an id for each of its samples. `deadline` is a moment of the system's monotonic clock."""
+    """Submits a request, with an id for each sample. `deadline` is a moment of the system's monotonic clock."""
 
     ids: tuple[int, ...]
     request: bytes
@@ -342,19 +342,19 @@ class Submit(Message):
 
 
 class OnlyEnd(Message):
-    """The caller waits for the end of a request: earlier events need not be sent."""
+    """Notes that callers wait for the end of these requests alone: earlier events need not be sent."""
 
     ids: tuple[int, ...]
 
 
 class Cancel(Message):
-    """The callers of these requests are gone."""
+    """Cancels these requests."""
 
     ids: tuple[int, ...]
 
 
 class Pixels(Message):
-    """The answer to `NeedPixels`: with it comes a file of the pixels as in `DecodedPixels`; or an error."""
+    """Answers `NeedPixels`, with a file of the pixels as in `DecodedPixels`, or with an error."""
 
     number: int
     width_px: int
@@ -362,14 +362,14 @@ class Pixels(Message):
     error: _Error | None = None
 
 
-class Suspect(Message):
-    """These requests were in flight when the process of a core ended: each is to run alone."""
+class Isolate(Message):
+    """Asks to run each of these requests alone: they were in flight when the process of a core ended."""
 
     fingerprints: tuple[str, ...]
 
 
-class Refuse(Message):
-    """These requests have ended processes of cores."""
+class Quarantine(Message):
+    """Asks to refuse these requests, which have ended processes of cores."""
 
     fingerprints: tuple[str, ...]
 
@@ -384,7 +384,7 @@ class Expect(Message):
 
 
 class Release(Message):
-    """Gives the place of the `Expect` of this number back."""
+    """Gives back the place of the `Expect` of this number."""
 
     number: int
 
@@ -411,7 +411,7 @@ class AdapterNames(Message):
 
 
 class LoadAdapter(Message):
-    """Asks to read an adapter anew."""
+    """Asks to read an adapter again."""
 
     number: int
     name: str
@@ -425,15 +425,15 @@ class UnloadAdapter(Message):
 
 
 Operation = Expect | ClearCache | ForgetImage | AdapterNames | LoadAdapter | UnloadAdapter
-"""Each is answered with an `Answer` of its number."""
-ToCore = Hello | Submit | OnlyEnd | Cancel | Pixels | Suspect | Refuse | Release | Operation
+"""Messages that are answered with an `Answer` of the same number."""
+ToCore = Hello | Submit | OnlyEnd | Cancel | Pixels | Isolate | Quarantine | Release | Operation
 
 
 # From a core to its front ends
 
 
 class Welcome(Message):
-    """The answer to `Hello`."""
+    """Answers `Hello`."""
 
     build: str
     info: EngineInfo
@@ -441,7 +441,7 @@ class Welcome(Message):
 
 
 class CoreState(Message):
-    """The state of a core, sent when it changes."""
+    """Reports the state of a core, when it changes and several times a second."""
 
     status: EngineStatus
     load: Load
@@ -449,7 +449,7 @@ class CoreState(Message):
 
 
 class EventsOf(msgspec.Struct, array_like=True):
-    """The next events of one request; with an error nothing follows."""
+    """The next events of one request; an error is the last."""
 
     id: int
     events: tuple[_WireEvent, ...]
@@ -457,13 +457,13 @@ class EventsOf(msgspec.Struct, array_like=True):
 
 
 class Events(Message):
-    """The events of one turn of the engine."""
+    """Delivers the events of one turn of the engine."""
 
     of_requests: tuple[EventsOf, ...]
 
 
-class Cleared(Message):
-    """A suspect ran to its end."""
+class CompletedAlone(Message):
+    """Reports that an isolated request completed."""
 
     fingerprint: str
 
@@ -476,7 +476,7 @@ class NeedPixels(Message):
 
 
 class Answer(Message):
-    """The answer to the operation of this number."""
+    """Answers the operation of this number."""
 
     number: int
     error: _Error | None = None
@@ -485,45 +485,45 @@ class Answer(Message):
     adapter: AdapterInfo | None = None
 
 
-FromCore = Welcome | CoreState | Events | NeedPixels | Cleared | Answer
+FromCore = Welcome | CoreState | Events | NeedPixels | CompletedAlone | Answer
 
 _to_core_decoder = msgspec.msgpack.Decoder(list[ToCore])
 _from_core_decoder = msgspec.msgpack.Decoder(FromCore)
 
 
 def encode(message: FromCore) -> bytes:
-    """The bytes of a message of a core."""
+    """Encodes a message of a core."""
     return _encoder.encode(message)
 
 
 def encode_to_core(sent: Sequence[ToCore]) -> bytes:
-    """The bytes of messages of a front end that travel together."""
+    """Encodes messages of a front end that are sent together."""
     return _encoder.encode(sent)
 
 
 def decode_to_core(data: bytes | memoryview) -> list[ToCore]:
-    """Messages of a front end. Raises `msgspec.ValidationError` where the builds differ."""
+    """Decodes messages of a front end. Raises `msgspec.ValidationError` if the builds differ."""
     return _to_core_decoder.decode(data)
 
 
 def decode_from_core(data: bytes | memoryview) -> FromCore:
-    """A message of a core. Raises `msgspec.ValidationError` where the builds differ."""
+    """Decodes a message of a core. Raises `msgspec.ValidationError` if the builds differ."""
     return _from_core_decoder.decode(data)
 
 
 def events_of(id: int, events: Sequence[Event], error: KestrelError | None = None) -> EventsOf:
-    """Events of a request, to be sent."""
+    """Encodes events of a request."""
     return EventsOf(id, tuple(map(_to_wire, events)), None if error is None else encode_error(error))
 
 
 def events_in(item: EventsOf) -> tuple[list[Event], KestrelError | None]:
-    """Events of a request that came."""
+    """Decodes events of a request."""
     return list(map(_from_wire, item.events)), None if item.error is None else decode_error(item.error)
 
 
 @cache
 def build_id() -> str:
-    """A digest of the code of the server's packages, as it lay on the disk when this process first asked for it."""
+    """Returns a digest of the code of the server's packages, as it was on the disk at the first call."""
     digest = hashlib.sha256()
     for name in _PACKAGES:
         spec = find_spec(name)

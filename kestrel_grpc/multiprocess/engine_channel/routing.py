@@ -1,12 +1,12 @@
 """Chooses the engine core that a request goes to.
 
 Rules
-  C1  A request with an image belongs to the core that rendezvous hashing of its digest names, so that an image that
-      comes again meets its cache. If one of N cores leaves, 1/N of the images move.
-  C2  It goes to the next core in that order only where its home has waiting requests and is more loaded than
-      others: by more than a quarter, and by more than one batch.
+  C1  Rendezvous hashing of the digest of a request's image chooses its core, so that requests about one image find
+      it in that core's cache. If one of N cores leaves, 1/N of the images move.
+  C2  Such a request goes to the next core in that order only if its core has waiting requests and is more loaded
+      than others: by more than a quarter, and by more than one batch.
   C3  A request without an image goes to the core with the least load.
-  C4  A core that does not serve gets nothing, and neither does one that has stopped to answer, while others do.
+  C4  A core that does not serve gets no requests, nor does a core that has stopped to answer while others answer.
 
 Rendezvous hashing: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
 """
@@ -28,12 +28,12 @@ class Destination(Protocol):
 
     @property
     def load(self) -> int:
-        """Requests that it has, and those on their way to it."""
+        """The requests that the core has, and those on their way to it."""
         ...
 
     @property
     def num_waiting(self) -> int:
-        """Requests that it has and has not started."""
+        """The requests that the core has and has not started."""
         ...
 
     @property
@@ -44,12 +44,12 @@ Core = TypeVar("Core", bound=Destination)
 
 
 def home_order(digest: bytes, indices: Sequence[int]) -> list[int]:
-    """The cores by preference for the image of this digest."""
+    """Returns the indices of cores in the order of preference for the image of this digest."""
     return sorted(indices, key=lambda index: hashlib.sha256(b"%d:" % index + digest).digest())
 
 
 def choose(cores: Sequence[Core], digest: bytes | None) -> Core:
-    """One of the cores that serve, of which there is at least one. `digest`: of the image; None without one."""
+    """Returns the core, of at least one that serves, for a request with the image of this digest, or with none."""
     if len(cores) == 1:
         return cores[0]
     if digest is None:

@@ -1,4 +1,4 @@
-"""Runs what front ends and engine cores have in common: their beginning, and the link to their supervisor."""
+"""Sets up the processes of front ends and of engine cores, and links them to their supervisor."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ OTHER_BUILD = 75
 """The exit status of a process that runs other code than its supervisor, since the packages have changed."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SWITCH_INTERVAL_S = 0.0005
-"""The value of `sys.setswitchinterval`: ten times that of a server of one process, since these event loops take
-turns that are short. Each switch costs more than it saves."""
+"""The argument of `sys.setswitchinterval`: ten times that of a server of one process, since the turns of these
+event loops are short. Each switch costs more than it saves."""
 _LOOK_MS = 500
 
 _log = logging.getLogger(__name__)
 
 
 def begin(title: str) -> tuple[Begin, socket.socket]:
-    """Set up this process as the supervisor says; returns what it said, and the socket to it.
+    """Set up this process as the supervisor asks; returns its first message, and the socket to it.
 
     Exits if the supervisor is gone, or runs other code.
     """
@@ -58,13 +58,15 @@ def begin(title: str) -> tuple[Begin, socket.socket]:
 
 
 def memory_returner() -> Callable[[], object] | None:
-    """Returns what gives back free memory while the process is idle; None if the C library does not offer it."""
+    """Returns a function that gives free memory back to the system; None if the C library does not offer one."""
     return return_free_memory if return_large_blocks() else None
 
 
 def new_link(read_metrics: Callable[[], object]) -> Link:
-    """The link to the supervisor, not started yet. `read_metrics` returns the text of this process's metrics, or a
-    coroutine that does."""
+    """Returns a link to the supervisor that has not been started.
+
+    `read_metrics` returns the text of this process's metrics, or a coroutine that returns it.
+    """
     link = Link("the supervisor")
     link.on(Ping, lambda _: None)
     link.on(ReadMetrics, lambda _: read_metrics())
@@ -73,7 +75,7 @@ def new_link(read_metrics: Callable[[], object]) -> Link:
 
 @contextlib.contextmanager
 def ended_with_supervisor(connection: socket.socket) -> Iterator[None]:
-    """Exit at once if the supervisor goes while this process loads, which takes minutes and serves no caller."""
+    """Exit at once if the supervisor ends while this process loads, which may take minutes and serves no caller."""
     is_loaded = threading.Event()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""The process of an engine core: loads the model, and serves front ends until the supervisor ends it.
+"""Runs the process of an engine core: loads the model, and serves front ends until the supervisor ends it.
 
 `python -m kestrel_grpc.multiprocess.supervision core DESCRIPTOR` runs it (`__main__.py`).
 """
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from prometheus_client import generate_latest
 
 from kestrel_grpc.calls.readiness import death_of
-from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
+from kestrel_grpc.multiprocess.engine_channel.connection import CoreEndpoint
 from kestrel_grpc.multiprocess.supervision.child import begin, ended_with_supervisor, memory_returner, new_link
 from kestrel_grpc.multiprocess.supervision.messages import Begin, FrontendGone, FrontendStuck, Ready, Stop
-from kestrel_grpc.multiprocess.supervision.stored_images import forget_when_asked
+from kestrel_grpc.multiprocess.supervision.stored_images import forget_expired_images
 from kestrel_grpc.process.bytecode import keep_bytecode
 from kestrel_grpc.process.exit import END_TIMEOUT_S, end_now, end_within
 from kestrel_grpc.process.resources import freeze_existing_objects, loop_factory
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 async def _serve(engine: LocalEngine, endpoint: CoreEndpoint, said: Begin, connection: socket.socket) -> bool:
-    """Serve until the supervisor ends it or is gone, or the engine dies: then returns False."""
+    """Serve until the supervisor ends this process or is gone, or the engine dies; returns False if it died."""
     from kestrel_grpc.multiprocess.engine_channel.core_server import CoreServer
     from kestrel_runtime.engine.warm_up import warm_up
 
@@ -97,7 +97,7 @@ async def _serve(engine: LocalEngine, endpoint: CoreEndpoint, said: Begin, conne
 
     server = CoreServer(engine, endpoint, on_lost=lost)
     stopped, died = asyncio.Event(), death_of(engine)
-    forget_when_asked(link, engine)
+    forget_expired_images(link, engine)
     link.on(FrontendGone, lambda note: server.drop_frontend(note.identity))
     link.on(Stop, lambda _: stopped.set())
     await server.start()

@@ -1,4 +1,4 @@
-"""The private folder of a server of several processes: their sockets, and the files that they share.
+"""Provides the private folder of a server of several processes: their sockets, and the files that they share.
 
 A server that was killed leaves its folder behind. Every process of a server holds the lock of its folder, so that
 the next server can distinguish such folders from those in use, and remove them. The lock gets its name once it is
@@ -22,24 +22,24 @@ from pathlib import Path
 
 _PREFIX = "kestrel-grpc-"
 _LOCK, _NEW_LOCK = "lock", "lock.new"
-# Of a Unix socket on Linux, whose name in the folder takes some of them.
+# The limit of a Unix socket on Linux; its name in the folder takes some of the bytes.
 _MAX_PATH_BYTES = 107
 _MAX_NAME_BYTES = 24
 NEEDED_BYTES = 2**20
-"""Sets the least free space, for the records of steps of four engines."""
+"""The least free space: room for the flight records of four engines."""
 
 _log = logging.getLogger(__name__)
 
 
 class NoPrivateFolder(Exception):
-    """There is no folder for temporary files that can be used."""
+    """Raised if no folder for temporary files can be used."""
 
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[tuple[Path, int]]:
-    """A new folder for its owner alone, and the descriptor of its lock, for children to inherit.
+    """Yields a new folder for its owner alone, and the descriptor of its lock, for children to inherit.
 
-    The folder is removed at the end. Raises `NoPrivateFolder`.
+    Removes the folder at the end. Raises `NoPrivateFolder`.
     """
     with contextlib.ExitStack() as stack:
         folder, lock = _made(stack)
@@ -47,14 +47,14 @@ def private_folder() -> Iterator[tuple[Path, int]]:
 
 
 def touch(folder: Path) -> None:
-    """Have the folder and all that is in it look as if it were used now."""
+    """Set the times of the folder and of all files in it to now, as if they had been used."""
     for path in (folder, *folder.rglob("*")):
         with contextlib.suppress(OSError):  # removed meanwhile
             os.utime(path, follow_symlinks=False)
 
 
 def _made(stack: contextlib.ExitStack) -> tuple[Path, int]:
-    """A folder in the first place that has room for it, and its lock. `stack` removes it when it closes.
+    """Returns a folder in the first base that has room for it, and its lock. `stack` removes it when it closes.
 
     Raises `NoPrivateFolder`.
     """
@@ -91,7 +91,7 @@ def _text_of(reasons: dict[Path, str]) -> str:
 
 
 def _require_use(base: Path) -> None:
-    """Raise `OSError` where a folder in `base` would be of no use."""
+    """Raises `OSError` if a folder in `base` could not be used."""
     if len(os.fsencode(base)) + 1 + len(_PREFIX) + 8 + 1 + _MAX_NAME_BYTES > _MAX_PATH_BYTES:
         raise OSError("the path is too long for sockets")
     space = os.statvfs(base)
@@ -100,7 +100,7 @@ def _require_use(base: Path) -> None:
 
 
 def _new_folder(base: Path, attempt: contextlib.ExitStack) -> tuple[Path, int]:
-    """A new folder with mode 0700, and the descriptor of its lock. Raises `OSError`."""
+    """Returns a new folder with mode 0700, and the descriptor of its lock. Raises `OSError`."""
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     attempt.callback(shutil.rmtree, folder, ignore_errors=True)
     lock = os.open(folder / _NEW_LOCK, os.O_CREAT | os.O_RDWR, 0o600)

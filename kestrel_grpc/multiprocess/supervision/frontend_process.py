@@ -1,4 +1,4 @@
-"""The process of a front end: serves calls, for which it asks the engine cores, until the supervisor ends it.
+"""Runs the process of a front end: serves calls over the engine cores until the supervisor ends it.
 
 `python -m kestrel_grpc.multiprocess.supervision frontend DESCRIPTOR` runs it (`__main__.py`).
 """
@@ -14,8 +14,9 @@ from pathlib import Path
 from kestrel_grpc.access.tls import CertificateError
 from kestrel_grpc.access.token_file import TokenFileError
 from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
-from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
-from kestrel_grpc.multiprocess.engine_channel.engine_client import BuildMismatch, EngineClient
+from kestrel_grpc.multiprocess.engine_channel.connection import CoreEndpoint
+from kestrel_grpc.multiprocess.engine_channel.core_connection import BuildMismatch
+from kestrel_grpc.multiprocess.engine_channel.engine_client import EngineClient
 from kestrel_grpc.multiprocess.supervision.child import OTHER_BUILD, begin, memory_returner, new_link
 from kestrel_grpc.multiprocess.supervision.messages import (
     Announce,
@@ -43,8 +44,7 @@ from kestrel_runtime.memory.host_limits import processor_quota
 
 _METRICS_TIMEOUT_S = 10.0
 _OOM_SCORE = 300
-"""The adjustment with which the kernel, when memory runs out, ends a front end before a core, whose start takes
-longer."""
+"""Makes the kernel end a front end before a core when memory runs out, since a core takes longer to start."""
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class _Frontend:
         self._connecting: dict[int, asyncio.Task[None]] = {}
         """Connections to new processes of cores, by index."""
         self._news: list[CoreGone | CoreReady] = []
-        """The changes of cores before there was a client of them."""
+        """Notes about cores that arrived before there was a client."""
         self._core_came = asyncio.Event()
         self._client: EngineClient | None = None
         self._server: Server | None = None
@@ -93,11 +93,11 @@ class _Frontend:
         self._mismatch: BuildMismatch | None = None
 
     async def metrics(self) -> bytes:
-        """The metrics of all processes."""
+        """Returns the metrics of all processes, as Prometheus text."""
         return await self._link.ask(ReadMetrics(), bytes, timeout_s=_METRICS_TIMEOUT_S)
 
     async def serve(self, connection: socket.socket) -> bool:
-        """Serve until the supervisor ends it or is gone. Returns whether every connection has been closed."""
+        """Serve until the supervisor ends this process or is gone; returns True if all connections were closed."""
         link, said = self._link, self._said
         link.on(CoreGone, self._core_gone)
         link.on(CoreReady, self._core_ready)
@@ -154,7 +154,7 @@ class _Frontend:
         return b"" if self._server is None else await asyncio.to_thread(self._server.metrics_text)
 
     async def _connect_first(self) -> EngineClient:
-        """A client of the cores that serve, once there is one; the others are reported later."""
+        """Returns a client of the cores that serve, once one does; `CoreReady` announces the others later."""
         said, ready = self._said, set(self._said.ready_cores)
         while not ready:
             await self._core_came.wait()

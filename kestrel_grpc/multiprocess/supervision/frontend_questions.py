@@ -1,4 +1,4 @@
-"""Questions of a front end to all others, through the supervisor."""
+"""Carries questions of a front end to all others, through the supervisor."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class TakePart(msgspec.Struct, array_like=True):
 
 
 class AskAll(msgspec.Struct, array_like=True):
-    """A front end's question to all others. The answer is a list of theirs."""
+    """Asks all other front ends. The answer is the list of their answers."""
 
     topic: str
     question: bytes
     needs_all: bool
-    """True if one that does not answer is an error; otherwise the answers of the rest are enough."""
+    """True if a front end that does not answer is an error; otherwise its answer is left out."""
 
 
 class AskOne(msgspec.Struct, array_like=True):
-    """The question, as each of the others gets it."""
+    """Asks one front end, for another."""
 
     topic: str
     question: bytes
@@ -48,11 +48,11 @@ class LinkedPeers:
         self._answers[topic] = answer
 
     def take_part(self) -> None:
-        """Be asked from now on; all topics have their answers."""
+        """Answer questions from now on; every topic has its function."""
         self._link.notify(TakePart())
 
     async def ask(self, topic: str, question: bytes, *, needs_all: bool = True) -> Sequence[bytes]:
-        """The answer of each of the others. Raises `SupervisorUnavailable`."""
+        """Returns the answer of each other front end. Raises `SupervisorUnavailable`."""
         asked = AskAll(topic, question, needs_all)
         return await self._link.ask(asked, list[bytes], timeout_s=ANSWER_TIMEOUT_S + _MARGIN_S)
 
@@ -63,7 +63,7 @@ class Switchboard:
     def __init__(self) -> None:
         self._links: dict[str, Link] = {}
         self._asked: set[str] = set()
-        """The front ends that take part."""
+        """The identities of front ends that answer questions."""
 
     def join(self, identity: str, link: Link) -> None:
         """Serve a new front end, which is asked once it takes part."""
@@ -82,13 +82,13 @@ class Switchboard:
         link.on(AskAll, ask_others)
 
     def drop(self, identity: str) -> None:
-        """A front end has ended."""
+        """Forget a front end that has ended."""
         self._links.pop(identity, None)
         self._asked.discard(identity)
 
 
 async def _ask_one(link: Link, asked: AskAll) -> bytes | None:
-    """None where the front end ends meanwhile: its calls have ended, too; or where it is not needed and silent.
+    """Returns the answer of a front end; None if it ended meanwhile, or if it is silent and not needed.
 
     Raises `SupervisorUnavailable`.
     """

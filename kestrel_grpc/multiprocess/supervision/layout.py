@@ -1,4 +1,4 @@
-"""Decides which processes a configuration asks for, and on which device each engine runs."""
+"""Decides which processes a server has, and on which device each engine runs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CorePlace:
-    """Describes where an engine core runs."""
+    """The device that an engine core runs on."""
 
     device: str
-    """The device, as the option `--device` names it."""
+    """A value of the option `--device`."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of its process that select the device."""
 
@@ -42,7 +42,7 @@ class Layout:
 
 
 def layout_of(config: ServerConfig, environment: Mapping[str, str]) -> Layout:
-    """The processes that the options ask for. Raises `ConfigurationError`."""
+    """Returns the processes that the options ask for. Raises `ConfigurationError`."""
     cores = _cores(config, environment)
     num_frontends = config.frontends
     if isinstance(num_frontends, str):
@@ -57,7 +57,7 @@ def layout_of(config: ServerConfig, environment: Mapping[str, str]) -> Layout:
 
 
 def placed(config: ServerConfig, place: CorePlace) -> ServerConfig:
-    """The configuration of the engine at a place."""
+    """Returns the configuration with the device of this place."""
     return replace(config, engine=replace(config.engine, device=place.device))
 
 
@@ -68,7 +68,7 @@ def _cores(config: ServerConfig, environment: Mapping[str, str]) -> tuple[CorePl
         count = len(config.devices)
         if count == 1:
             return (CorePlace("cpu"),)
-        # Each with all threads would have them wait for each other.
+        # If each core used all processors, their threads would wait for each other.
         num_threads = str(max(1, available_processors() // count))
         return (CorePlace("cpu", {_THREADS: environment.get(_THREADS, num_threads)}),) * count
     visible = environment.get(_VISIBLE)
@@ -85,7 +85,7 @@ def _cores(config: ServerConfig, environment: Mapping[str, str]) -> tuple[CorePl
 
 
 def _auto_frontends(core: CorePlace) -> int:
-    """Returns as many front ends as the processors feed; none if a GPU does not wait for them."""
+    """Returns the number of front ends for the processors of this machine; 0 if they would not speed up a GPU."""
     processors = available_processors()
     if sys.platform != "linux" or processors < _MIN_AUTO_PROCESSORS or core.device == "cpu":
         return 0
@@ -95,7 +95,7 @@ def _auto_frontends(core: CorePlace) -> int:
 
 
 def _num_gpus() -> int:
-    """The GPUs that torch can use. Does not import torch, which takes seconds, and creates no context."""
+    """Returns the number of GPUs that torch can use. Creates no context; does not import torch, which is slow."""
     if not torch_has_cuda():
         return 0
     count = ctypes.c_int(0)

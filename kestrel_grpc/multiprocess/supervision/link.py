@@ -1,6 +1,6 @@
-"""The connection between the supervisor and one of its children, over a socket that the child inherits.
+"""Connects the supervisor with one of its children, over a socket that the child inherits.
 
-Both ends send each other notes and questions. A message is a msgspec struct; the other end finds the
+Both ends send each other notes and ask each other questions. A message is a msgspec struct; the other end finds the
 handler by the name of its class. On the wire a message is its length in four bytes, and then msgpack.
 """
 
@@ -24,7 +24,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_UNREAD_BYTES = 64 * 2**20
 """If more than this waits to be sent, the other end does not read, and the link ends."""
 ANSWER_TIMEOUT_S = 2.0
-"""The longest wait of a call for the answer of one process, in seconds, before it fails with UNAVAILABLE."""
+"""The longest time that a call waits for the answer of one process; then it fails with UNAVAILABLE."""
 _LENGTH_BYTES = 4
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 Message = TypeVar("Message", bound=msgspec.Struct)
 Answer = TypeVar("Answer")
 Handler = Callable[[Message], Any]
-"""Takes a message. What it returns, or what its coroutine returns, is the answer to a question."""
+"""A function of a message. Its result, or the result of its coroutine, is the answer to a question."""
 
 
 class SupervisorUnavailable(EngineUnavailable):
@@ -44,7 +44,7 @@ class _Kind(IntEnum):
     QUESTION = 1
     ANSWER = 2
     FAILURE = 3
-    """The handler of a question has failed, or there is none."""
+    """Reports that the handler of a question has failed, or that there is none."""
 
 
 class _Envelope(msgspec.Struct, array_like=True):
@@ -59,13 +59,13 @@ class _Envelope(msgspec.Struct, array_like=True):
 class Link(asyncio.Protocol):
     """One end of the connection. Belongs to the event loop that `start` runs on.
 
-    Handlers begin in the order in which messages arrive; a coroutine then continues alongside the handlers of later
-    messages. `ask` may give up a question that the other end answers later: for a question that changes something,
-    send a note that takes it back, which arrives after the question.
+    Handlers begin in the order in which messages arrive; a coroutine then runs concurrently with the handlers of
+    later messages. `ask` may give up a question that the other end answers later: after a question that changes
+    state, send a note that takes the change back; it arrives after the question.
     """
 
     def __init__(self, name: str) -> None:
-        """`name` says what is at the other end, for the log and for errors."""
+        """`name` names the other end, for the log and for errors."""
         self.name = name
         self._handlers: dict[str, tuple[type[msgspec.Struct], Handler[Any]]] = {}
         self._open: dict[int, asyncio.Future[msgspec.Raw]] = {}
@@ -96,7 +96,7 @@ class Link(asyncio.Protocol):
         return self._closed
 
     def notify(self, note: msgspec.Struct) -> None:
-        """Send a note, at `start` if that is later. If the other end is gone, nothing happens."""
+        """Send a note, or queue it until `start`. If the other end is gone, nothing happens."""
         self._send(_Kind.NOTE, 0, type(note).__name__, note)
 
     async def ask(self, question: msgspec.Struct, answer: type[Answer], *, timeout_s: float) -> Answer:
@@ -120,7 +120,7 @@ class Link(asyncio.Protocol):
         return msgspec.msgpack.decode(content, type=answer)
 
     def close(self) -> None:
-        """End the connection. Notes before it are still sent."""
+        """End the connection. Notes from before are still sent."""
         if self._transport is not None:
             self._transport.close()
 
@@ -215,7 +215,7 @@ def send_first(connection: socket.socket, message: msgspec.Struct) -> None:
 
 
 def receive_first(connection: socket.socket, kind: type[Message]) -> Message:
-    """The message that was sent with `send_first`. Blocks. Raises `EOFError` if the other end is gone."""
+    """Returns the message that was sent with `send_first`. Blocks. Raises `EOFError` if the other end is gone."""
     length = int.from_bytes(_received(connection, _LENGTH_BYTES), "little")
     return msgspec.msgpack.decode(_received(connection, length), type=kind)
 
@@ -236,7 +236,7 @@ def _framed(message: msgspec.Struct) -> bytes:
 
 
 def _end_of_message(data: bytearray, start: int) -> int | None:
-    """The end of the message that begins at `start`; None while it is incomplete."""
+    """Returns the end of the message that begins at `start`; None while it is incomplete."""
     if len(data) < start + _LENGTH_BYTES:
         return None
     end = start + _LENGTH_BYTES + int.from_bytes(data[start : start + _LENGTH_BYTES], "little")

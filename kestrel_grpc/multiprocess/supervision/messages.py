@@ -1,4 +1,4 @@
-"""Defines what the supervisor and its children say to each other about the life of the processes."""
+"""Defines the messages between the supervisor and its children about the life of the processes."""
 
 from __future__ import annotations
 
@@ -8,85 +8,85 @@ from kestrel_grpc.config.options import ServerConfig
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """To a new process: the first message."""
+    """Sets up a new process: the first message to it."""
 
     config: ServerConfig
-    """The configuration with the ports that the supervisor has reserved."""
+    """The options, with the ports that the supervisor has reserved."""
     name: str
-    """Such as "frontend-0"."""
+    """A name such as "frontend-0"."""
     index: int
     identity: str
-    """Such as "frontend-0.3" for the third process of that name."""
+    """A name such as "frontend-0.3", for the third process of that name."""
     folder: str
     """The private folder of the server."""
     num_cores: int
     num_frontends: int
     ready_cores: frozenset[int]
-    """To a front end: the cores that serve now."""
+    """The cores that serve now; a front end connects to them."""
     instance_id: str
     build: str
     """The digest of the code that the supervisor runs."""
 
 
 class Ready(msgspec.Struct):
-    """A child reports that it serves."""
+    """Notes that a child serves."""
 
 
 class Serving(msgspec.Struct):
-    """A front end reports whether it accepts requests."""
+    """Notes that a front end has begun or ceased to accept requests."""
 
     is_serving: bool
 
 
 class Announce(msgspec.Struct):
-    """To one front end: print the addresses, since all processes serve."""
+    """Asks one front end to print the addresses, since all processes serve."""
 
 
 class Ping(msgspec.Struct):
-    """To a child: answer with nothing."""
+    """Asks a child for an empty answer."""
 
 
 class ReadMetrics(msgspec.Struct):
-    """To a child: answer with its own metrics. From a front end: with those of all processes."""
+    """Asks a child for its own metrics, or the supervisor for those of all processes."""
 
 
 class CoreGone(msgspec.Struct):
-    """To front ends: the process of a core has ended."""
+    """Notes to front ends that the process of a core has ended."""
 
     index: int
     is_fault: bool
-    """True if it may have ended because of a request. False if something outside of the server has killed it."""
+    """True if a request may be the cause; False if the process was killed from outside the server."""
 
 
 class CoreReady(msgspec.Struct):
-    """To front ends: a new process of a core listens."""
+    """Notes to front ends that a new process of a core listens."""
 
     index: int
 
 
 class FrontendGone(msgspec.Struct):
-    """To cores: the process of a front end has ended."""
+    """Notes to cores that the process of a front end has ended."""
 
     identity: str
 
 
 class FrontendStuck(msgspec.Struct):
-    """A core reports that a front end does not read what it is sent."""
+    """Notes that a front end does not read the messages of a core."""
 
     identity: str
 
 
 class ReadAgain(msgspec.Struct):
-    """To front ends: read tokens and certificates again."""
+    """Asks front ends to read tokens and certificates again."""
 
 
 class Withdraw(msgspec.Struct):
-    """To front ends: begin the lame-duck period."""
+    """Asks front ends to begin the lame-duck period."""
 
 
 class Drain(msgspec.Struct):
-    """To front ends: finish the calls that run, and exit."""
+    """Asks front ends to finish the running calls, and to exit."""
 
 
 class Stop(msgspec.Struct):
-    """To a child: exit now."""
+    """Asks a child to exit now."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def joined(parts: Iterable[tuple[str, str, bytes]]) -> bytes:
-    """One text of the texts of all processes.
+    """Returns the texts of all processes as one.
 
     Each part is a label, its value, and the text of a process; every sample of the text gets that label.
     """
@@ -31,7 +31,7 @@ def joined(parts: Iterable[tuple[str, str, bytes]]) -> bytes:
 
 
 def _labelled(sample: str, label: str) -> str:
-    """`name{a="b"} 1` or `name 1` with one more label."""
+    """Returns a sample, such as `name{a="b"} 1` or `name 1`, with one more label."""
     name, brace, rest = sample.partition("{")
     if brace and " " not in name:
         return f"{name}{{{label},{rest}"

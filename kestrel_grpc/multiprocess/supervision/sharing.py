@@ -1,4 +1,4 @@
-"""Shares state among the front ends of a host: the supervisor owns it, and each front end asks for it."""
+"""Shares state between the front ends of a host: the supervisor owns it, and each front end asks for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kestrel_grpc.multiprocess.supervision.token_limits import LimitOwner, Share
 
 
 class Shared:
-    """Holds the part of a front end in what is shared. `folder` is the supervisor's private folder."""
+    """The access of a front end to the shared state. `folder` is the supervisor's private folder."""
 
     def __init__(self, link: Link, folder: Path, identity: str, *, name: str, num_frontends: int) -> None:
         self.limits = SharedLimits(link)
@@ -23,7 +23,7 @@ class Shared:
 
 
 class Owner:
-    """Holds the part of the supervisor: token limits, stored images, and questions between front ends.
+    """The owner, in the supervisor, of token limits, stored images and questions between front ends.
 
     Belongs to one event loop. `folder` exists and only this user can read it; `cores` returns the links to the
     engine cores that run now.
@@ -36,13 +36,13 @@ class Owner:
         self.images = ImageOwner(folder, images, self._forget)
 
     def join(self, identity: str, link: Link) -> None:
-        """Serve a front end. Called before its link is started."""
+        """Serve a front end. Call this before its link is started."""
         self._limits.join(identity, link)
         self.images.join(identity, link)
         self._front_ends.join(identity, link)
 
     def drop(self, identity: str) -> None:
-        """A front end's process has ended: give back what it held."""
+        """Release the resources of a front end whose process has ended."""
         self._limits.drop(identity)
         self.images.drop(identity)
         self._front_ends.drop(identity)

@@ -1,4 +1,4 @@
-"""Stored images that all front ends share.
+"""Shares stored images between all front ends.
 
 The supervisor has the index, with quotas and times to live; the bytes are files in its private folder. A front end
 asks the supervisor at each use of a handle, so that a handle ends on all front ends at the same moment, and then
@@ -43,16 +43,16 @@ _IN_PLACE_BYTES = 2**18
 _STORED, _INCOMING = "images", "incoming"
 _MAX_SPARE_BYTES = 16 * 2**20
 MAX_RECENT_BYTES = 64 * 2**20
-"""The bytes of the files that a front end has read last, which it keeps while they are stored."""
+"""The most bytes of files that a front end has read last, and keeps while they are stored."""
 
 _log = logging.getLogger(__name__)
 
 _Key = tuple[str, ImageHandle]
-"""A namespace, and an image in it."""
+"""The namespace and the handle of an image."""
 
 
 class Problem(Enum):
-    """Why there is no image in an answer."""
+    """The reason for an answer without an image."""
 
     NOT_FOUND = "not found"
     QUOTA_EXCEEDED = "quota exceeded"
@@ -60,7 +60,7 @@ class Problem(Enum):
 
 
 class ImageAnswer(msgspec.Struct, array_like=True):
-    """The answer to all questions about images. Without a problem and an image the answer is yes."""
+    """Answers all questions about images. Without a problem and an image the answer is yes."""
 
     image: StoredImage | None = None
     problem: Problem | None = None
@@ -69,7 +69,7 @@ class ImageAnswer(msgspec.Struct, array_like=True):
 
 
 class RequireRoom(msgspec.Struct, array_like=True):
-    """Asks whether a file of this size would be stored."""
+    """Asks if a file of this size would be stored."""
 
     namespace: str
     num_bytes: int
@@ -122,14 +122,14 @@ class DropFile(msgspec.Struct, array_like=True):
 
 
 class ForgetImage(msgspec.Struct, array_like=True):
-    """Notes to an engine core that the time of an image is over; `sha256` is in hexadecimal digits."""
+    """Notes to an engine core that an image has expired; `sha256` is in hexadecimal digits."""
 
     namespace: str
     sha256: str
 
 
-def forget_when_asked(link: Link, engine: Engine) -> None:
-    """Removes from the caches of an engine core what was computed from images whose time is over."""
+def forget_expired_images(link: Link, engine: Engine) -> None:
+    """Have an engine core remove from its caches what was computed from images that have expired."""
     purges = CachePurges(engine)
     link.on(ForgetImage, lambda note: purges.forget_image(note.namespace, note.sha256))
 
@@ -151,11 +151,11 @@ class SharedImages:
         link.on(DropFile, lambda note: self._recent.drop((note.namespace, note.handle)))
 
     async def require_room(self, namespace: str, num_bytes: int) -> None:
-        """Raise `ImageQuotaExceeded` or `ImageStoreFull` where a file of this size would not be stored."""
+        """Raises `ImageQuotaExceeded` or `ImageStoreFull` if a file of this size would not be stored."""
         await self._ask(RequireRoom(namespace, num_bytes), None)
 
     async def renew(self, namespace: str, handle: ImageHandle, retention: Retention) -> StoredImage | None:
-        """Keep an image that is stored already for longer."""
+        """Keep a stored image for longer; returns None if it is not stored."""
         return await self._ask(RenewImage(namespace, handle, retention), handle)
 
     async def put(
@@ -176,13 +176,13 @@ class SharedImages:
         return image
 
     async def find(self, namespace: str, handle: ImageHandle) -> StoredImage:
-        """An image, which counts as used now."""
+        """Returns an image, which counts as used now."""
         image = await self._ask(FindImage(namespace, handle), handle)
         assert image is not None
         return image
 
     async def read(self, namespace: str, image: StoredImage) -> HashedImage:
-        """The file of an image that has just been found."""
+        """Returns the file of an image that has just been found."""
         return await self._recent.get((namespace, image.handle), image.size_bytes)
 
     async def delete(self, namespace: str, handle: ImageHandle) -> None:
@@ -205,7 +205,10 @@ class SharedImages:
 
     @asynccontextmanager
     async def _written(self, name: str, data: bytes) -> AsyncIterator[None]:
-        """Has a new file while the block runs, or until the supervisor takes it. Raises `SupervisorUnavailable`."""
+        """Writes a new file, and removes it after the block if the supervisor has not taken it.
+
+        Raises `SupervisorUnavailable`.
+        """
         path = self._folder / _INCOMING / name
         writing = asyncio.ensure_future(asyncio.to_thread(_write, path, data))
 
@@ -240,7 +243,7 @@ class SharedImages:
 
 
 class _RecentFiles:
-    """The files that were read last. Requests about one image share its bytes, however many there are."""
+    """A cache of the files that were read last. All requests about one image share its bytes."""
 
     def __init__(self, read: Callable[[_Key, int], Coroutine[Any, Any, HashedImage]]) -> None:
         self._read = read
@@ -249,7 +252,7 @@ class _RecentFiles:
         self._reading: dict[_Key, asyncio.Task[HashedImage]] = {}
 
     async def get(self, key: _Key, size_bytes: int) -> HashedImage:
-        """A file that is stored. Raises what `read` raises."""
+        """Returns a file that is stored. Raises what `read` raises."""
         file = self._files.get(key)
         if file is not None:
             self._files.move_to_end(key)
@@ -261,7 +264,7 @@ class _RecentFiles:
         return await asyncio.shield(reading)  # others may wait for the same file
 
     def drop(self, key: _Key) -> None:
-        """The file is stored no longer."""
+        """Forget a file that is no longer stored."""
         self._reading.pop(key, None)
         file = self._files.pop(key, None)
         if file is not None:
@@ -282,8 +285,7 @@ class _RecentFiles:
 class ImageOwner:
     """The index and the files of all stored images, in the supervisor. Belongs to one event loop.
 
-    `folder` exists and only this user can read it. `forget` informs every engine core of an image whose time is
-    over.
+    `folder` exists and only this user can read it. `forget` has every engine core forget an expired image.
     """
 
     def __init__(self, folder: Path, limits: StoreLimits, forget: Forget) -> None:
@@ -292,7 +294,7 @@ class ImageOwner:
             (folder / name).mkdir(mode=0o700)
         free = _free_bytes(folder)
         self._spare_bytes = min(_MAX_SPARE_BYTES, free // 8)
-        """Bytes of the file system that are left free."""
+        """The bytes of the file system that are left free."""
         room = free - self._spare_bytes
         if room < limits.max_bytes:
             _log.warning(
@@ -302,14 +304,14 @@ class ImageOwner:
             limits = replace(limits, max_bytes=room, quota_bytes=min(limits.quota_bytes, room))
         self._index = ImageIndex(limits, forget, self._discard)
         self._links: dict[str, Link] = {}
-        """To front ends."""
+        """The links to front ends, by identity."""
 
     def load(self) -> CacheLoad:
-        """A reading, in any thread."""
+        """Returns the number and size of stored images, in any thread."""
         return self._index.load()
 
     async def watch(self) -> None:
-        """Drop images when their time is over, until cancelled."""
+        """Drop images that expire, until cancelled."""
         await self._index.watch()
 
     def join(self, identity: str, link: Link) -> None:
@@ -324,14 +326,14 @@ class ImageOwner:
         link.on(DropNamespace, lambda note: index.drop_namespace(note.namespace))
 
     def drop(self, identity: str) -> None:
-        """A front end has ended: what it was writing is of no use."""
+        """Forget a front end that has ended, and remove the files that it was writing."""
         self._links.pop(identity, None)
         for path in (self._folder / _INCOMING).glob(f"{identity}-*"):
             with contextlib.suppress(OSError):
                 path.unlink()
 
     def _require_room(self, namespace: str, num_bytes: int) -> None:
-        """Raise as the index does, also where the file system has no space without the images that may leave."""
+        """Raises as the index does, also if the file system has no space even after evictions."""
         self._index.require_room(namespace, num_bytes)
         while _free_bytes(self._folder) < num_bytes + self._spare_bytes // 2:
             if not self._index.evict():
@@ -346,7 +348,7 @@ class ImageOwner:
         return self._index.get(asked.namespace, asked.handle)
 
     def _drop_removed(self, namespace: str, handle: ImageHandle) -> None:
-        """Drop an image whose file something else has removed, so that callers store it again."""
+        """Drop an image if another program has removed its file, so that callers store it again."""
         if self._index.holds(namespace, handle) and not self._path(namespace, handle).exists():
             _log.warning("the file of a stored image was removed from %s", self._folder)
             self._index.delete(namespace, handle)
@@ -381,14 +383,14 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _free_bytes(folder: Path) -> int:
-    """The space for new files; none where there can be no more files."""
+    """Returns the bytes for new files; 0 if the file system can hold no more files."""
     space = os.statvfs(folder)
     has_names = space.f_files == 0 or space.f_favail > 0
     return space.f_bavail * space.f_frsize if has_names else 0
 
 
 def _answering(handle: Callable[[Any], StoredImage | None]) -> Callable[[Any], ImageAnswer]:
-    """The handler of a question that answers with what `handle` returns or raises."""
+    """Returns the handler of a question, which answers with the result or the refusal of `handle`."""
 
     def answer(question: Any) -> ImageAnswer:
         try:
@@ -404,5 +406,5 @@ def _answering(handle: Callable[[Any], StoredImage | None]) -> Callable[[Any], I
 
 
 def _file_name(namespace: str, handle: ImageHandle) -> str:
-    """The name of an image's file. Namespaces share no file, so that none notices what another one stores."""
+    """Returns the name of an image's file. Namespaces share no files, so none can notice what another stores."""
     return f"{hashlib.sha256(namespace.encode()).hexdigest()}-{handle.sha256}"

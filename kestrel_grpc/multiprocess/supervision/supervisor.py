@@ -1,7 +1,7 @@
-"""The supervisor: starts front ends and engine cores, restarts those that end, and ends all of them in order.
+"""Supervises front ends and engine cores: starts them, restarts those that end, and ends all of them in order.
 
     start     reserve the ports ── start all processes ── all cores have loaded ── front ends listen ── announce
-    life      a process ends → the others are informed → it is started again, at once or after a pause
+    life      a process ends → the others are notified → it is started again, at once or after a pause
     SIGTERM   withdraw ── wait ── front ends drain and exit ── cores exit          a second signal: all exit now
 
 Each child has one task, `_Child.keep`, which runs its processes one after the other. The supervisor handles no
@@ -65,25 +65,25 @@ from kestrel_grpc.telemetry.metrics import Reading, new_registry, not_ready_text
 
 PING_INTERVAL_S = 5.0
 PING_TIMEOUT_S = 30.0
-"""A process that answers no ping for this long hangs, and is killed."""
+"""The time without an answer to a ping after which a process is killed."""
 MAX_PAUSE_S = 60.0
 """The longest pause before a process is started again."""
 WELL_S = 60.0
-"""A process that has served for this long has started well: the next pause is the shortest again."""
+"""The time of service after which the next pause is the shortest again."""
 _METRICS_TIMEOUT_S = 5.0
 _LAST_S = 10.0
-"""The seconds that a front end has to end after its drain timeout, or after the order to stop."""
+"""The time that a front end has to exit after its drain timeout, or after `Stop`."""
 _REAP_INTERVAL_S = 5.0
 LOOK_INTERVAL_S = 5.0
-"""Between two looks whether the private folder is still there."""
+"""The time between two checks that the private folder is still there."""
 _LOOKS_TO_TOUCH = 720
-"""The files of the folder look new again after so many."""
+"""The checks after which the files of the folder are touched, so that they look new."""
 
 _log = logging.getLogger(__name__)
 
 
 class StartFailed(Exception):
-    """The server cannot start; `status` is its exit status."""
+    """Raised if the server cannot start; `status` is its exit status."""
 
     def __init__(self, reason: str, status: int = 1) -> None:
         super().__init__(reason)
@@ -91,7 +91,7 @@ class StartFailed(Exception):
 
 
 class _CannotStart(Exception):
-    """The system does not start a process; the message says why."""
+    """Raised if the system does not start a process; the message gives the reason."""
 
 
 def supervise(config: ServerConfig, layout: Layout) -> int:
@@ -109,7 +109,7 @@ def supervise(config: ServerConfig, layout: Layout) -> int:
 
 
 class Supervisor:
-    """Belongs to the event loop that `serve` runs on."""
+    """The children of a server and the state that they share. Belongs to the event loop that `serve` runs on."""
 
     def __init__(self, config: ServerConfig, layout: Layout, folder: Path, lock: int) -> None:
         """`folder` is private to the server; processes inherit `lock`, the descriptor of its lock."""
@@ -121,14 +121,14 @@ class Supervisor:
         self.num_cores = len(layout.cores)
         self.num_frontends = layout.num_frontends
         self.is_ending = False
-        """True if a process that ends is not started again."""
+        """True once processes that end are not started again."""
         self.must_end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why no process can be started again, so that the server ends, to be started anew."""
+        """The reason why no process can be started again; the server then ends, to be restarted from outside."""
         self._is_withdrawn = False
         self._no_core_serves = asyncio.Event()
         """Set while all cores that have served are gone."""
         self.owner = Owner(folder, config.store_limits(), self._links_to_cores)
-        """The owner of what the front ends share."""
+        """The owner of the state that the front ends share."""
         self._restarts: Counter[str] = Counter()
         self._registry = new_registry(self._read)
         self._cores = [_Core(self, index, place) for index, place in enumerate(layout.cores)]
@@ -140,18 +140,18 @@ class Supervisor:
         self._probe_port: ProbePort | None = None
 
     def end_because(self, reason: str) -> None:
-        """Have the server end, for the first reason that is given."""
+        """End the server, for the first reason that is given."""
         if not self.must_end.done():
             self.must_end.set_result(reason)
 
     def require_start(self, status: int) -> None:
-        """Have the server end where no process can follow one that has ended with this status."""
+        """End the server if no process can replace one that ended with this status."""
         if status == OTHER_BUILD:
             self.end_because("the installed package has changed")
         self.require_folder()
 
     def require_folder(self) -> None:
-        """Have the server end where its folder was removed."""
+        """End the server if its folder was removed."""
         if not os.path.isdir(self.folder):
             self.end_because(f"the folder {self.folder} was removed")
 
@@ -198,7 +198,7 @@ class Supervisor:
                 log_end(end, began=began)
 
     async def metrics(self) -> bytes:
-        """The metrics of all processes. One that does not answer is left out."""
+        """Returns the metrics of all processes, without those that do not answer."""
         asked = [child for child in self._children if child.link is not None and child.is_ready]
         texts = await asyncio.gather(*(child.read_metrics() for child in asked))
         parts = [("process", "supervisor", generate_latest(self._registry))]
@@ -207,36 +207,36 @@ class Supervisor:
         return joined(parts)
 
     def ready_cores(self) -> frozenset[int]:
-        """The cores that serve now."""
+        """Returns the indices of the cores that serve now."""
         return frozenset(core.index for core in self._cores if core.is_ready)
 
     def core_ended(self, index: int, *, is_fault: bool) -> None:
-        """The process of a core has ended: inform the front ends."""
+        """Notify the front ends that the process of a core has ended."""
         for frontend in self._frontends:
             frontend.notify(CoreGone(index, is_fault))
         if not self.ready_cores():
             self._no_core_serves.set()
 
     def core_ready(self, index: int) -> None:
-        """A new process of a core serves: inform the front ends."""
+        """Notify the front ends that a new process of a core serves."""
         self._no_core_serves.clear()
         for frontend in self._frontends:
             frontend.notify(CoreReady(index))
 
     def frontend_ended(self, identity: str) -> None:
-        """The process of a front end has ended: inform the cores."""
+        """Notify the cores that the process of a front end has ended."""
         for core in self._cores:
             core.notify(FrontendGone(identity))
 
     def end_frontend(self, identity: str) -> None:
-        """A front end does not read what a core sends it."""
+        """Kill a front end that does not read the messages of a core."""
         for frontend in self._frontends:
             if frontend.identity == identity:
                 _log.error("%s does not read: it is ended", frontend.name)
                 frontend.kill()
 
     def count_restart(self, name: str) -> None:
-        """A child is started again."""
+        """Count the restart of a child."""
         self._restarts[name] += 1
 
     def _links_to_cores(self) -> Iterator[Link]:
@@ -246,7 +246,7 @@ class Supervisor:
         return Reading(restarts=dict(self._restarts), caches={"stored_images": self.owner.images.load()})
 
     async def _start(self) -> None:
-        """Returns once all processes serve. Raises `StartFailed` and `PortUnavailable`."""
+        """Start all processes, and return once they serve. Raises `StartFailed` and `PortUnavailable`."""
         if os.getpid() == 1:
             self._keeping.append(asyncio.create_task(self._reap_orphans()))
         self._keeping.append(asyncio.create_task(self.owner.images.watch()))
@@ -265,7 +265,7 @@ class Supervisor:
         self._frontends[0].notify(Announce())
 
     async def _keep(self, child: _Child) -> None:
-        """Keep a child, and end the server rather than leave one without a process."""
+        """Keep a child running; if that fails, end the server rather than leave the child without a process."""
         try:
             await child.keep()
         except Exception:
@@ -274,7 +274,7 @@ class Supervisor:
             self.end_because(f"{child.name} cannot be kept")
 
     async def _watch_folder(self) -> None:
-        """End the server if its folder is removed; until then keep it from looking old."""
+        """End the server once its folder is removed; until then touch the folder regularly."""
         for number in itertools.count():
             self.require_folder()
             if number % _LOOKS_TO_TOUCH == 0:
@@ -288,7 +288,7 @@ class Supervisor:
             self.core_ready(index)
 
     async def _leave(self, delay_s: float) -> None:
-        """The lame-duck period, which ends early if no core serves, and then the draining of the front ends."""
+        """Run the lame-duck period, which ends early if no core serves, and then drain the front ends."""
         _log.info("withdrawing: calls are taken for another %g s", delay_s)
         self._is_withdrawn = True
         self._notify_frontends(Withdraw())
@@ -314,7 +314,7 @@ class Supervisor:
             item.close()
 
     async def _ended(self, children: Iterable[_Child], timeout_s: float) -> None:
-        """Wait until these have ended, and kill those that have not in time."""
+        """Wait until the processes of these children have ended; kill those that have not in time."""
         ends = {child.ended: child for child in children if child.ended is not None}
         if not ends:
             return
@@ -349,7 +349,7 @@ class Supervisor:
         self.config = replace(config, **changes)
 
     async def _reap_orphans(self) -> None:
-        """Collects, as the first process of a container, processes whose parents have ended."""
+        """Collect processes whose parents have ended, as the first process of a container must."""
         while True:
             await asyncio.sleep(_REAP_INTERVAL_S)
             collect_orphans({child.pid for child in self._children})
@@ -372,7 +372,7 @@ class _Child:
         """True if the supervisor has killed the process."""
         self.first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[int] | None = None
-        """The exit status of the process that runs, negative for a signal."""
+        """The exit status of the running process, once it has ended; negative for a signal."""
         self._process: subprocess.Popen[bytes] | None = None
         self._generation = 0
 
@@ -383,12 +383,12 @@ class _Child:
 
     @property
     def identity(self) -> str:
-        """Names the process that runs, unlike those before it."""
+        """The name of the running process, unlike those before it."""
         return f"{self.name}.{self._generation}"
 
     @property
     def label(self) -> tuple[str, str]:
-        """The label of its metrics, and the value."""
+        """The label of its metrics, and the label's value."""
         return "process", self.name
 
     @property
@@ -397,21 +397,23 @@ class _Child:
         return {}
 
     def config(self) -> ServerConfig:
-        """The options of its process."""
+        """Returns the options of its process."""
         return self.supervisor.config
 
     def handle(self, link: Link) -> None:
-        """Add the handlers of what the process says."""
+        """Add the handlers of messages of the process."""
 
     def note_ready(self, *, is_first: bool) -> None:
-        """The process serves."""
+        """Note that the process serves."""
 
     def note_end(self, status: int) -> None:
-        """The process has ended with this exit status, negative for a signal."""
+        """Note that the process has ended with this exit status, negative for a signal."""
 
     async def keep(self) -> None:
-        """Run one process after the other, until the supervisor ends. Before the first is ready, its end is that of
-        the server."""
+        """Run one process after the other, until the supervisor ends.
+
+        If the first process ends before it is ready, the start of the server fails.
+        """
         supervisor, loop = self.supervisor, asyncio.get_running_loop()
         pause_s = self.min_pause_s
         while not supervisor.is_ending:
@@ -444,7 +446,7 @@ class _Child:
             supervisor.count_restart(self.name)
 
     async def _run(self, ended: asyncio.Future[int]) -> tuple[int, bool]:
-        """Talk to the process until it ends. Returns its exit status, and whether it was ready."""
+        """Serve the link to the process until it ends; returns its exit status, and True if it was ready."""
         self.link = link = Link(self.name)
         watching = asyncio.create_task(self._watch(link))
         watching.add_done_callback(self._end_unwatched)
@@ -455,19 +457,19 @@ class _Child:
         return status, was_ready
 
     def fail_start(self, said: str, status: int = 1) -> bool:
-        """Have the start of the server fail, unless this child has been ready. Returns whether it does."""
+        """Fail the start of the server, unless this child has been ready; returns True if it fails."""
         if self.first_ready.done():
             return False
         self.first_ready.set_exception(StartFailed(f"{self.name} {said}", status))
         return True
 
     def notify(self, note: Any) -> None:
-        """Sends its process a note, if there is one."""
+        """Send a note to its process, if there is one."""
         if self.link is not None:
             self.link.notify(note)
 
     def stop(self) -> None:
-        """End its process, in order if it serves."""
+        """End its process: by `Stop` if it serves, otherwise at once."""
         if self.is_ready:
             self.notify(Stop())
         else:
@@ -480,7 +482,7 @@ class _Child:
             self._process.kill()
 
     async def read_metrics(self) -> bytes:
-        """The text of its process; empty if it does not answer."""
+        """Returns the metrics of its process, as Prometheus text; empty if it does not answer."""
         link = self.link
         try:
             return b"" if link is None else await link.ask(ReadMetrics(), bytes, timeout_s=_METRICS_TIMEOUT_S)
@@ -508,7 +510,7 @@ class _Child:
         return ended
 
     def _started(self, descriptor: int) -> subprocess.Popen[bytes]:
-        """A new process, which inherits the descriptor."""
+        """Returns a new process, which inherits the descriptor."""
         command = (sys.executable, "-m", self.module, self.title, str(descriptor))
         environment = {**os.environ, **self.environment}
         # Blocked signals stay blocked in the new process until it has handlers.
@@ -539,7 +541,7 @@ class _Child:
         )
 
     async def _watch(self, link: Link) -> None:
-        """Talk to the process, and kill it if it does not answer."""
+        """Serve the link to the process, and kill the process if it does not answer."""
         ready = asyncio.Event()
         link.on(Ready, lambda _: ready.set())
         self.handle(link)
@@ -562,7 +564,7 @@ class _Child:
                 return
 
     def _end_unwatched(self, watching: asyncio.Task[None]) -> None:
-        """Kill the process where `_watch` has failed: nothing would notice that it is ready, or hangs."""
+        """Kill the process if `_watch` has failed, since nothing would notice that it is ready, or hangs."""
         if not watching.cancelled() and (error := watching.exception()) is not None:
             _log.error("%s cannot be watched and is killed: %s", self.name, error)
             self.kill()
@@ -595,7 +597,7 @@ class _Core(_Child):
             self.supervisor.core_ready(self.index)
 
     def note_end(self, status: int) -> None:
-        # The kernel for want of memory, or an operator; the supervisor itself kills what hangs.
+        # By the kernel when memory runs out, or by an operator; the supervisor itself kills processes that hang.
         was_killed_from_outside = status == -signal.SIGKILL and not self.is_killed
         self.supervisor.core_ended(self.index, is_fault=not was_killed_from_outside)
 
@@ -606,7 +608,7 @@ class _Frontend(_Child):
     def __init__(self, supervisor: Supervisor, index: int) -> None:
         super().__init__(supervisor, index)
         self.is_serving = False
-        """True if it accepts requests."""
+        """True while the front end accepts requests."""
 
     def handle(self, link: Link) -> None:
         self.supervisor.owner.join(self.identity, link)
@@ -623,7 +625,7 @@ class _Frontend(_Child):
 
 
 def _end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
-    """The exit status of a process, which a thread waits for."""
+    """Returns the future exit status of a process, which a thread waits for."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 
@@ -637,7 +639,7 @@ def _end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
 
 
 def collect_orphans(own: Collection[int | None]) -> None:
-    """Collect child processes that have ended, until one of our `own` comes, for which a thread waits."""
+    """Collect child processes that have ended, up to the first of our `own`, which threads wait for."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if found.si_pid in own:

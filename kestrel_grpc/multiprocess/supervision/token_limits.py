@@ -36,8 +36,8 @@ class LeaveCall(msgspec.Struct, array_like=True):
     number: int
 
 
-class Verdict(msgspec.Struct, array_like=True):
-    """The answer to `EnterCall`."""
+class CallAnswer(msgspec.Struct, array_like=True):
+    """Answers `EnterCall`."""
 
     is_counted: bool
     retry_after_s: float = 0.0
@@ -57,13 +57,13 @@ class SharedLimits:
         """Counts a call. Raises `RateLimited`, or `SupervisorUnavailable` if there is no answer in time."""
         call = _SharedCall(self._link, next(self._numbers))
         try:
-            verdict = await self._link.ask(EnterCall(call.number, limit), Verdict, timeout_s=self._timeout_s)
+            answer = await self._link.ask(EnterCall(call.number, limit), CallAnswer, timeout_s=self._timeout_s)
         except BaseException:
             # The supervisor may have counted the call, or does so later.
             call.leave()
             raise
-        if not verdict.is_counted:
-            raise RateLimited(limit.name, verdict.limit, verdict.retry_after_s)
+        if not answer.is_counted:
+            raise RateLimited(limit.name, answer.limit, answer.retry_after_s)
         return call
 
     def adopt(self, limit: TokenLimit) -> CountedCall:
@@ -100,28 +100,28 @@ class LimitOwner:
         # Questions that are decided once more, and whose askers still wait.
         undecided: set[int] = set()
 
-        def take(question: EnterCall) -> Verdict:
-            if identity not in self._calls:  # it asked before its end, and reads no answer
-                return Verdict(is_counted=False)
+        def take(question: EnterCall) -> CallAnswer:
+            if identity not in self._calls:  # it asked before it ended, and reads no answer
+                return CallAnswer(is_counted=False)
             try:
                 calls[question.number] = self._limits.take(question.limit)
             except RateLimited as refusal:
-                return Verdict(is_counted=False, retry_after_s=refusal.retry_after_s, limit=refusal.limit)
-            return Verdict(is_counted=True)
+                return CallAnswer(is_counted=False, retry_after_s=refusal.retry_after_s, limit=refusal.limit)
+            return CallAnswer(is_counted=True)
 
-        def enter(question: EnterCall) -> Verdict | Awaitable[Verdict]:
-            verdict = take(question)
-            if verdict.is_counted or question.limit.concurrency is None:
-                return verdict
+        def enter(question: EnterCall) -> CallAnswer | Awaitable[CallAnswer]:
+            answer = take(question)
+            if answer.is_counted or question.limit.concurrency is None:
+                return answer
             undecided.add(question.number)
-            return decide_again(question, verdict)
+            return decide_again(question, answer)
 
-        async def decide_again(question: EnterCall, verdict: Verdict) -> Verdict:
+        async def decide_again(question: EnterCall, answer: CallAnswer) -> CallAnswer:
             # A caller whose call has ended on one front end may make its next on another. The note of the end was
             # sent before that question, but over another link, which may be read later. Now all links are read.
             await asyncio.sleep(0)
             if question.number not in undecided:
-                return verdict
+                return answer
             undecided.discard(question.number)
             return take(question)
 

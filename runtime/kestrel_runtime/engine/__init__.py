@@ -1,1 +1,1 @@
-"""One engine in one process: its threads, its loop, and what happens when a step fails."""
+"""Runs one engine in one process: its threads, its loop, and its recovery from failed steps."""

@@ -3,8 +3,8 @@
     bounds of a step ─▶ prepared model ─▶ memory plan ─▶ step runner with its cache
         ─▶ pages and scheduler ─▶ preprocessing ─▶ captured graphs ─▶ loop
 
-`build` is this path; the functions below it make one part each. `LocalEngine` takes the parts, starts the thread of
-the loop and watches it.
+`build` follows this order; the functions below it build one part each. `LocalEngine` takes the parts, starts the
+thread of the loop and watches it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kestrel_runtime.constraints.masks import LibraryMasks
 from kestrel_runtime.engine.flight_record import FlightRecord
 from kestrel_runtime.engine.isolation import Isolation, new_probes
 from kestrel_runtime.engine.loop import EngineLoop
-from kestrel_runtime.engine.offending_requests import OffendingRequests
+from kestrel_runtime.engine.poison_requests import PoisonRequests
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.recent import Matchers
 from kestrel_runtime.execution.cuda_stream import CudaStream
@@ -61,7 +61,7 @@ class EngineParts:
 
     info: EngineInfo
     num_image_tokens: int
-    """Positions of an image in a prompt."""
+    """The positions of an image in a prompt."""
     pages: PageManager
     page_bytes: int
     embeddings: EmbeddingCache
@@ -70,7 +70,7 @@ class EngineParts:
     scheduler: Scheduler
     adapters: AdapterStore | None
     """None if the engine serves no adapters."""
-    offending_requests: OffendingRequests
+    poison_requests: PoisonRequests
     admission: QueueAdmission
     preprocessor: Preprocessor
     loop: EngineLoop
@@ -84,11 +84,11 @@ def build(
     owns_model: bool,
     flight_record: Path | None,
 ) -> EngineParts:
-    """Make the parts in the order in which they need each other. Blocks.
+    """Build the parts in the order in which they need each other. Blocks.
 
     The engine thread calls `become` when it begins to recover, and when it serves again. With `owns_model` the
     weights of which a fused backend has a copy are freed. With `flight_record` the loop writes to this file which
-    requests are in flight. Raises `CheckpointError` where the model cannot be served as `config` says.
+    requests are in flight. Raises `CheckpointError` if the model cannot be served as `config` says.
     """
     family, model, model_config = loaded.family, loaded.model, config_of(loaded.model)
     bounds = _step_bounds(config, model.device)
@@ -105,7 +105,7 @@ def build(
     pages = PageManager(num_pages, config.page_size)
     embeddings = EmbeddingCache(bounds.max_batch_size + 1, runner.num_cached_images)
     scheduler = _scheduler(config, bounds, pages, embeddings)
-    offending_requests = OffendingRequests()
+    poison_requests = PoisonRequests()
     is_cached = partial(_is_cached, pages, embeddings)
     preprocessor = _preprocessor(
         loaded,
@@ -113,7 +113,7 @@ def build(
         cropping,
         crop_on_device,
         is_cached,
-        offending_requests,
+        poison_requests,
         image_cache=runner.num_cached_images > 0,
         max_decoded_bytes=max_decoded_bytes,
     )
@@ -122,7 +122,7 @@ def build(
         QueueLimits(config.max_queued_requests, config.max_queued_image_bytes, config.max_queued_tokens)
     )
     record = None if flight_record is None else FlightRecord(flight_record).write
-    loop = _loop(loaded, scheduler, runner, preprocessor, admission, adapters, offending_requests, become, record)
+    loop = _loop(loaded, scheduler, runner, preprocessor, admission, adapters, poison_requests, become, record)
     return EngineParts(
         info=info,
         num_image_tokens=model_config.positions_per_image,
@@ -132,7 +132,7 @@ def build(
         bytes_per_image=runner.bytes_per_image,
         scheduler=scheduler,
         adapters=adapters,
-        offending_requests=offending_requests,
+        poison_requests=poison_requests,
         admission=admission,
         preprocessor=preprocessor,
         loop=loop,
@@ -140,13 +140,13 @@ def build(
 
 
 def _step_bounds(config: EngineConfig, device: torch.device) -> StepBounds:
-    """The work of one step, for which the weights must have left the memory."""
+    """Returns the bounds of the work of one step, for which the memory beyond the weights must suffice."""
     reading = MemoryReading.of(device, 0, config.memory_limit)
     return StepBounds.of(config, device.type, reading.usable_bytes(config.memory_utilization))
 
 
 def _max_decoded_bytes(config: EngineConfig, bounds: StepBounds, cropping: Cropping, *, decoded: bool) -> int:
-    """The configured limit, or memory for a running batch, the next batch and the largest image to decode."""
+    """Returns the configured limit, or memory for a running batch, the next one and the largest image to decode."""
     if config.max_decoded_image_bytes is not None:
         return config.max_decoded_image_bytes
     kept_bytes = 2 * bounds.max_batch_size * max_kept_bytes(cropping, decoded=decoded)
@@ -178,7 +178,7 @@ def _adapter_store(
 def _info(
     loaded: LoadedModel, config: EngineConfig, bounds: StepBounds, memory: MemoryPlan, num_cache_tokens: int
 ) -> EngineInfo:
-    """`num_cache_tokens`: the positions that the key-value cache has in all."""
+    """Describes the engine, and logs its cache, which has `num_cache_tokens` positions in all."""
     model_config = config_of(loaded.model)
     _log.info(
         "KV cache: %s tokens, %.1f GiB, %.1f requests of full length (%s tokens)",
@@ -224,7 +224,7 @@ def _preprocessor(
     cropping: Cropping,
     crop_on_device: Callable[[DecodedImage], Tensor] | None,
     is_cached: Callable[[PrefixKeys | None, EmbeddingKey | None], bool],
-    offending_requests: OffendingRequests,
+    poison_requests: PoisonRequests,
     *,
     image_cache: bool,
     max_decoded_bytes: int,
@@ -241,7 +241,7 @@ def _preprocessor(
         model_config,
         loaded.family.skills(model_config),
         loaded.tokenizer,
-        offending_requests,
+        poison_requests,
         cropping,
         make_crops,
         PrefixKeyMaker(parts, config.page_size),
@@ -272,14 +272,14 @@ def _loop(
     preprocessor: Preprocessor,
     admission: QueueAdmission,
     adapters: AdapterStore | None,
-    offending_requests: OffendingRequests,
+    poison_requests: PoisonRequests,
     become: Callable[[EngineStatus], None],
     record: Callable[[Iterable[str]], None] | None,
 ) -> EngineLoop:
     isolation = Isolation(
         scheduler,
         runner,
-        offending_requests,
+        poison_requests,
         new_probes=partial(new_probes, preprocessor),
         on_restart=partial(become, EngineStatus.RECOVERING),
         on_restarted=partial(become, EngineStatus.SERVING),
@@ -292,7 +292,7 @@ def _loop(
         preprocessor.decode_again,
         LibraryMasks(config_of(loaded.model).vocab_size, available_processors()).masks,
         None if adapters is None else partial(_lease_again, adapters),
-        offending_requests,
+        poison_requests,
         record,
     )
     if adapters is not None:

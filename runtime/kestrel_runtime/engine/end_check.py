@@ -1,4 +1,4 @@
-"""Checks complete answers in a worker: the end of a request follows its check, or an error comes in its place."""
+"""Checks complete answers in a worker: the end of a request follows its check, or an error replaces it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ _log = logging.getLogger(__name__)
 
 
 class EndCheck:
-    """Delivers the last events of one request."""
+    """The check of the answer of one request."""
 
     def __init__(self, miss: Callable[[str], str | None], submit: Callable[[Callable[[], None]], Any]) -> None:
-        """`miss` finds the place in an answer that is not allowed. `submit` has a worker call a function, or raises
-        RuntimeError where the workers are closed."""
+        """Set the check and the workers.
+
+        `miss` returns the first place in an answer that is not allowed, or None. `submit` has a worker call a
+        function, or raises RuntimeError if the workers are closed.
+        """
         self._miss = miss
         self._submit = submit
 

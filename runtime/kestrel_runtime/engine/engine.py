@@ -1,6 +1,7 @@
-"""The engine: takes requests and returns streams of events. Other packages use this module only.
+"""Implements the engine: it takes requests and returns streams of events. Other packages use this module only.
 
-`build` makes the parts, `LocalEngine` keeps the state, and `QueueAdmission`, `Preprocessor` and `EngineLoop` work.
+`build` creates the parts and `LocalEngine` keeps the state; `QueueAdmission`, `Preprocessor` and `EngineLoop`
+process requests.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ _log = logging.getLogger(__name__)
 
 
 class LocalEngine:
-    """One model, one thread, one page pool. `submit` belongs to an event loop; the rest may be called anywhere."""
+    """An engine of one model, one thread and one page pool, in this process.
+
+    Call `submit` on an event loop, and the other methods anywhere.
+    """
 
     def __init__(
         self,
@@ -69,10 +73,12 @@ class LocalEngine:
         owns_model: bool = False,
         flight_record: Path | None = None,
     ) -> None:
-        """An engine that owns its model frees the weights of which a fused backend has a copy. With `flight_record`
-        it writes to this file which requests are in flight (`engine.flight_record`).
+        """Build the engine and start its threads.
 
-        Raises `CheckpointError` where the model cannot be served as `config` says.
+        With `owns_model` the engine frees the weights of which a fused backend has a copy. With `flight_record` it
+        writes to this file which requests are in flight (`engine.flight_record`).
+
+        Raises `CheckpointError` if the model cannot be served as `config` says.
         """
         parts = build(loaded, config, self._become, owns_model=owns_model, flight_record=flight_record)
         self.info = parts.info
@@ -81,7 +87,7 @@ class LocalEngine:
         self._embeddings, self._bytes_per_image = parts.embeddings, parts.bytes_per_image
         self._scheduler = parts.scheduler
         self._adapters = parts.adapters
-        self._offending_requests = parts.offending_requests
+        self._poison_requests = parts.poison_requests
         self._admission = parts.admission
         self._preprocessor = parts.preprocessor
         self._loop = parts.loop
@@ -115,23 +121,24 @@ class LocalEngine:
         return self._status
 
     def on_status_change(self, callback: Callable[[EngineStatus], None]) -> None:
-        """Have `callback` run, in whatever thread it happens, whenever the status changes."""
+        """Call `callback` at every change of the status, in the thread that changes it."""
         self._callbacks.append(callback)
 
     def submit(
         self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
     ) -> Stream:
-        """The first of `submit_samples`, for a request of one sample."""
+        """Queue a request of one sample; see `submit_samples`."""
         (stream,) = self.submit_samples(request, deadline_s=deadline_s, tenant=tenant, namespace=namespace)
         return stream
 
     def submit_samples(
         self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
     ) -> list[Stream]:
-        """Queue a request; `deadline_s` seconds from now its caller no longer waits. There is a stream for each of
-        its samples; if one sample is refused, none runs.
+        """Queue a request, and return a stream for each of its samples. If one sample is refused, none runs.
 
-        Requests of different `tenant`s share the engine evenly; "" is a tenant like any other. What is cached for
+        `deadline_s` seconds from now its caller no longer waits.
+
+        Requests of different `tenant`s share the engine evenly; "" is a tenant like any other. Cached content of
         a `namespace` is used for requests of that namespace only.
 
         Refusals are raised by the streams, before any event: `EngineUnavailable`, `ModelNotFound`,
@@ -150,7 +157,7 @@ class LocalEngine:
         tenant: str = "",
         namespace: str = "",
     ) -> None:
-        """The same for a stream for each sample that the caller has made."""
+        """Queue a request as `submit_samples` does, with the caller's streams, one for each sample."""
         samples = request.sampling.samples()
         now = time.monotonic()
         max_queue_s = request.options.max_queue_s
@@ -187,7 +194,7 @@ class LocalEngine:
         wait_limit_s: float | None,
         shared: SharedImage | None,
     ) -> None:
-        """Have an admitted request prepared, with its adapter where it names one."""
+        """Have an admitted request prepared, with its adapter if it names one."""
         submit = partial(
             self._preprocessor.submit,
             request,
@@ -218,18 +225,18 @@ class LocalEngine:
             stream.over.add_done_callback(lambda _: timer.cancel())
         preparation.add_done_callback(lambda done: self._prepared(done, stream))
 
-    def suspect(self, fingerprints: Iterable[str]) -> None:
-        """These requests were in a step during which an engine's process ended: each runs alone once more."""
-        self._offending_requests.suspect(fingerprints)
+    def isolate(self, fingerprints: Iterable[str]) -> None:
+        """Have each of these requests run alone once: an engine process ended during their step."""
+        self._poison_requests.isolate(fingerprints)
 
-    def on_cleared(self, callback: Callable[[str], None]) -> None:
-        """Have `callback` run, in the engine thread, with the fingerprint of each suspect that ran to its end."""
-        self._offending_requests.on_cleared(callback)
+    def on_completed_alone(self, callback: Callable[[str], None]) -> None:
+        """Call `callback`, in the engine thread, with the fingerprint of each isolated request that completed."""
+        self._poison_requests.on_completed_alone(callback)
 
-    def refuse(self, fingerprints: Iterable[str]) -> None:
-        """These requests have ended an engine's process: they are refused from now on."""
+    def quarantine(self, fingerprints: Iterable[str]) -> None:
+        """Refuse these requests from now on: they ended an engine process."""
         for fingerprint in fingerprints:
-            self._offending_requests.remember(fingerprint, survives_restart=True)
+            self._poison_requests.quarantine(fingerprint, survives_restart=True)
 
     @asynccontextmanager
     async def expecting(
@@ -250,22 +257,22 @@ class LocalEngine:
             self._admission.leave(place)
 
     async def clear_cache(self, namespace: str | None = None) -> ClearedCache:
-        """Remove what is cached for a namespace, or for all. Requests that run go on and cache nothing more.
+        """Remove the cached content of a namespace, or of all. Running requests go on and cache nothing more.
 
         Raises `EngineUnavailable`.
         """
         return await asyncio.wrap_future(self._loop.forget_cached(namespace))
 
     async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
-        """The same for one image of a namespace. `digest`: the SHA-256 of its encoded bytes."""
+        """Remove the cached content of one image of a namespace. `digest`: the SHA-256 of its encoded bytes."""
         return await asyncio.wrap_future(self._loop.forget_cached(namespace, digest))
 
     def adapters(self) -> list[AdapterInfo]:
-        """The loaded adapters."""
+        """Returns the loaded adapters."""
         return [] if self._adapters is None else self._adapters.infos()
 
     async def adapter_names(self) -> list[str]:
-        """The names of adapters that requests may use; if their folder does not answer, the loaded ones."""
+        """Returns the names of adapters that requests may use; if their folder does not answer, the loaded ones."""
         if self._adapters is None:
             return []
         try:
@@ -275,14 +282,14 @@ class LocalEngine:
             return sorted({info.name for info in self.adapters() if info.is_current})
 
     async def load_adapter(self, name: str) -> AdapterInfo:
-        """Read an adapter's files anew, and load them where their content is new.
+        """Read an adapter's files again, and load them if their content is new.
 
         Raises `AdapterNotFound`, `AdapterInvalid` and `EngineUnavailable`.
         """
         return await asyncio.wrap_future(self._adapters_for(name).load(name))
 
     async def unload_adapter(self, name: str) -> AdapterInfo:
-        """Free an adapter's slot once no request uses it. Raises `AdapterNotFound` where it is not loaded."""
+        """Free an adapter's slot once no request uses it. Raises `AdapterNotFound` if it is not loaded."""
         return self._adapters_for(name).unload(name)
 
     def inspect_image(self, data: bytes) -> ImageInfo:
@@ -310,11 +317,11 @@ class LocalEngine:
         )
 
     def cores(self) -> list[CoreReading]:
-        """This engine alone."""
+        """Returns the reading of this engine alone."""
         return [CoreReading(0, self.status, self.info, self.load(), os.getpid())]
 
     async def drain(self) -> None:
-        """Take no new requests, and return when all of this event loop's have ended."""
+        """Accept no new requests, and return when all requests of this event loop have ended."""
         self._become(EngineStatus.DRAINING)
         own = [stream.over for stream in self._streams.of(asyncio.get_running_loop())]
         if own:
@@ -428,7 +435,7 @@ class LocalEngine:
             self._loop.add(preparation.result(), stream)
             return
         self._admission.leave(stream)
-        if isinstance(error, KestrelError):  # its message says all
+        if isinstance(error, KestrelError):  # its message is complete
             drop_tracebacks(error)
             stream.fail(error)
         else:
@@ -440,28 +447,28 @@ class LocalEngine:
             self._loop.cancel(stream)
 
     def _expire(self, preparation: Future[Sequence], stream: Stream, clock: SequenceClock) -> None:
-        """The wait limit has passed. From the moment a worker has the request, worker and loop look at it."""
+        """End a request whose wait limit has passed. Once a worker has it, worker and loop check the limit."""
         if preparation.cancel():
             deadlines = (clock.deadline, clock.queue_deadline)
             stream.deliver([], clock.expiry(min(moment for moment in deadlines if moment is not None)))
 
     def _become(self, status: EngineStatus) -> None:
-        with self._lock:  # callbacks too, so that they come in the order of the changes
+        with self._lock:  # callbacks too, so that they run in the order of the changes
             if status not in _TRANSITIONS[self._status]:
                 return
             self._status = status
             for callback in self._callbacks:
                 try:
                     callback(status)
-                except Exception:  # the others must hear of it all the same, and the engine go on with its end
+                except Exception:  # the other callbacks must run too, and the engine must complete its end
                     _log.exception("a callback failed to take the status %s", status.name)
 
 
 def _wait_limit_s(request: Request, deadline_s: float | None) -> float | None:
-    """The longest time that a caller is willing to wait in the queue."""
+    """Returns the longest time that a caller is willing to wait in the queue; None without a limit."""
     return min((limit for limit in (deadline_s, request.options.max_queue_s) if limit is not None), default=None)
 
 
 def _age_s(moment: float | None) -> float:
-    """Time since a moment of the monotonic clock; 0 where there is none."""
+    """Returns the time since a moment of the monotonic clock; 0 without one."""
     return 0.0 if moment is None else time.monotonic() - moment

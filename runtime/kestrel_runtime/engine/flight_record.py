@@ -1,4 +1,4 @@
-"""A file that says which requests take part in the steps in flight, for whoever finds the process dead.
+"""Records which requests take part in the steps in flight, in a file that outlives the process.
 
 The file is mapped into memory, so writing it costs some microseconds, and what was written survives the process.
 """
@@ -12,16 +12,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _SIZE_BYTES = 2**18
-"""More than the fingerprints of the largest batches in flight take."""
+"""The size of the file: more than the fingerprints of the largest batches in flight take."""
 _LENGTH = struct.Struct("<I")
 
 
 class RecordUnavailable(Exception):
-    """The file cannot be made; the message says which and why."""
+    """Raised if the file cannot be created; the message says which and why."""
 
 
 class FlightRecord:
-    """Fingerprints in the file at `path`, which takes the place of an earlier one. One thread writes it.
+    """The record in the file at `path`, which replaces an earlier one. One thread writes it.
 
     Raises `RecordUnavailable`.
     """
@@ -49,7 +49,7 @@ class FlightRecord:
 
     @staticmethod
     def read(path: Path) -> frozenset[str]:
-        """Returns what was written last at `path`; empty if there is no record."""
+        """Returns what was written last at `path`; an empty set if there is no record."""
         try:
             content = path.read_bytes()
         except OSError:

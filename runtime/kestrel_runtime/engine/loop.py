@@ -1,12 +1,12 @@
-"""The engine thread: one turn after the other, in the same order every time.
+"""Runs the engine thread: one turn after the other, in the same order every time.
 
-The life of a request in it:
+The life of a request in the thread:
   1. `add` puts a prepared sequence and its stream into the inbox; `cancel` puts a cancelled stream there.
   2. A turn takes the inbox, then drops sequences whose callers no longer wait (cancelled, past a deadline).
   3. `Scheduler.schedule` plans up to two steps, a prefill step (images and prompts) and a decode step, and
      allocates their pages.
   4. `StepRunner.launch` has the device encode crops, write the cache and sample tokens; `Scheduler.commit` records
-     the step. Where a launch raises, `Isolation` finds the offending request: the next turns run suspects alone.
+     the step. If a launch raises, `Isolation` finds the poison request: the next turns run one sequence each.
   5. `Scheduler.complete` takes the tokens of complete steps; each sequence's parser turns them into events.
   6. A finished sequence returns its pages; the outbox posts all events of the turn at once.
 
@@ -22,7 +22,7 @@ it has completed those in flight, so it never waits for output parsers.
      decode                       │ 2 ││ 4 ││ 5 ││ 6 │ …
      thread   │launch 1│launch 2,3│complete 1│launch 4, complete 2│launch 5, complete 4│ …
 
-While any sequence decodes, the thread only looks whether prefill steps are complete. While none does, it promotes
+While any sequence decodes, the thread only checks if prefill steps are complete. While none does, it promotes
 the sequences of the first prefill step in flight: they decode at once, in steps that depend on that step. Launching
 a prefill step takes the thread longer than a decode step takes the device, so more decode steps are launched before
 it.
@@ -32,8 +32,8 @@ pages and the row of request state may have a new owner by then. Later decode st
 A prefill step that takes them over waits for it on the device (`Batch.after`). Pages that a prefill step in flight
 writes have no new owner before it is complete.
 
-How the thread ends: `stop` was called, or something raised that `Isolation` does not handle. It only logs that. The
-watchdog, which waits for the thread's end, calls `finish` and has the engine end every open stream.
+The thread ends after `stop`, or after an error that `Isolation` does not handle, which it only logs. The watchdog,
+which waits for the thread's end, calls `finish` and has the engine end every open stream.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ from kestrel_runtime.api.events import Event, Finished, Started, Timing, Usage
 from kestrel_runtime.api.stream import Outbox, Stream
 from kestrel_runtime.constraints.masks import MaskRequest, step_masks
 from kestrel_runtime.engine.isolation import Isolation
-from kestrel_runtime.engine.offending_requests import OffendingRequests
 from kestrel_runtime.engine.open_streams import CacheClearings
+from kestrel_runtime.engine.poison_requests import PoisonRequests
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.fairness.queue_admission import QueueAdmission
 from kestrel_runtime.output.output_parser import OVERFLOWED
@@ -73,9 +73,9 @@ from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import AdapterLease, Deadlines, PreparedImage, Sequence
 
 _MAX_PREFILLS = 2
-"""Prefill steps in flight: one that runs, and one that begins when it ends."""
+"""The most prefill steps in flight: one that runs, and one that begins when it ends."""
 _MAX_DECODES, _MAX_DECODES_BEFORE_PREFILL = 2, 5
-"""Decode steps in flight, the one that runs included; the second where a prefill step is about to be launched."""
+"""The most decode steps in flight, the running one included; the second if a prefill step follows at once."""
 _RATE_INTERVAL_S, _RATE_INTERVALS = 0.1, 50
 _RATE_WINDOW_S = _RATE_INTERVALS * _RATE_INTERVAL_S
 _BLOCKED_S = 0.05
@@ -105,14 +105,14 @@ class _AdapterLoaded(NamedTuple):
 
 
 _Arriving = _Arrival | _DecodedImage | _AdapterLoaded | Stream | None
-"""A bare stream is one that was cancelled; None only wakes the thread."""
+"""An item of the inbox: a bare stream was cancelled; None only wakes the thread."""
 
 
 class InFlightStep(NamedTuple):
-    """One step that was launched and is not complete.
+    """A step that was launched and is not complete.
 
-    Its batch names the steps that it depends on by id: an object would keep that step, its sequences and their
-    images alive, and through it all steps before.
+    Its batch names the steps that it depends on by id: a reference would keep such a step, its sequences and their
+    images alive, and through it all earlier steps.
     """
 
     id: StepId
@@ -138,13 +138,16 @@ class EngineLoop:
         decode_again: Callable[[Sequence], Future[Any]] | None = None,
         make_masks: Callable[[list[MaskRequest]], list[Any]] | None = None,
         lease_adapter: Callable[[str, str], Future[AdapterLease]] | None = None,
-        offending_requests: OffendingRequests | None = None,
+        poison_requests: PoisonRequests | None = None,
         record: Callable[[Iterable[str]], None] | None = None,
     ) -> None:
-        """`decode_again` has a worker decode the image of a sequence whose pages were cached and are evicted.
-        `make_masks` makes the masks of sequences with constraints. `lease_adapter` has an adapter of a name loaded
-        for a tenant. Suspects of `offending_requests` run alone. `record` gets the fingerprints of the requests
-        in flight, before each launch."""
+        """Connect the loop with the parts that it calls.
+
+        `decode_again` has a worker decode the image of a sequence whose pages were cached and are evicted.
+        `make_masks` computes the masks of sequences with constraints. `lease_adapter` has the adapter of a name
+        loaded for a tenant. Isolated `poison_requests` run alone. `record` gets the fingerprints of the requests in
+        flight, before each launch.
+        """
         self._scheduler = scheduler
         self._runner = runner
         self._isolation = isolation
@@ -158,7 +161,7 @@ class EngineLoop:
         self._inbox: SimpleQueue[_Arriving] = SimpleQueue()
         self._arriving: set[Stream] = set()  # whose sequences are in the inbox
         self._lease_adapter = lease_adapter
-        self._offending_requests = offending_requests or OffendingRequests()
+        self._poison_requests = poison_requests or PoisonRequests()
         self._record = record
         self._adapter_leases: dict[Sequence, Future[AdapterLease]] = {}  # that parked sequences wait for
         self._reclaims_adapters = False
@@ -207,25 +210,25 @@ class EngineLoop:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without pages, those in the inbox included; a reading, not a promise."""
+        """The number of sequences without pages, the inbox included; it may change at any moment."""
         return self._scheduler.num_waiting + len(self._arriving)
 
     @property
     def num_active(self) -> int:
-        """Sequences that hold pages; a reading, not a promise."""
+        """The number of sequences that hold pages; it may change at any moment."""
         return self._scheduler.num_active
 
     @property
     def num_captures_awaited(self) -> int:
-        """Captures of graphs during which a request came."""
+        """The number of graph captures during which a request arrived."""
         return self._num_captures_awaited
 
     def tokens_per_second(self) -> float:
-        """Tokens drawn over the last seconds, per second."""
+        """Returns the tokens sampled per second, over the last seconds."""
         return self._tokens.per_second(time.monotonic())
 
     def requests_per_second(self) -> float:
-        """Requests that got their whole answer over the last seconds, per second."""
+        """Returns the requests completed per second, over the last seconds."""
         return self._answers.per_second(time.monotonic())
 
     def reclaim_adapters(self) -> None:
@@ -239,7 +242,7 @@ class EngineLoop:
         self._inbox.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end, at most `timeout_s` seconds. Returns whether it has ended."""
+        """Wait at most `timeout_s` seconds for the thread's end; returns True if it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -280,7 +283,7 @@ class EngineLoop:
             _log.warning("the engine's books are inconsistent after its end", exc_info=True)
 
     def step(self) -> None:
-        """One turn."""
+        """Run one turn."""
         self._take_inbox()
         if self._clearings.pending:
             self._clearings.carry_out(self._forget_cached)
@@ -326,7 +329,7 @@ class EngineLoop:
             _log.critical("the engine thread ends", exc_info=True)
 
     def _wait_for_work(self) -> bool:
-        """Return when there is work. False where the thread shall end."""
+        """Wait until there is work; returns False if the thread must end."""
         is_blocked = self._scheduler.is_blocked
         if (is_blocked or self._scheduler.is_idle) and not (self._prefills or self._decodes):
             self._is_waiting = True
@@ -371,9 +374,9 @@ class EngineLoop:
             self._fail(sequence, error if isinstance(error, KestrelError) else InternalError(error))
 
     def _give_adapters_back(self) -> None:
-        """Have sequences whose adapters are reclaimed wait for other leases; those that cannot yet do so later."""
+        """Have sequences whose adapters are reclaimed wait for new leases; those that cannot yet do so later."""
         self._reclaims_adapters = False
-        self._complete_all()  # where a step fails, all sequences run alone first
+        self._complete_all()  # if a step fails, all sequences run alone first
         for sequence in list(self._scheduler.sequences()):
             lease = sequence.adapter
             if lease is None or not lease.is_reclaimed:
@@ -422,7 +425,7 @@ class EngineLoop:
             self._sequences[item.stream] = item.sequence
             self._deadlines.watch(item.sequence)
             self._scheduler.add(item.sequence)
-            if self._offending_requests.is_suspect(item.sequence.fingerprint):
+            if self._poison_requests.is_isolated(item.sequence.fingerprint):
                 self._scheduler.run_alone(item.sequence)
             if item.sequence.adapter is not None and item.sequence.adapter.is_reclaimed:
                 self._reclaims_adapters = True
@@ -441,9 +444,9 @@ class EngineLoop:
                 self._admission.start(self._streams[item.sequence], now)
 
     def _promote(self) -> bool:
-        """If no sequence decodes, let the sequences decode whose prompts end in the first prefill step in flight.
+        """Let the sequences decode whose prompts end in the first prefill step in flight, if no sequence decodes.
 
-        Returns whether there were any.
+        Returns True if there were any.
         """
         if not self._prefills or not self._prefills[0].batch.sampled or self._scheduler.is_decoding:
             return False
@@ -451,7 +454,7 @@ class EngineLoop:
         return True
 
     def _launch_decodes(self, plan: Plan, now: float) -> bool:
-        """Launch decode steps, the plan's first, until enough are in flight. False where a launch raised."""
+        """Launch decode steps, the plan's first, until enough are in flight; returns False if a launch raised."""
         batch, max_decodes = plan.decode, 1
         if self._runner.is_asynchronous:
             max_decodes = _MAX_DECODES if plan.prefill.is_empty else _MAX_DECODES_BEFORE_PREFILL
@@ -464,7 +467,7 @@ class EngineLoop:
         return True
 
     def _launch(self, batch: Batch, steps: deque[InFlightStep]) -> bool:
-        """Launch a step, if there is anything to do. False where that raised; the next turns find out why."""
+        """Launch a step, if it has any work; returns False if that raised, and the next turns find the cause."""
         if batch.is_empty:
             return True
         self._note_starts(batch)
@@ -488,8 +491,8 @@ class EngineLoop:
     def _sample(self, step: InFlightStep, steps: deque[InFlightStep]) -> bool:
         """Launch the rest of a restricted step, the last of `steps`, while its forward pass runs.
 
-        Its masks follow from the tokens of steps before, which are completed first. False where a step failed, and
-        all sequences wait again.
+        Its masks depend on the tokens of earlier steps, which are completed first. Returns False if a step failed,
+        and all sequences wait again.
         """
         while (earlier := self._awaited_by(step, steps)) is not None:
             if not self._complete(earlier):
@@ -507,7 +510,7 @@ class EngineLoop:
         return True
 
     def _awaited_by(self, step: InFlightStep, steps: deque[InFlightStep]) -> deque[InFlightStep] | None:
-        """The queue whose first step must complete before this step's masks can be made; None if there is none."""
+        """Returns the queue whose first step must complete before this step's masks; None if there is none."""
         if steps is self._decodes and steps[0] is not step:
             return steps
         depends = any(prefill.id in step.batch.depends_on for prefill in self._prefills)
@@ -525,20 +528,20 @@ class EngineLoop:
         """Returns True if waiting for the step would return at once, or raise at once."""
         try:
             return step.handle.is_complete()
-        except Exception:  # the device reports an error where it is asked first; `_complete` meets it again
+        except Exception:  # the device reports an error to its first caller; `_complete` gets it again
             return True
 
     def _complete_all(self) -> bool:
-        """False where a step failed, and all sequences wait again."""
+        """Complete all steps in flight; returns False if one failed, and all sequences wait again."""
         is_well = True
         while is_well and (self._prefills or self._decodes):
             is_well = self._complete(self._decodes or self._prefills)
         return is_well
 
     def _complete(self, steps: deque[InFlightStep]) -> bool:
-        """Wait for the first of the steps and hand out its tokens, after those of the steps that it depends on.
+        """Wait for the first of the steps and deliver its tokens, after those of the steps that it depends on.
 
-        False where one of them failed, and all sequences wait again.
+        Returns False if one of them failed, and all sequences wait again.
         """
         while any(prefill.id in steps[0].batch.depends_on for prefill in self._prefills):
             if not self._complete(self._prefills):
@@ -573,10 +576,10 @@ class EngineLoop:
         self._decodes.clear()
 
     def _isolate(self, batch: Batch, error: Exception) -> None:
-        offending = self._isolation.failed(batch, error)
-        if offending is not None:
-            _log.error("%s fails by itself: it ends, and is refused from now on", offending.fingerprint)
-            self._fail(offending, InternalError(error))
+        poison = self._isolation.failed(batch, error)
+        if poison is not None:
+            _log.error("%s fails by itself: it ends, and is refused from now on", poison.fingerprint)
+            self._fail(poison, InternalError(error))
 
     def _emit(self, sequence: Sequence, now: float) -> None:
         try:
@@ -587,13 +590,13 @@ class EngineLoop:
             return
         stream, is_over = self._streams[sequence], sequence.parser.finish_reason is not None
         if is_over and sequence.end_check is not None:
-            self._outbox.post()  # what came before it arrives before it
+            self._outbox.post()  # earlier events arrive before it
             sequence.end_check.deliver(stream, events)
         elif events and (is_over or not stream.wants_only_end):
             self._outbox.put(stream, events)
         if is_over:
             self._answers.add(now, 1)
-            self._offending_requests.clear(sequence.fingerprint)
+            self._poison_requests.completed(sequence.fingerprint)
             self._remove(sequence)
 
     def _end_overflowed(self, sequence: Sequence) -> None:
@@ -619,13 +622,13 @@ class EngineLoop:
 
 
 def _end_lease(sequence: Sequence) -> None:
-    """Give the adapter back: steps in flight may still read it, but their tokens for this sequence are dropped."""
+    """Release the sequence's adapter: steps in flight may still read it, but their tokens are dropped."""
     if sequence.adapter is not None:
         sequence.adapter.end()
 
 
 def describe(batch: Batch) -> str:
-    """A step's batch, for logs: names sequences by fingerprint, which does not reveal the request."""
+    """Describes a step's batch, for logs: names sequences by fingerprint, which does not reveal the request."""
     names = ", ".join(sequence.fingerprint or str(sequence.id) for sequence in batch.sequences)
     return f"{batch.kind} step of {names}"
 
@@ -633,7 +636,7 @@ def describe(batch: Batch) -> str:
 def events_after(sequence: Sequence, now: float) -> list[Event]:
     """Have the sequence's parser consume its newest token; returns the events for the caller.
 
-    Ends the answer where the context is full. Raises what the parser raises.
+    Ends the answer if the context is full. Raises the errors of the parser.
     """
     parser = sequence.parser
     events: list[Event] = list(parser.consume(sequence.tokens[-1]))
@@ -672,11 +675,11 @@ class RecentRate:
     """Counts how many there were per second over the last seconds. One thread adds, any thread reads."""
 
     def __init__(self) -> None:
-        # Of each interval in which something came: its number, counted from time 0, and how many.
+        # The number of each interval with a count, from time 0, and the count.
         self._counts: deque[tuple[int, int]] = deque()
 
     def add(self, now: float, count: int) -> None:
-        """Add what came at `now`, in seconds of the monotonic clock."""
+        """Add `count` events at `now`, in seconds of the monotonic clock."""
         number = int(now / _RATE_INTERVAL_S)
         if self._counts and self._counts[-1][0] == number:
             self._counts[-1] = (number, self._counts[-1][1] + count)
@@ -686,6 +689,6 @@ class RecentRate:
             self._counts.popleft()
 
     def per_second(self, now: float) -> float:
-        """The mean over the window that ends with the interval of `now`."""
+        """Returns the mean over the window that ends with the interval of `now`."""
         since = int(now / _RATE_INTERVAL_S) - _RATE_INTERVALS
         return sum(count for number, count in list(self._counts) if number > since) / _RATE_WINDOW_S

@@ -1,8 +1,8 @@
-"""The open streams and the pending removals of cached content, which callers wait for.
+"""Keeps the open streams and the pending removals of cached content, which callers wait for.
 
-When the engine ends all of it ends, whatever state the loop's books are in.
+All of them end with the engine, whatever state the loop's books are in.
 
-A stream is here from before its request is queued until it is over. An entry holds nothing else, so no fault in
+A stream is kept from before its request is queued until it is over. An entry holds nothing else, so no fault in
 preprocessing, in the queue or in the engine thread can make it wrong.
 """
 
@@ -22,7 +22,7 @@ from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.scheduling.sequence import Sequence
 
 _NUM_REMEMBERED = 256
-"""Removals that are compared with requests that were still being prepared when they were carried out."""
+"""The removals that are kept, to apply them to requests that were still being prepared at the time."""
 
 
 class OpenStreams:
@@ -34,7 +34,7 @@ class OpenStreams:
         self._is_closed = False
 
     def add(self, stream: Stream) -> None:
-        """Take in a stream until it is over, on its own event loop. Raises `EngineUnavailable` after `close`."""
+        """Keep a stream until it is over, on its own event loop. Raises `EngineUnavailable` after `close`."""
         with self._lock:
             if self._is_closed:
                 raise EngineUnavailable("the engine has stopped")
@@ -49,7 +49,7 @@ class OpenStreams:
         stream.over.add_done_callback(lambda _: self.discard(stream))
 
     def discard(self, stream: Stream) -> None:
-        """Forget a stream; without effect where it is not here."""
+        """Forget a stream, if it is kept."""
         with self._lock:
             streams = self._streams.get(stream.loop)
             if streams is not None:
@@ -58,12 +58,12 @@ class OpenStreams:
                     del self._streams[stream.loop]
 
     def of(self, loop: Hashable) -> list[Stream]:
-        """The streams of an event loop."""
+        """Returns the streams of an event loop."""
         with self._lock:
             return list(self._streams.get(loop, ()))
 
     def close(self) -> None:
-        """End every stream with `EngineUnavailable` and take no more. Events posted before arrive first."""
+        """End every stream with `EngineUnavailable` and accept no more. Events posted earlier arrive first."""
         with self._lock:
             self._is_closed = True
             streams = [stream for of_loop in self._streams.values() for stream in of_loop]
@@ -88,7 +88,7 @@ class CacheClearings:
         self._is_closed = False
 
     def add(self, namespace: str | None, image: bytes | None) -> Future[ClearedCache]:
-        """Ask for a removal. The future fails with `EngineUnavailable` where it is not carried out any more."""
+        """Ask for a removal. The future fails with `EngineUnavailable` if the engine ends first."""
         clearing = _Clearing(namespace, image, Future(), time.monotonic())
         self._waiting.append(clearing)
         if self._is_closed:  # maybe just now, and then `carry_out` is not called again
@@ -103,7 +103,7 @@ class CacheClearings:
     def carry_out(self, forget: Callable[[str | None, bytes | None], ClearedCache]) -> None:
         """Has `forget` remove each namespace, or image of a namespace. Runs in the engine thread."""
         while self._waiting:
-            clearing = self._waiting[0]  # it stays there: where this raises, `close` resolves it
+            clearing = self._waiting[0]  # it stays queued: if this raises, `close` resolves it
             removed = forget(clearing.namespace, clearing.image)
             self._carried_out.append(clearing)
             with contextlib.suppress(InvalidStateError):  # the caller has cancelled it
@@ -117,7 +117,7 @@ class CacheClearings:
             sequence.leave_caches()
 
     def _concern(self, sequence: Sequence) -> bool:
-        """True as well where too many removals came after it to remember all of them."""
+        """Returns True if a later removal concerns the sequence, or if there were too many to know."""
         num_later = 0
         for clearing in reversed(self._carried_out):
             if clearing.asked < sequence.submitted:

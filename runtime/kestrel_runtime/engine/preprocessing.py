@@ -30,7 +30,7 @@ from kestrel_runtime.api.images import Image as RequestImage
 from kestrel_runtime.api.images import RemoteImage, image_digest, is_hashed_at_once
 from kestrel_runtime.api.requests import CachePolicy, Request
 from kestrel_runtime.engine.end_check import EndCheck
-from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
+from kestrel_runtime.engine.poison_requests import PoisonRequests, fingerprint_of
 from kestrel_runtime.engine.recent import LruCache, Matchers, Prompts
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.fairness.image_budget import MAX_DECODING_BYTES, MemoryBudget
@@ -43,19 +43,19 @@ from kestrel_runtime.scheduling.prefix_keys import EmbeddingKey, PrefixKeyMaker,
 from kestrel_runtime.scheduling.sequence import AdapterLease, Sequence, SequenceClock
 
 _MAX_TEXT_LENGTH_AT_ONCE = 512
-"""Characters of the text of a request that is prepared where it is submitted."""
+"""The most characters in the text of a request that the submitting thread prepares."""
 _MAX_KNOWN_IMAGES = 4096
 _CROP_COPIES = 3
-"""Copies of an image's crops that exist while they are made: the resized image, its array, and the crops."""
+"""The copies of an image's crops while they are computed: the resized image, its array, and the crops."""
 
 
 class ImageFacts(NamedTuple):
     """The facts about an image before it is decoded."""
 
     digest: bytes | None
-    """None where it has not been computed yet."""
+    """The digest of the image; None if it has not been computed yet."""
     num_bytes: int
-    """The most memory that decoding it and making its crops takes."""
+    """The most memory that decoding the image and computing its crops takes."""
 
 
 class SharedImage:
@@ -71,10 +71,10 @@ class SharedImage:
         self._error: Exception | None = None
 
     def prepare(self, start: Callable[[], Future[Sequence] | Sequence]) -> Future[Sequence] | Sequence:
-        """Prepare a sample by `start`: at once for the first one, and for others when that one is prepared.
+        """Prepare a sample by `start`: the first sample at once, the others when it is prepared.
 
-        Samples whose first one fails do so, too; where it is cancelled, the next one takes its place.
-        Raises what `start` raises.
+        If the first sample fails, the others fail too; if it is cancelled, the next one takes its place. Raises
+        the errors of `start`.
         """
         with self._lock:
             turn, is_first = self._turn, self._turn is None
@@ -154,14 +154,14 @@ class _Following(Future[Sequence]):
 
 
 class Preprocessor:
-    """Prepares requests on a pool of threads."""
+    """A preprocessor of requests on a pool of threads."""
 
     def __init__(
         self,
         config: ModelConfig,
         skills: Mapping[str, Skill],
         tokenizer: Tokenizer,
-        offending_requests: OffendingRequests,
+        poison_requests: PoisonRequests,
         cropping: Cropping,
         make_crops: Callable[[Image.Image], Crops | DecodedImage],
         key_maker: PrefixKeyMaker | None = None,
@@ -189,7 +189,7 @@ class Preprocessor:
         self._skills = skills
         self._tokenizer = tokenizer
         self._prompts = Prompts(config, skills, tokenizer)
-        self._offending_requests = offending_requests
+        self._poison_requests = poison_requests
         self._max_context = max_context
         self._max_image_pixels = max_image_pixels
         self._cropping = cropping
@@ -201,8 +201,8 @@ class Preprocessor:
         self._image_cache = image_cache
         self._ids = itertools.count(1)
         self._random = random.Random(secrets.randbits(128))
-        # By namespace and digest: headers of these images are not read again. Within a namespace only, since the
-        # time that a request takes shows it.
+        # By namespace and digest: headers of these images are not read again. Namespaces share no entries, since
+        # the duration of a request reveals a hit.
         self._known_images: LruCache[tuple[str, bytes], ImageFacts] = LruCache(_MAX_KNOWN_IMAGES)
         self._sizes_px: LruCache[tuple[str, bytes], tuple[int, int]] = LruCache(_MAX_KNOWN_IMAGES)
         self._budget = MemoryBudget(max_decoded_bytes)
@@ -210,7 +210,7 @@ class Preprocessor:
 
     @property
     def decoded_bytes(self) -> int:
-        """Memory of images that are being decoded, and of crops that are not freed yet."""
+        """The memory of images that are being decoded, and of crops that are not freed yet, in bytes."""
         return self._budget.used_bytes
 
     def inspect(self, image: RequestImage) -> ImageHeader:
@@ -234,8 +234,8 @@ class Preprocessor:
 
         Requests wait for a worker by tenant, priority and age, like sequences that wait for pages. Decoding stops
         soon after `is_wanted` returns False or a deadline passes. A request whose image is known and cached, and is
-        small or stored, waits for no worker. Samples of one request have `shared` in common, and decode its image
-        once. Raises `ImageError` like `inspect`, what `prepare` raises, and RuntimeError where the workers are
+        small or stored, waits for no worker. Samples of one request have the same `shared`, and decode its image
+        once. Raises `ImageError` like `inspect`, the errors of `prepare`, and RuntimeError if the workers are
         closed.
         """
         start = partial(self._submit, request, clock, tenant, namespace, adapter, is_wanted, shared)
@@ -299,14 +299,13 @@ class Preprocessor:
         facts: ImageFacts | None = None,
         shared: SharedImage | None = None,
     ) -> Sequence:
-        """Decodes the image, makes its crops and tokenises.
+        """Decode the image, compute its crops and tokenise the prompt; returns the sequence.
 
-        `facts`: what is known of the image already. `shared`: as for `submit`.
-
-        The lease of the request's adapter becomes the sequence's.
+        `facts`: the known facts about the image. `shared`: as for `submit`. The sequence takes over the lease of
+        the request's adapter.
 
         Raises `DeadlineExceeded` or `QueueTimeout` before any work is done; `RequestRefused`; `InvalidRequest`,
-        usually as `ImageError` or `ContextLengthExceeded`; and whatever `check_wanted` raises.
+        usually as `ImageError` or `ContextLengthExceeded`; and the errors of `check_wanted`.
         """
         sequence, digest = self._without_crops(request, clock, tenant, namespace, adapter, facts)
         if request.image is None:
@@ -341,7 +340,7 @@ class Preprocessor:
             sequence, _ = self._without_crops(request, clock, tenant, namespace, adapter, facts)
         except KestrelError:
             raise
-        except Exception:  # a bug of ours: the worker meets it again, and its future has the error
+        except Exception:  # a bug of ours: the worker raises it again, into its future
             return None
         return sequence if self._leaves_out_crops(sequence, request, facts) else None
 
@@ -354,7 +353,7 @@ class Preprocessor:
         adapter: AdapterLease | None,
         facts: ImageFacts | None,
     ) -> tuple[Sequence, bytes | None]:
-        """The sequence, and the digest of its image. Its image's size is set where the image was decoded before."""
+        """Returns the sequence and the digest of its image. Sets the image's size if it was decoded before."""
         clock.preprocess_started = time.monotonic()
         expiry = clock.expiry(clock.preprocess_started)
         if expiry is not None:
@@ -365,7 +364,7 @@ class Preprocessor:
         fingerprint = fingerprint_of(request, digest)
         if adapter is not None:
             fingerprint = f"{fingerprint}-{adapter.digest.hex()[:16]}"
-        if fingerprint in self._offending_requests:
+        if fingerprint in self._poison_requests:
             raise RequestRefused(f"{fingerprint} has failed before")
         config, skill = self._config, self._skills[request.skill]
         request.sampling.check_vocabulary(config.vocab_size)
@@ -443,7 +442,7 @@ class Preprocessor:
         return True
 
     def _facts_of(self, image: RequestImage, namespace: str) -> tuple[ImageFacts, bool]:
-        """The facts that an image's header gives, and whether the image was known. Raises `ImageError`."""
+        """Returns the facts in an image's header, and True if the image was known. Raises `ImageError`."""
         digest = image_digest(image) if is_hashed_at_once(image) else None
         if digest is None:
             return ImageFacts(None, self._num_bytes(self.inspect(image))), False
@@ -457,7 +456,7 @@ class Preprocessor:
     def decode_again(self, sequence: Sequence) -> Future[Crops | DecodedImage]:
         """Have a worker decode the image of a sequence that was prepared without its crops.
 
-        The future fails with `EngineUnavailable` where the workers are closed.
+        The future fails with `EngineUnavailable` if the workers are closed.
         """
         try:
             return self._workers.submit(sequence.crop_job)
@@ -482,7 +481,7 @@ class Preprocessor:
     def _decode(
         self, image: RequestImage, tenant: str, check_wanted: Callable[[], None] = lambda: None
     ) -> tuple[Crops | DecodedImage, tuple[int, int]]:
-        """The crops of an image, and its width and height."""
+        """Returns the crops of an image, and its width and height in pixels."""
         if isinstance(image, RemoteImage):
             decoded = image_of(image.fetch(check_wanted))
         else:
@@ -492,10 +491,10 @@ class Preprocessor:
         return crops, decoded.size
 
     def _num_bytes(self, header: ImageHeader) -> int:
-        """The most memory that decoding an image and making its crops takes."""
+        """Returns the most memory that decoding an image and computing its crops takes, in bytes."""
         return header.decoding_bytes + _CROP_COPIES * crops_bytes(header.height, header.width, self._cropping)
 
 
 def _signed(seed: int) -> int:
-    """The 64 bits of a seed as a number with a sign, as tensors have them."""
+    """Returns the 64 bits of a seed as a signed number, as in tensors."""
     return seed - 2**64 if seed >= 2**63 else seed

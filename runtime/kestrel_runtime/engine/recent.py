@@ -26,16 +26,16 @@ _MAX_PROMPTS = 1024
 _MAX_PROMPT_TOKENS = 128
 """The longest prompt that is kept: all prompts together take some 10 MB at most."""
 _NOT_IN_PROMPTS = frozenset({"image", "sampling", "options", "constraint"})
-"""Fields of requests that no prompt depends on."""
+"""The fields of requests that no prompt depends on."""
 _PROMPT_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         kind.skill: tuple(item.name for item in fields(kind) if item.name not in _NOT_IN_PROMPTS)
         for kind in get_args(Request)
     }
 )
-"""The other fields, by skill."""
+"""The fields that prompts depend on, by skill."""
 _MAX_CONSTRAINTS = 64
-"""Compiled constraints, which take up to some megabytes each."""
+"""The most compiled constraints, which take up to some megabytes each."""
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -50,7 +50,7 @@ class LruCache(Generic[Key, Value]):
         self._lock = Lock()
 
     def get(self, key: Key) -> Value | None:
-        """The value of a key; None where it is not here."""
+        """Returns the value of a key; None if there is none."""
         with self._lock:
             value = self._values.get(key)
             if value is not None:
@@ -58,7 +58,7 @@ class LruCache(Generic[Key, Value]):
             return value
 
     def put(self, key: Key, value: Value) -> None:
-        """Keep a value."""
+        """Store a value."""
         with self._lock:
             self._values[key] = value
             self._values.move_to_end(key)
@@ -67,7 +67,7 @@ class LruCache(Generic[Key, Value]):
 
 
 class Prompts:
-    """Prompts of requests, without the tokens of images. Safe in any thread."""
+    """A cache of the prompts of requests, without the tokens of images. Safe in any thread."""
 
     def __init__(self, config: ModelConfig, skills: Mapping[str, Skill], tokenizer: Tokenizer) -> None:
         self._config = config
@@ -76,7 +76,7 @@ class Prompts:
         self._known: LruCache[Hashable, tuple[Token, ...]] = LruCache(_MAX_PROMPTS)
 
     def tokens(self, request: Request, namespace: str) -> list[Token]:
-        """BOS and the tokens of the request's text. Raises what the skill raises."""
+        """Returns BOS and the tokens of the request's text. Raises the errors of the skill."""
         key = (namespace, request.skill, *(getattr(request, name) for name in _PROMPT_FIELDS[request.skill]))
         known = self._known.get(key)
         if known is not None:
@@ -89,7 +89,7 @@ class Prompts:
 
 
 class Matchers:
-    """Matchers of constrained sequences. Safe in any thread."""
+    """A factory of matchers for constrained sequences, with a cache of constraints. Safe in any thread."""
 
     def __init__(self, compiler: ConstraintCompiler) -> None:
         self._compiler = compiler
@@ -98,9 +98,9 @@ class Matchers:
     def new(
         self, constraint: Constraint, parser: OutputParser, namespace: str, tenant: str, max_tokens: int
     ) -> AnswerMatcher:
-        """The matcher of the answer that `parser` parses, of a sequence that generates at most `max_tokens`.
+        """Returns a matcher of the answer that `parser` parses, for a sequence of at most `max_tokens` new tokens.
 
-        Raises `InvalidRequest` where the constraint cannot be used, and `Overloaded` where too many are compiled.
+        Raises `InvalidRequest` if the constraint cannot be used, and `Overloaded` if too many are being compiled.
         """
         end_id = parser.end_id
         if end_id is None:

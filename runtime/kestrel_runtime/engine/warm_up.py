@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class WarmUpFailed(Exception):
-    """The engine cannot answer a request of our own."""
+    """Raised if the engine cannot answer a request of our own."""
 
 
 async def warm_up(engine: LocalEngine) -> None:

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class StallDetector:
-    """Finds the activities whose counter has not changed for `limit_s` seconds.
+    """A detector of activities whose counter has not changed for `limit_s` seconds.
 
     The time between two checks counts as `max_gap_s` seconds at most: if the whole process is suspended or starved
     of processor time, checks stop too, and no activity counts as stalled.
@@ -45,9 +45,9 @@ class StallDetector:
 
 
 class Watchdog:
-    """Calls `on_end` once, when the watched thread has ended, or after `on_stall` when it hangs.
+    """A thread that calls `on_end` once, when the watched thread has ended, or after `on_stall` when it hangs.
 
-    `join` waits for the end of the watched thread, at most the given seconds, and returns whether it has ended.
+    `join` waits for the end of the watched thread, at most the given seconds, and returns True if it has ended.
     `activities` returns progress counters by activity. `on_stall` gets the names of the activities that stalled.
     All run in the watchdog's thread.
     """
@@ -77,7 +77,7 @@ class Watchdog:
         self._thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for `on_end` to return, at most `timeout_s` seconds. Returns whether it has."""
+        """Wait at most `timeout_s` seconds for `on_end` to return; returns True if it has."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -86,7 +86,7 @@ class Watchdog:
         self._is_guarding = True
 
     def look(self) -> list[str]:
-        """The activities that stall now. Called by the watchdog's thread, and by tests in its place."""
+        """Returns the activities that stall now. The watchdog's thread calls this, and tests in its place."""
         activities = self._activities() if self._is_guarding else {}
         return self._detector.look(activities, self._clock())
 
@@ -103,7 +103,7 @@ class Watchdog:
 
 
 def all_stacks() -> str:
-    """The stacks of all threads of the process, for the log: file, line and function, no values."""
+    """Returns the stacks of all threads of the process, for the log: file, line and function, no values."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts: list[str] = []
     for ident, frame in sys._current_frames().items():

@@ -1,4 +1,4 @@
-"""A pool of threads that run jobs in a fair order and within a memory budget.
+"""Runs jobs on a pool of threads, in a fair order and within a memory budget.
 
 Rules
   J1  Jobs start in the order of `WaitingQueue`: by tenant, priority and age. A job costs the memory that it needs.
@@ -28,7 +28,7 @@ from kestrel_runtime.fairness.waiting_queue import WaitingQueue
 Result = TypeVar("Result")
 
 _LARGE_BYTES = 128 * 2**20
-"""Jobs of at least this size are large. Decoding an image of this size takes about a third of a second."""
+"""The least size of a large job. Decoding an image of this size takes about a third of a second."""
 _SMALLEST_COST = 2**16
 _CLOSING_S = 2.0
 
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Interrupted(BaseException):
-    """The job was abandoned: its caller is gone, or the workers close.
+    """Raised in a job that is abandoned, since its caller is gone or the workers close.
 
     Not an `Exception`, because decoders treat every `Exception` as a damaged file.
     """
@@ -52,7 +52,7 @@ class Job(Generic[Result]):
     tenant: str = ""
     num_bytes: int = 0
     standing: Priority = Priority.NORMAL
-    """Its priority compared with jobs of other tenants."""
+    """The priority compared with jobs of other tenants."""
 
     @property
     def cost(self) -> int:

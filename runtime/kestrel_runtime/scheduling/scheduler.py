@@ -63,8 +63,8 @@ class _Start(NamedTuple):
     yielding: list[Sequence]
 
 
-class _Suspect(NamedTuple):
-    """A sequence that was active when a step failed. `is_decoding`: it was decoding in that step."""
+class _Isolated(NamedTuple):
+    """A sequence that was active when a step failed, and runs alone. `is_decoding`: it was decoding then."""
 
     sequence: Sequence
     is_decoding: bool
@@ -110,7 +110,7 @@ class Scheduler:
         self._num_active_of: Counter[str] = Counter()  # by tenant, without zeros
         self._several_until = 0.0  # until when prompts are computed as if several tenants were active
         self._start_numbers = itertools.count()
-        self._suspects: deque[_Suspect] = deque()  # the first runs alone
+        self._isolated: deque[_Isolated] = deque()  # the first runs alone
         self._alone: list[Sequence] = []  # all steps of the first run alone
         self._in_flight: set[StepId] = set()
         self._tail_steps: set[StepId] = set()  # decode steps in flight with sequences that have left
@@ -137,19 +137,19 @@ class Scheduler:
     @property
     def is_blocked(self) -> bool:
         """True if no step can be planned until crops, an adapter or another sequence arrive."""
-        if self._suspects:
-            return self._suspects[0].sequence in self._without_crops
+        if self._isolated:
+            return self._isolated[0].sequence in self._without_crops
         return bool(self._without_crops or self._without_adapter) and not (self._waiting or self._active)
 
     @property
     def is_isolating(self) -> bool:
         """True if the last or the next plan is an isolation run, of one sequence alone."""
-        return bool(self._suspects)
+        return bool(self._isolated)
 
     @property
     def can_look_ahead(self) -> bool:
         """True if the next steps can be planned while tokens are pending."""
-        if self._suspects or self._alone or self._some_yield():
+        if self._isolated or self._alone or self._some_yield():
             return False
         if len(self._active) <= self._pages.num_available:  # a step needs at most a page for each
             return True
@@ -186,8 +186,8 @@ class Scheduler:
         Without `may_prefill` the plan has a decode step only.
         """
         self._now = now
-        if self._suspects:
-            return self._isolation_run(*self._suspects[0])
+        if self._isolated:
+            return self._isolation_run(*self._isolated[0])
         self._grow_running()
         if self._alone and (plan := self._plan_alone(self._alone[0])) is not None:
             return plan
@@ -257,22 +257,22 @@ class Scheduler:
                 here.append(sequence)
                 if batch.kind == "decode" and not sequence.num_written % self._pages.page_size:
                     self._publish(sequence, sequence.num_written, now)
-        if self._suspects and self._suspects[0].sequence in here:
-            self._suspects.popleft()
+        if self._isolated and self._isolated[0].sequence in here:
+            self._isolated.popleft()
         return here
 
     def preempt_all(self) -> None:
         """Preempts all sequences after a failed step. No step may be in flight. Their images must be encoded again.
 
-        Every active sequence becomes a suspect, including those that have passed an isolation run, so that their
-        order stays. But a suspect that failed in its isolation run is moved to the front, so that no other sequence
-        is active in its next one.
+        Every active sequence is isolated, including those that have passed an isolation run, so that their order
+        stays. But a sequence that failed in its isolation run is moved to the front, so that no other sequence is
+        active in its next one.
         """
-        known = {suspect.sequence: suspect for suspect in self._suspects}
-        failed = self._suspects[0].sequence if self._suspects else None
-        active = [known.pop(item, _Suspect(item, item.state is SequenceState.RUNNING)) for item in self._active]
-        suspects = (*active, *known.values())
-        self._suspects = deque(sorted(suspects, key=lambda suspect: suspect.sequence is not failed))
+        known = {item.sequence: item for item in self._isolated}
+        failed = self._isolated[0].sequence if self._isolated else None
+        active = [known.pop(item, _Isolated(item, item.state is SequenceState.RUNNING)) for item in self._active]
+        isolated = (*active, *known.values())
+        self._isolated = deque(sorted(isolated, key=lambda item: item.sequence is not failed))
         for step in list(self._in_flight):
             self._forget_step(step)
         for sequence in self._active:
@@ -297,7 +297,7 @@ class Scheduler:
             self._deactivate(sequence)
         self._end_lease(sequence)
         sequence.move_to(SequenceState.FINISHED)
-        self._suspects = deque(suspect for suspect in self._suspects if suspect.sequence is not sequence)
+        self._isolated = deque(item for item in self._isolated if item.sequence is not sequence)
         self._alone = [other for other in self._alone if other is not sequence]
 
     def take_preempted(self) -> list[Sequence]:
@@ -326,7 +326,7 @@ class Scheduler:
 
         Returns False if that must wait: while its image is being decoded, or it runs alone.
         """
-        if self._suspects or sequence in self._without_crops:
+        if self._isolated or sequence in self._without_crops:
             return False
         if sequence.state is SequenceState.PARKED:
             self._shared_prefills.remove(sequence)
@@ -583,16 +583,16 @@ class Scheduler:
     def _plan_alone(self, sequence: Sequence) -> Plan | None:
         """Plans the next step of a sequence whose steps all run alone. Returns None while the sequence waits."""
         if sequence.state is SequenceState.WAITING:
-            self._suspects.append(_Suspect(sequence, is_decoding=False))
-            return self._isolation_run(*self._suspects[0])
+            self._isolated.append(_Isolated(sequence, is_decoding=False))
+            return self._isolation_run(*self._isolated[0])
         if sequence.state is SequenceState.PARKED:
             return None
         return Plan(self._prefill_batch(), Batch.of_decode([sequence] if sequence.has_room else []))
 
     def _start_alone(self, sequence: Sequence, *, is_decoding: bool) -> None:
         match = self._match(sequence, sequence.length - 1 - is_decoding)
-        # All suspects held pages together. If they shared more pages then than they find now, other sequences wait
-        # again.
+        # All isolated sequences held pages together. If they shared more pages then than they find now, other
+        # sequences wait again.
         while self._pages.num_needed(match, sequence.length) > self._pages.num_available:
             if self._active:
                 self._preempt(self._active[-1])

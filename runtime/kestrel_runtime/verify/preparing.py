@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.engine.offending_requests import OffendingRequests
+from kestrel_runtime.engine.poison_requests import PoisonRequests
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.models.family import Prepare, config_of
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -23,7 +23,7 @@ def preparing(loaded: LoadedModel, config: EngineConfig) -> Iterator[Prepare]:
         model_config,
         loaded.family.skills(model_config),
         loaded.tokenizer,
-        OffendingRequests(),
+        PoisonRequests(),
         cropping,
         cropping.make_crops,
         max_context=model_config.max_context,

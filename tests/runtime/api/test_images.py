@@ -10,7 +10,7 @@ import pytest
 from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.images import HashedImage, PixelFormat, RawImage, image_digest
 from kestrel_runtime.api.requests import Caption, Query
-from kestrel_runtime.engine.offending_requests import fingerprint_of
+from kestrel_runtime.engine.poison_requests import fingerprint_of
 
 RGB8, GRAY8 = PixelFormat.RGB8, PixelFormat.GRAY8
 

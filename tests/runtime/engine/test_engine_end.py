@@ -304,7 +304,7 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
             flight_record=Path(folder) / "steps",
         )
         if scenario == "recovers":
-            engine.suspect(["short"])
+            engine.isolate(["short"])
         loop: EngineLoop = vars(engine)["_loop"]
         device: Device = vars(loop)["_runner"]
         device.scenario = scenario

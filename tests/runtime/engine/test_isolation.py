@@ -24,7 +24,7 @@ from kestrel_runtime.api.requests import (
 )
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.engine.offending_requests import fingerprint_of
+from kestrel_runtime.engine.poison_requests import fingerprint_of
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.execution.step_runner import StepRunner
@@ -146,7 +146,7 @@ def alone(loaded: LoadedModel) -> list[object]:
         pytest.param(SAMPLING, RuntimeError("secret"), 5, id="later draw"),
     ],
 )
-async def test_r1_the_offending_request_ends_alone_and_is_refused_the_second_time(
+async def test_r1_the_poison_request_ends_alone_and_is_refused_the_second_time(
     engine: LocalEngine,
     alone: list[object],
     monkeypatch: pytest.MonkeyPatch,
@@ -160,20 +160,20 @@ async def test_r1_the_offending_request_ends_alone_and_is_refused_the_second_tim
     poison(monkeypatch, stage, error, after=after)
     statuses = statuses_of(engine)
     requests = bystanders()
-    *others, offending = await outcomes(engine, [*requests, POISON])
+    *others, poison_outcome = await outcomes(engine, [*requests, POISON])
     assert others == alone
-    assert isinstance(offending, InternalError)
-    assert offending.__cause__ is error
-    assert "secret" not in str(offending)
+    assert isinstance(poison_outcome, InternalError)
+    assert poison_outcome.__cause__ is error
+    assert "secret" not in str(poison_outcome)
     assert "secret" in caplog.text
     assert fingerprint_of(POISON) in caplog.text
     assert ("out of memory" in caplog.text) == isinstance(error, torch.OutOfMemoryError)
     assert engine.load().num_used_pages == 0
     # The second time nothing is tried, so no other request is delayed.
     caplog.clear()
-    bystander, offending = await outcomes(engine, [requests[0], POISON])
+    bystander, poison_outcome = await outcomes(engine, [requests[0], POISON])
     assert bystander == alone[0]
-    assert isinstance(offending, RequestRefused)
+    assert isinstance(poison_outcome, RequestRefused)
     assert caplog.text == ""
     assert (engine.status, statuses) == (SERVING, [])  # no caller was told to use another server
 
@@ -190,9 +190,9 @@ async def test_a_parser_that_fails_ends_its_own_request(
         return made
 
     monkeypatch.setattr(PicturesQuery, "new_parser", broken)
-    *others, offending = await outcomes(engine, [*bystanders(), POISON])
+    *others, poison_outcome = await outcomes(engine, [*bystanders(), POISON])
     assert others == alone
-    assert isinstance(offending, InternalError)
+    assert isinstance(poison_outcome, InternalError)
     assert "ZeroDivisionError" in caplog.text
     assert engine.load().num_used_pages == 0
     assert engine.status is SERVING
@@ -220,14 +220,14 @@ async def test_r3_a_cache_too_small_for_all_sequences_does_not_prevent_isolation
 ) -> None:
     poison(monkeypatch, DECODE, RuntimeError("no"), after=5)
     engine = LocalEngine(loaded, EngineConfig(model="", num_kv_pages=100))
-    *others, offending = await outcomes(engine, [*bystanders(), POISON])
+    *others, poison_outcome = await outcomes(engine, [*bystanders(), POISON])
     assert others == alone
-    assert isinstance(offending, InternalError)
+    assert isinstance(poison_outcome, InternalError)
     assert engine.load().num_used_pages == 0
     engine.close()
 
 
-async def test_r2_offending_requests_in_a_row_have_the_engine_restart_and_serve_on(
+async def test_r2_poison_requests_in_a_row_have_the_engine_restart_and_serve_on(
     engine: LocalEngine, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     several = tuple(Query(f"poison {number}") for number in range(3))
@@ -292,10 +292,10 @@ async def test_who_breaks_the_device_itself_is_pardoned_once(
 
     watch(monkeypatch, PREFILL, look)
     statuses = statuses_of(engine)
-    *others, offending = await outcomes(engine, [*bystanders(), POISON])
+    *others, poison_outcome = await outcomes(engine, [*bystanders(), POISON])
     assert others == alone
-    assert isinstance(offending, InternalError)
-    # Once for the first isolation run after the failed step, and twice for the offending request.
+    assert isinstance(poison_outcome, InternalError)
+    # Once for the first isolation run after the failed step, and twice for the poison request.
     assert device.num_renewals in (2, 3)
     assert statuses == [RECOVERING, SERVING] * device.num_renewals
 
@@ -358,7 +358,7 @@ async def test_while_it_restarts_newcomers_are_refused_and_draining_goes_on(
     assert statuses == [RECOVERING, SERVING, EngineStatus.DRAINING]  # and not back to serving
 
 
-async def test_a_suspect_may_be_cancelled_in_its_trial(
+async def test_a_request_may_be_cancelled_in_its_isolation_run(
     engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, DECODE, RuntimeError("no"), after=5)

@@ -1,4 +1,4 @@
-"""Who is held to be offending, and who is not: runs of a suspect alone, on a quiet engine, over the engine's loop.
+"""Which requests are quarantined: runs of one request alone, on a quiet engine, over the engine's loop.
 
 R1 to R4 are the invariants of `kestrel_runtime.engine.isolation`. The runner is a fake one: the test decides which
 steps fail.
@@ -19,7 +19,7 @@ from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.isolation import DeviceLost, Isolation
 from kestrel_runtime.engine.loop import EngineLoop
-from kestrel_runtime.engine.offending_requests import OffendingRequests
+from kestrel_runtime.engine.poison_requests import PoisonRequests
 from kestrel_runtime.fairness.queue_admission import Cost, QueueAdmission, QueueLimits
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.page_manager import PageManager
@@ -38,7 +38,7 @@ class Bench:
     def __init__(self, fails: Fails) -> None:
         self.runner = FakeRunner()
         self.runner.on_launch = self._launch
-        self.offending_requests = OffendingRequests()
+        self.poison_requests = PoisonRequests()
         self.is_device_well = True
         self.runner.on_run = self._probe
         self.events: list[str] = []
@@ -49,7 +49,7 @@ class Bench:
         isolation = Isolation(
             scheduler,
             self.runner,  # pyrefly: ignore[bad-argument-type] it stands in for one
-            self.offending_requests,
+            self.poison_requests,
             new_probes=lambda: [new_sequence(2)],
             on_restart=lambda: self.events.append("restart"),
             on_restarted=lambda: None,
@@ -95,7 +95,7 @@ async def failure_of(stream: Stream) -> object:
     return caught.value.__cause__
 
 
-async def test_r1_a_request_that_fails_alone_twice_is_offending_and_no_other() -> None:
+async def test_r1_a_request_that_fails_alone_twice_is_quarantined_and_no_other() -> None:
     bench = Bench(lambda batch: RuntimeError("poison") if "poison" in names(batch) else None)
     good, bad = bench.add("good"), bench.add("poison")
     bench.turn_until_idle()
@@ -104,12 +104,12 @@ async def test_r1_a_request_that_fails_alone_twice_is_offending_and_no_other() -
     # The second run follows the first at once; then the good one begins again.
     assert bench.events[:5] == ["good poison", "good", "poison", "poison", "good"]
     assert bench.events.count("poison") == 2
-    assert "poison" in bench.offending_requests
-    assert "good" not in bench.offending_requests
+    assert "poison" in bench.poison_requests
+    assert "good" not in bench.poison_requests
 
 
 @pytest.mark.parametrize("error", [RuntimeError("once"), OUT_OF_MEMORY])
-async def test_r1_a_request_that_fails_alone_once_is_innocent(error: Exception) -> None:
+async def test_r1_a_request_that_fails_alone_only_once_is_not_quarantined(error: Exception) -> None:
     left = 2  # in company, then alone; the second run alone passes
 
     def fails(batch: Batch) -> Exception | None:
@@ -125,7 +125,7 @@ async def test_r1_a_request_that_fails_alone_once_is_innocent(error: Exception) 
     for stream in streams:
         assert (await stream.result()).usage.num_output_tokens == 4
     assert left == 0
-    assert "unlucky" not in bench.offending_requests
+    assert "unlucky" not in bench.poison_requests
     assert "restart" not in bench.events
 
 
@@ -143,7 +143,7 @@ async def test_failures_count_from_zero_after_a_run_alone_that_passed() -> None:
     bench.turn_until_idle()
     for stream in streams:
         assert isinstance(await stream.result(), Finished)
-    assert "unlucky" not in bench.offending_requests
+    assert "unlucky" not in bench.poison_requests
 
 
 async def test_out_of_memory_empties_the_allocator_before_each_run_alone() -> None:
@@ -153,7 +153,7 @@ async def test_out_of_memory_empties_the_allocator_before_each_run_alone() -> No
     assert await failure_of(bad) is OUT_OF_MEMORY
     # Once in a batch, then twice alone: a request that runs out of memory alone twice needs too much.
     assert bench.events == ["large", "cache emptied"] * 3
-    assert "large" in bench.offending_requests
+    assert "large" in bench.poison_requests
 
 
 async def test_out_of_memory_that_the_batch_causes_ends_no_request() -> None:
@@ -162,7 +162,7 @@ async def test_out_of_memory_that_the_batch_causes_ends_no_request() -> None:
     bench.turn_until_idle()
     for stream in streams:
         assert isinstance(await stream.result(), Finished)
-    assert not any(f"one of {number}" in bench.offending_requests for number in range(4))
+    assert not any(f"one of {number}" in bench.poison_requests for number in range(4))
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
@@ -175,14 +175,14 @@ async def test_r2_the_third_in_a_row_is_tried_again_after_a_restart_which_clears
         return RuntimeError("the device is bad") if is_there and "restart" not in bench.events else None
 
     bench = Bench(fails)
-    streams = [bench.add(f"innocent {number}") for number in range(5)]
+    streams = [bench.add(f"bystander {number}") for number in range(5)]
     bench.turn_until_idle()
     ends = [await failure_of(stream) for stream in streams[:2]]
     assert [str(end) for end in ends] == ["the device is bad"] * 2  # two were lost before it could be known
     for stream in streams[2:]:
         assert isinstance(await stream.result(), Finished)
     assert bench.events.count("restart") == 1
-    assert not any(f"innocent {number}" in bench.offending_requests for number in range(5))
+    assert not any(f"bystander {number}" in bench.poison_requests for number in range(5))
 
 
 async def test_r4_a_restart_clears_what_was_learned_before_but_not_who_broke_the_device_again() -> None:
@@ -203,31 +203,31 @@ async def test_r4_a_restart_clears_what_was_learned_before_but_not_who_broke_the
     bench.runner.restart = restart
     bench.add("poison")
     bench.turn_until_idle()
-    assert "poison" in bench.offending_requests
+    assert "poison" in bench.poison_requests
     bench.add("breaks it")
     bench.turn_until_idle()
     assert bench.events.count("restart") == 2
-    assert "poison" not in bench.offending_requests
-    assert "breaks it" in bench.offending_requests
+    assert "poison" not in bench.poison_requests
+    assert "breaks it" in bench.poison_requests
     good = bench.add("good")
     bench.turn_until_idle()
     assert isinstance(await good.result(), Finished)
     # Another one does the same: the first is still refused.
-    bench.offending_requests.forget_learned_before_restart()
-    assert "breaks it" in bench.offending_requests
+    bench.poison_requests.forget_learned_before_restart()
+    assert "breaks it" in bench.poison_requests
 
 
-async def test_a_device_that_does_not_recover_makes_no_request_the_offending_one() -> None:
+async def test_a_device_that_does_not_recover_quarantines_no_request() -> None:
     bench = Bench(lambda _: RuntimeError("gone"))
     bench.is_device_well = False
-    bench.add("innocent")
+    bench.add("bystander")
     bench.loop.step()
     with pytest.raises(DeviceLost):
         bench.loop.step()
-    assert "innocent" not in bench.offending_requests
+    assert "bystander" not in bench.poison_requests
 
 
-async def test_a_suspect_that_has_left_is_not_kept_alive(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_isolated_request_that_has_left_is_not_kept_alive(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL + 1, "kestrel_runtime")  # pytest keeps what is logged, with tracebacks
     bench = Bench(lambda _: RuntimeError("poison"))
     stream = bench.add("poison")

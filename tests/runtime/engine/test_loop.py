@@ -17,7 +17,7 @@ from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine import loop as loop_module
 from kestrel_runtime.engine.isolation import Isolation, new_probes
 from kestrel_runtime.engine.loop import EngineLoop, InFlightStep, RecentRate, events_after
-from kestrel_runtime.engine.offending_requests import OffendingRequests
+from kestrel_runtime.engine.poison_requests import PoisonRequests
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.fairness.queue_admission import Cost, QueueAdmission, QueueLimits
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -43,19 +43,19 @@ class Bench:
         self.pages = PageManager(512, config.page_size)
         scheduler = Scheduler(self.pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=3)
         prepared = loaded.family.prepare(loaded.model, config, StepBounds(8, 64, 3), owns_model=False)
-        runner, offending_requests = prepared.new_step_runner(512, 0), OffendingRequests()
+        runner, poison_requests = prepared.new_step_runner(512, 0), PoisonRequests()
         self.statuses: list[str] = []
         isolation = Isolation(
             scheduler,
             runner,
-            offending_requests,
+            poison_requests,
             new_probes=lambda: new_probes(self._preprocessor),
             on_restart=lambda: self.statuses.append("recovering"),
             on_restarted=lambda: self.statuses.append("serving"),
         )
         self.admission = QueueAdmission(QueueLimits(100, 10**9, 10**6))
         self.loop = EngineLoop(scheduler, runner, isolation, self.admission)
-        self._preprocessor = new_preprocessor(loaded, offending_requests, max_context=4096)
+        self._preprocessor = new_preprocessor(loaded, poison_requests, max_context=4096)
 
     def add(self, request: Request, deadline: float | None = None) -> Stream:
         stream = Stream()
@@ -341,7 +341,7 @@ class AnyToken:
 def new_loop(runner: Any) -> EngineLoop:
     scheduler = Scheduler(PageManager(64, 4), max_batch_size=4, max_prefill_tokens=64, max_crops_per_step=8)
     isolation = Isolation(
-        scheduler, runner, OffendingRequests(), new_probes=list, on_restart=lambda: None, on_restarted=lambda: None
+        scheduler, runner, PoisonRequests(), new_probes=list, on_restart=lambda: None, on_restarted=lambda: None
     )
     admission = QueueAdmission(QueueLimits(100, 10**9, 10**6))
     return EngineLoop(scheduler, runner, isolation, admission, make_masks=lambda asked: [None] * len(asked))

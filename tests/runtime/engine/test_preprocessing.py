@@ -30,7 +30,7 @@ from kestrel_runtime.api.requests import (
     SamplingParams,
 )
 from kestrel_runtime.engine import preprocessing
-from kestrel_runtime.engine.offending_requests import OffendingRequests, fingerprint_of
+from kestrel_runtime.engine.poison_requests import PoisonRequests, fingerprint_of
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.imaging.crops import DecodedImage, keep_decoded
@@ -141,10 +141,10 @@ def test_an_image_of_an_expired_request_is_not_decoded(
         preprocessor.prepare(Caption(b"not an image"), SequenceClock(now - 1, **{late: now}))
 
 
-def test_an_offending_request_is_refused_before_its_image_is_decoded(loaded: LoadedModel) -> None:
-    offending_requests = OffendingRequests()
-    preprocessor = new_preprocessor(loaded, offending_requests, max_image_pixels=1)
-    offending_requests.remember(fingerprint_of(Caption(b"not an image")))
+def test_a_quarantined_request_is_refused_before_its_image_is_decoded(loaded: LoadedModel) -> None:
+    poison_requests = PoisonRequests()
+    preprocessor = new_preprocessor(loaded, poison_requests, max_image_pixels=1)
+    poison_requests.quarantine(fingerprint_of(Caption(b"not an image")))
     with pytest.raises(RequestRefused):
         preprocessor.prepare(Caption(b"not an image"), clock())
     with pytest.raises(ImageError):
@@ -440,14 +440,14 @@ def test_another_namespace_learns_nothing_from_an_image_that_is_known(
 
 
 def test_what_a_worker_would_refuse_is_refused_at_once_too(loaded: LoadedModel) -> None:
-    offending = OffendingRequests()
-    preprocessor, cached = known_image_preprocessor(loaded, offending_requests=offending)
+    poison_requests = PoisonRequests()
+    preprocessor, cached = known_image_preprocessor(loaded, poison_requests=poison_requests)
     cached.add(image_digest(IMAGE))
     request = Query("Where?", IMAGE)
     late = SequenceClock(submitted=0.0, deadline=1.0)
     with pytest.raises(DeadlineExceeded):
         submit(preprocessor, request, late, namespace="a").result(0)
-    offending.remember(fingerprint_of(request))
+    poison_requests.quarantine(fingerprint_of(request))
     with pytest.raises(RequestRefused):
         submit(preprocessor, request, clock(), namespace="a").result(0)
     preprocessor.close()

@@ -15,7 +15,7 @@ from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.loop import EngineLoop
-from kestrel_runtime.engine.offending_requests import OffendingRequests
+from kestrel_runtime.engine.poison_requests import PoisonRequests
 from kestrel_runtime.fairness.queue_admission import QueueAdmission, QueueLimits
 from kestrel_runtime.imaging.crops import Crops
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -38,7 +38,7 @@ def new_loop(runner: FakeRunner) -> EngineLoop:
     scheduler = Scheduler(pages, max_batch_size=8, max_prefill_tokens=64, max_crops_per_step=8)
     fake: Any = runner
     isolation = Isolation(
-        scheduler, fake, OffendingRequests(), new_probes=list, on_restart=lambda: None, on_restarted=lambda: None
+        scheduler, fake, PoisonRequests(), new_probes=list, on_restart=lambda: None, on_restarted=lambda: None
     )
     admission = QueueAdmission(QueueLimits(100, 10**9, 10**6))
     return EngineLoop(scheduler, fake, isolation, admission)

@@ -336,11 +336,11 @@ def test_i6_a_sequence_that_shall_run_alone_does_so_to_its_end():
     world = World()
     first, second = world.add(2), world.add(2)
     world.steps(2)
-    suspect, other = world.add(2), world.add(2)
-    world.scheduler.run_alone(suspect)
-    assert [world.step().members for _ in range(4)] == [[suspect]] * 4
-    assert suspect.num_generated == 4
-    world.scheduler.remove(suspect)
+    isolated, other = world.add(2), world.add(2)
+    world.scheduler.run_alone(isolated)
+    assert [world.step().members for _ in range(4)] == [[isolated]] * 4
+    assert isolated.num_generated == 4
+    world.scheduler.remove(isolated)
     assert world.step().members == [other, first, second]
 
 

@@ -89,9 +89,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         cached = {sequence: sequence.num_cached for sequence in here}
         active_before = world.active()
         running_before = [sequence for sequence in active_before if sequence.state is RUNNING]
-        is_trial = world.scheduler.is_isolating
+        is_isolating = world.scheduler.is_isolating
         batch = world.step()
-        if is_trial:  # I6, and no other invariant of who runs
+        if is_isolating:  # I6, and no other invariant of who runs
             assert len(batch.members) == 1
             return
         working = {item.sequence for item in (*batch.encode, *batch.prefill)} | set(batch.decode)

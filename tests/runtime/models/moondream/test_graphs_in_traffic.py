@@ -164,7 +164,7 @@ def at_random(seed: int) -> Iterator[Exception | None]:
         pytest.param(lambda: at_random(3), True, id="at random, looking ahead"),
     ],
 )
-async def test_whatever_fails_to_be_captured_every_answer_is_right_and_no_request_is_suspected(
+async def test_whatever_fails_to_be_captured_every_answer_is_right_and_no_request_is_isolated(
     shallow2: LoadedModel,
     wanted: list[object],
     monkeypatch: pytest.MonkeyPatch,

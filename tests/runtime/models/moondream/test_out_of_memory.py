@@ -16,7 +16,7 @@ from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import InternalError, RequestRefused
 from kestrel_runtime.api.requests import Query
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.engine.offending_requests import fingerprint_of
+from kestrel_runtime.engine.poison_requests import fingerprint_of
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.sequence import Sequence
 from tests.reference_fixtures import MD3_SMALL
@@ -51,10 +51,10 @@ async def test_a_request_that_needs_more_than_there_is_ends_alone(
 
     watch(monkeypatch, ENCODE, look)
     before = torch.cuda.memory_allocated()
-    *others, offending = await outcomes(engine, [*bystanders(), POISON])
+    *others, poison_outcome = await outcomes(engine, [*bystanders(), POISON])
     assert not [item for item in others if isinstance(item, Exception)]
-    assert isinstance(offending, InternalError)
-    assert isinstance(offending.__cause__, torch.OutOfMemoryError)
+    assert isinstance(poison_outcome, InternalError)
+    assert isinstance(poison_outcome.__cause__, torch.OutOfMemoryError)
     assert num_runs_alone >= 2
     assert isinstance(await outcome(engine.submit(POISON)), RequestRefused)
     assert engine.status is EngineStatus.SERVING

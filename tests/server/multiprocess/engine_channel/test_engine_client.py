@@ -22,9 +22,10 @@ from PIL import Image
 from kestrel_grpc.multiprocess.engine_channel import connection as connection_module
 from kestrel_grpc.multiprocess.engine_channel import core_server as core_module
 from kestrel_grpc.multiprocess.engine_channel import engine_client as client_module
+from kestrel_grpc.multiprocess.engine_channel.connection import CoreEndpoint
+from kestrel_grpc.multiprocess.engine_channel.core_connection import BuildMismatch
 from kestrel_grpc.multiprocess.engine_channel.core_server import CoreServer
-from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
-from kestrel_grpc.multiprocess.engine_channel.engine_client import BuildMismatch, EngineClient
+from kestrel_grpc.multiprocess.engine_channel.engine_client import EngineClient
 from kestrel_grpc.multiprocess.engine_channel.messages import Events, ToCore, events_in
 from kestrel_grpc.multiprocess.engine_channel.routing import home_order
 from kestrel_runtime.api.config import EngineConfig
@@ -44,7 +45,7 @@ from kestrel_runtime.api.events import Finished, Started, TextDelta
 from kestrel_runtime.api.requests import CachePolicy, Gaze, PointRef, Query, RequestOptions, SamplingParams
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
-from kestrel_runtime.engine.offending_requests import fingerprint_of
+from kestrel_runtime.engine.poison_requests import fingerprint_of
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.batch import Batch
@@ -500,7 +501,7 @@ async def test_a_front_end_starts_while_a_core_has_stopped_and_uses_it_later(
                 assert (await submit(client, Query("hello", sampling=GREEDY)).result()).output
                 assert [core.info is not None for core in client.cores()] == [False, True]
         used = asyncio.Event()
-        monkeypatch.setattr(client_module.EngineClient, "_warn", lambda client, core: used.set())
+        monkeypatch.setattr(client_module.EngineClient, "_send_quarantine", lambda client, core: used.set())
         stopped.receive(*await greetings.get())  # it goes on
         await used.wait()
         assert [core.info is not None for core in first.cores()] == [True, True]
@@ -576,7 +577,7 @@ async def test_a_request_that_ends_two_processes_is_refused_and_no_other(
         calls = [submit(two.client, request) for request in (*others[:3], poison, *others[3:])]
         await reached.get()
         await two.lose(0)
-        assert await reached.get() == 1, "a suspect runs alone"
+        assert await reached.get() == 1, "an isolated request runs alone"
         await two.lose(1)
         refused = await asyncio.gather(*(stream.result() for stream in calls), return_exceptions=True)
         assert type(refused.pop(3)) is RequestRefused
@@ -590,7 +591,9 @@ async def test_a_request_that_ends_two_processes_is_refused_and_no_other(
         await submit(two.client, request).result()
 
 
-async def test_a_suspect_that_runs_to_its_end_is_none_any_more(two: Cores, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_completes_alone_is_isolated_no_more(
+    two: Cores, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = Query("what?", sampling=GREEDY)
     launch, holds, reached = StepRunner.launch, threading.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -13,7 +13,7 @@ from typing import Any
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.multiprocess.supervision.link import Link
 from kestrel_grpc.multiprocess.supervision.sharing import Owner, Shared
-from kestrel_grpc.multiprocess.supervision.stored_images import forget_when_asked
+from kestrel_grpc.multiprocess.supervision.stored_images import forget_expired_images
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.engine import ClearedCache
 from tests.fakes import FakeEngine
@@ -89,7 +89,7 @@ async def sharing(folder: Path, engine: Core | None = None, *, num: int = 2, **o
     config = ServerConfig(port=0, **options)
     async with AsyncExitStack() as stack:
         to_core, at_core, start = await stack.enter_async_context(linked("core-0", "the supervisor"))
-        forget_when_asked(at_core, engine)
+        forget_expired_images(at_core, engine)
         await start()
         owner = Owner(folder, config.store_limits(), lambda: (to_core,))
         hosts: list[FrontEnd] = []

@@ -26,7 +26,7 @@ from kestrel_grpc.multiprocess.supervision import frontend_questions as front_en
 from kestrel_grpc.multiprocess.supervision import stored_images
 from kestrel_grpc.multiprocess.supervision.link import SupervisorUnavailable
 from kestrel_grpc.multiprocess.supervision.stored_images import FindImage, SharedImages
-from kestrel_grpc.multiprocess.supervision.token_limits import EnterCall, LeaveCall, SharedLimits, Verdict
+from kestrel_grpc.multiprocess.supervision.token_limits import CallAnswer, EnterCall, LeaveCall, SharedLimits
 from kestrel_runtime.api.engine import ImageInfo
 from kestrel_runtime.api.images import HashedImage
 from tests.fakes import HOLD, answers
@@ -232,7 +232,7 @@ async def test_a_call_that_gave_up_waiting_for_an_answer_has_no_place(folder: Pa
         limits = TokenLimits()
         places: dict[int, Any] = {}
 
-        async def enter_late(question: EnterCall) -> Verdict:
+        async def enter_late(question: EnterCall) -> CallAnswer:
             places[question.number] = limits.take(question.limit)
             taken.set()
             return await asyncio.get_running_loop().create_future()

@@ -13,7 +13,7 @@ from kestrel_runtime.api.requests import (
     RequestOptions,
     SamplingParams,
 )
-from kestrel_runtime.engine.offending_requests import LIFETIME_S, OffendingRequests, fingerprint_of
+from kestrel_runtime.engine.poison_requests import LIFETIME_S, PoisonRequests, fingerprint_of
 
 QUERY = Query("What?", b"image")
 
@@ -53,42 +53,42 @@ def test_a_fingerprint_names_the_skill_and_not_the_text() -> None:
 
 
 def test_the_oldest_of_too_many_are_forgotten() -> None:
-    offending_requests = OffendingRequests()
+    poison_requests = PoisonRequests()
     for number in range(300):
-        offending_requests.remember(str(number))
-        offending_requests.remember("again and again")
-    assert "0" not in offending_requests
-    assert "299" in offending_requests
-    assert "again and again" in offending_requests
+        poison_requests.quarantine(str(number))
+        poison_requests.quarantine("again and again")
+    assert "0" not in poison_requests
+    assert "299" in poison_requests
+    assert "again and again" in poison_requests
 
 
 def test_a_fingerprint_is_refused_for_an_hour_and_then_tried_again() -> None:
     now = 1000.0
-    offending_requests = OffendingRequests(clock=lambda: now)
-    offending_requests.remember("query-1")
+    poison_requests = PoisonRequests(clock=lambda: now)
+    poison_requests.quarantine("query-1")
     now += LIFETIME_S - 1
-    assert "query-1" in offending_requests
+    assert "query-1" in poison_requests
     now += 1
-    assert "query-1" not in offending_requests
-    offending_requests.remember("query-1")  # it has failed again
-    assert "query-1" in offending_requests
+    assert "query-1" not in poison_requests
+    poison_requests.quarantine("query-1")  # it has failed again
+    assert "query-1" in poison_requests
     assert LIFETIME_S == 3600.0
 
 
 def test_learning_a_fingerprint_again_begins_its_hour_anew() -> None:
     now = 0.0
-    offending_requests = OffendingRequests(clock=lambda: now)
-    offending_requests.remember("query-1")
+    poison_requests = PoisonRequests(clock=lambda: now)
+    poison_requests.quarantine("query-1")
     now = LIFETIME_S / 2
-    offending_requests.remember("query-1")
+    poison_requests.quarantine("query-1")
     now = LIFETIME_S * 1.2
-    assert "query-1" in offending_requests
+    assert "query-1" in poison_requests
 
 
 def test_a_restart_clears_all_but_those_that_it_raises_no_doubt_about() -> None:
-    offending_requests = OffendingRequests()
-    offending_requests.remember("query-1")
-    offending_requests.remember("query-2", survives_restart=True)
-    offending_requests.forget_learned_before_restart()
-    assert "query-1" not in offending_requests
-    assert "query-2" in offending_requests
+    poison_requests = PoisonRequests()
+    poison_requests.quarantine("query-1")
+    poison_requests.quarantine("query-2", survives_restart=True)
+    poison_requests.forget_learned_before_restart()
+    assert "query-1" not in poison_requests
+    assert "query-2" in poison_requests

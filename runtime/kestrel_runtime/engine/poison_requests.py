@@ -1,4 +1,4 @@
-"""Fingerprints of requests that broke the engine, so that they are refused the next time."""
+"""Isolates and quarantines poison requests, which broke the engine, by their fingerprints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VALUES: Mapping[str, Callable[[Request], tuple[Any, ...]]] = MappingProxyType(
         for kind in REQUEST_TYPES
     }
 )
-"""The values of a request's fields that say what work it is, in addition to its image."""
+"""The values of a request's fields that define its work, in addition to its image."""
 _encoder = msgspec.msgpack.Encoder()
 _CAPACITY = 256
 
@@ -34,27 +34,32 @@ class _Entry(NamedTuple):
     survives_restart: bool
 
 
-class OffendingRequests:
-    """Fingerprints of offending requests, each refused for `LIFETIME_S` after it was learned. For any thread.
+class PoisonRequests:
+    """The quarantine of poison requests, and the requests that run alone to find them. For any thread.
 
-    They expire, since the request may not have been the cause, and the device or the software may have changed. The
-    oldest of too many are forgotten earlier. `clock` returns monotonic seconds.
+    A quarantined fingerprint is refused for `LIFETIME_S`. The quarantine expires, since the request may not have
+    been the cause, and the device or the software may have changed. If there are too many, the oldest are forgotten
+    earlier. `clock` returns monotonic seconds.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the one learned last at the end
-        self._on_cleared: Callable[[str], None] = lambda fingerprint: None
-        self._suspects: OrderedDict[str, None] = OrderedDict()  # the one learned last at the end
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the one quarantined last at the end
+        self._on_completed_alone: Callable[[str], None] = lambda fingerprint: None
+        self._isolated: OrderedDict[str, None] = OrderedDict()  # the one isolated last at the end
         self._lock = Lock()
 
     def __contains__(self, fingerprint: str) -> bool:
+        """Returns True while the fingerprint is quarantined."""
         with self._lock:
             entry = self._entries.get(fingerprint)
             return entry is not None and self._clock() < entry.expires
 
-    def remember(self, fingerprint: str, *, survives_restart: bool = False) -> None:
-        """Refuse this one from now on. `survives_restart` says that a restart raises no doubt about it."""
+    def quarantine(self, fingerprint: str, *, survives_restart: bool = False) -> None:
+        """Refuse requests of this fingerprint from now on.
+
+        `survives_restart`: a restart of the engine does not clear it.
+        """
         with self._lock:
             now = self._clock()
             while self._entries and next(iter(self._entries.values())).expires <= now:
@@ -64,40 +69,40 @@ class OffendingRequests:
             if len(self._entries) > _CAPACITY:
                 self._entries.popitem(last=False)
 
-    def suspect(self, fingerprints: Iterable[str]) -> None:
-        """Requests that were in a step during which the process ended: each runs alone once."""
+    def isolate(self, fingerprints: Iterable[str]) -> None:
+        """Have each of these requests run alone once: the process ended during a step that they were in."""
         with self._lock:
             for fingerprint in fingerprints:
-                self._suspects[fingerprint] = None
-            while len(self._suspects) > _CAPACITY:
-                self._suspects.popitem(last=False)
+                self._isolated[fingerprint] = None
+            while len(self._isolated) > _CAPACITY:
+                self._isolated.popitem(last=False)
 
-    def is_suspect(self, fingerprint: str) -> bool:
-        """Returns True if the request is to run alone."""
-        return fingerprint in self._suspects
+    def is_isolated(self, fingerprint: str) -> bool:
+        """Returns True if the request must run alone."""
+        return fingerprint in self._isolated
 
-    def clear(self, fingerprint: str) -> None:
-        """The request ran to its end."""
-        if fingerprint in self._suspects:
+    def completed(self, fingerprint: str) -> None:
+        """End the isolation of a request that completed."""
+        if fingerprint in self._isolated:
             with self._lock:
-                self._suspects.pop(fingerprint, None)
-            self._on_cleared(fingerprint)
+                self._isolated.pop(fingerprint, None)
+            self._on_completed_alone(fingerprint)
 
-    def on_cleared(self, callback: Callable[[str], None]) -> None:
-        """Have `callback` run, in the engine thread, with each suspect that ran to its end."""
-        self._on_cleared = callback
+    def on_completed_alone(self, callback: Callable[[str], None]) -> None:
+        """Call `callback`, in the engine thread, with the fingerprint of each isolated request that completed."""
+        self._on_completed_alone = callback
 
     def forget_learned_before_restart(self) -> None:
-        """The engine has restarted: forget all but those that survive it."""
+        """Clear the quarantine after a restart of the engine, except for entries that survive it."""
         with self._lock:
             for fingerprint in [name for name, entry in self._entries.items() if not entry.survives_restart]:
                 del self._entries[fingerprint]
 
 
 def fingerprint_of(request: Request, digest_of_image: bytes | None = None) -> str:
-    """Equal for requests that ask the engine for the same work, whatever they say about their handling.
+    """Returns a fingerprint that is equal for requests for the same work, whatever they say about their handling.
 
-    `digest_of_image`: the `image_digest` of the request's image, where it is known already.
+    `digest_of_image`: the `image_digest` of the request's image, if it is already known.
     """
     if digest_of_image is None and request.image is not None:
         digest_of_image = image_digest(request.image)
