@@ -53,7 +53,7 @@ from kestrel_runtime.api.events import (
     Usage,
 )
 from kestrel_runtime.api.images import Image, RemoteImage
-from kestrel_runtime.api.requests import Caption, Detect, Gaze, Point, Query, Request
+from kestrel_runtime.api.requests import Caption, Chat, Detect, Gaze, Point, Query, Request
 from kestrel_runtime.api.stream import Stream
 
 HOLD = object()
@@ -71,6 +71,7 @@ SKILLS = {
     "detect": SkillDefaults(temperature=0.0, top_p=1.0, max_objects=150),
     "segment": SkillDefaults(temperature=0.0, top_p=1.0, max_tokens=768),
     "gaze": SkillDefaults(temperature=0.0, top_p=1.0),
+    "chat": SkillDefaults(temperature=0.2, top_p=0.9, max_tokens=768),
 }
 
 
@@ -313,7 +314,7 @@ class FakeEngine:
 
 def _output(request: Request) -> Output:
     box = Box(0.125, 0.25, 0.5, 0.75)
-    if isinstance(request, Query):
+    if isinstance(request, Query | Chat):
         thought = Reasoning("A bird.", (Grounding(2, 6, (Location(0.5, 0.25),)),))
         return QueryOutput("a kestrel", thought if request.reasoning else None)
     if isinstance(request, Caption):

@@ -30,7 +30,7 @@ from bench.harness.serving import machine_facts
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Finished
-from kestrel_runtime.api.requests import Caption, Query, Request
+from kestrel_runtime.api.requests import Caption, Chat, Query, Request
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.output.output_parser import Token
@@ -60,7 +60,7 @@ def requests(count: int, config: Any) -> list[Request]:
 
 def _with_sampling(request: Request, number: int) -> Request:
     sampling = replace(request.sampling, seed=number, temperature=float(number % 2))
-    if isinstance(request, Query | Caption):
+    if isinstance(request, Query | Caption | Chat):
         sampling = replace(sampling, logprobs=NUM_LOGPROBS)
     return replace(request, sampling=sampling)
 

@@ -23,12 +23,15 @@ from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.requests import (
     BoxRef,
     Caption,
+    Chat,
+    ChatMessage,
     Detect,
     Gaze,
     Point,
     PointRef,
     Query,
     Request,
+    Role,
     SamplingParams,
     Segment,
 )
@@ -101,14 +104,14 @@ def with_features(
         has = {name: name in drawn and name in features for name in FEATURES}
         if has["adapters"]:
             request = replace(request, options=replace(request.options, adapter=chance.choice(adapters)))
-        if isinstance(request, Query | Caption):
+        if isinstance(request, Query | Caption | Chat):
             sampling = request.sampling
             if has["samples"]:
                 sampling = replace(sampling, n=chance.randint(2, _MOST_SAMPLES))
             if has["logprobs"]:
                 sampling = replace(sampling, logprobs=chance.randint(0, _MOST_LOGPROBS))
             request = replace(request, sampling=sampling)
-        if isinstance(request, Query) and has["constraints"]:
+        if isinstance(request, Query | Chat) and has["constraints"]:
             sampling = replace(request.sampling, max_tokens=_CONSTRAINED_TOKENS)
             request = replace(request, constraint=chance.choice(CONSTRAINTS), sampling=sampling)
         found.append(request)
@@ -165,6 +168,9 @@ def _request(kind: str, chance: random.Random, pictures: Iterable[bytes]) -> Req
         return Query(
             question, image, spatial_refs=(PointRef(chance.random(), chance.random()), box), sampling=sampling
         )
+    if kind == "chat":
+        turns = (Role.USER, question), (Role.ASSISTANT, f" {name}"), (Role.USER, chance.choice(QUESTIONS))
+        return Chat(tuple(ChatMessage(*turn) for turn in turns), image, sampling=sampling)
     if kind.startswith("caption "):
         return Caption(image, kind.removeprefix("caption "), sampling)
     if kind == "point":

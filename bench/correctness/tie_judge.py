@@ -15,7 +15,7 @@ from torch import Tensor
 from kestrel_runtime.adapters.files import AdapterSource
 from kestrel_runtime.adapters.store import AdapterStore
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.requests import Query, Request
+from kestrel_runtime.api.requests import Chat, Query, Request
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
 from kestrel_runtime.models.moondream.adapters.target import MoondreamAdapters
@@ -88,7 +88,7 @@ class TieJudge:
 
     def _hidden(self, request: Request, common: Sequence[Token]) -> Tensor:
         """After the `common` tokens of an answer, [1, dim]."""
-        free = replace(request, constraint=None) if isinstance(request, Query) else request
+        free = replace(request, constraint=None) if isinstance(request, Query | Chat) else request
         self._run.begin(free)
         name = request.options.adapter
         if not name:

@@ -267,6 +267,6 @@ def _skill_defaults(skills: Mapping[str, SkillDefaults]) -> Iterator[wire.SkillD
             max_tokens=given.max_tokens,
             max_objects=given.max_objects,
         )
-        if name == "query":
+        if name in ("query", "chat"):
             defaults.reasoning = False
         yield defaults

@@ -1,21 +1,13 @@
-"""Turns the messages of a chat into one question about at most one image.
+"""Reads the messages of OpenAI's API as a conversation with at most one image.
 
-The models answer one question and know no turns. One message of a user is the question as it is. Anything longer is
-written out, blocks separated by empty lines:
-
-    <system and developer messages, in their order>
-
-    User: <text>
-
-    Assistant: <text>
-
-    User: <text>
-
-    Assistant:
+One message of a user alone is a question, a `Query` of the engine. Anything longer is a `Chat`, which has neither
+tools nor developers: a developer's message is one of the system, the result of a tool is a text of the user, `Result
+of NAME: TEXT`, and calls of the assistant are their JSON, each on a line of its own.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,20 +18,30 @@ from pydantic import Field
 from kestrel_grpc.frontends.http.bodies import Body, Problems, Text, TextOr
 from kestrel_grpc.frontends.http.fields import EXAMPLE_IMAGE, ImageText
 from kestrel_grpc.frontends.http.json_body import LongText
+from kestrel_runtime.api.requests import MAX_CHAT_MESSAGES, Chat, ChatMessage, Query, Role
 
-MAX_MESSAGES = 256
+MAX_MESSAGES = MAX_CHAT_MESSAGES
 MAX_PARTS = 256
 """The most parts of the content of one message."""
+MAX_CALLS = 128
+"""The most calls in one message of the assistant."""
 NOT_SUPPORTED = "is not supported"
 MANY_IMAGES = "several images in one conversation are not supported"
-_INSTRUCTIONS = ("system", "developer")
-_SPEAKERS: Mapping[str, str] = MappingProxyType({"user": "User", "assistant": "Assistant"})
+_ROLES: Mapping[str, Role] = MappingProxyType(
+    {
+        "system": Role.SYSTEM,
+        "developer": Role.SYSTEM,
+        "user": Role.USER,
+        "assistant": Role.ASSISTANT,
+        "tool": Role.USER,
+    }
+)
 # Answers of this server may hold these fields, and clients send answers back unchanged.
 _ONLY_OF_ANSWERS = (
     "refusal", "reasoning", "reasoning_content", "reasoning_details", "annotations", "audio", "function_call",
     "tool_calls", "provider_specific_fields",
 )  # fmt: skip
-_EMPTY_IN_ANSWERS = ("tool_calls", "function_call", "audio")
+_EMPTY_IN_ANSWERS = ("function_call", "audio")
 _OF_ANSWER: Any = Field(None, description="Without effect, and only in messages of the assistant.")
 _OF_CACHES: Any = Field(None, description="Without effect: the caches find equal prompts by themselves.")
 
@@ -68,13 +70,36 @@ class Part(Body):
     prompt_cache_breakpoint: Any = _OF_CACHES
 
 
+class CalledFunction(Body):
+    """The function of a `ToolCall`."""
+
+    name: Text = Field(description="The name of the function.", examples=["find"])
+    arguments: Text = Field(description="The arguments, as JSON.", examples=["{}"])
+
+
+class ToolCall(Body):
+    """A call that the assistant has made in an earlier turn."""
+
+    id: Text = Field(description="What the message with the result names as `tool_call_id`.", examples=["call_1"])
+    type: Literal["function"] = Field(description="What it is.", examples=["function"])
+    function: CalledFunction = Field(description="What was called.", examples=[{"name": "find", "arguments": "{}"}])
+    index: int | None = Field(None, description="Without effect.")
+
+
 class Message(Body):
     """One turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"] = Field(description="Who says it.")
-    content: TextOr[Annotated[list[Part], Field(max_length=MAX_PARTS)]] = Field(
-        description="A text, or a list of parts."
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Who says it.")
+    content: TextOr[Annotated[list[Part], Field(max_length=MAX_PARTS)]] | None = Field(
+        None, description="A text, or a list of parts. Only a message of the assistant with calls needs none."
     )
+    tool_calls: list[ToolCall] | None = Field(
+        None,
+        description=f"The assistant's calls of tools, at most {MAX_CALLS}.",
+        max_length=MAX_CALLS,
+        examples=[[{"id": "call_1", "type": "function", "function": {"name": "find", "arguments": "{}"}}]],
+    )
+    tool_call_id: Text | None = Field(None, description="Required of a message of a tool: the `id` of its call.")
     name: Text | None = Field(None, description="Without effect.")
     cache_control: Any = _OF_CACHES
     refusal: Any = _OF_ANSWER
@@ -84,73 +109,113 @@ class Message(Body):
     annotations: Any = _OF_ANSWER
     audio: Any = _OF_ANSWER
     function_call: Any = _OF_ANSWER
-    tool_calls: Any = _OF_ANSWER
     provider_specific_fields: Any = _OF_ANSWER
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Holds the question, and the image as the request has it; None if there is no image."""
+    """Holds the messages, and the image as the request has it; None if there is no image."""
 
-    question: str
+    messages: tuple[ChatMessage, ...]
     image: str | LongText | None = None
     image_path: str = ""
     """The path of the field that holds the image."""
 
+    def request(self, image: bytes | None, **shared: Any) -> Query | Chat:
+        """Returns the request of the engine. Raises `InvalidRequest`. `shared` are the arguments of both kinds."""
+        if len(self.messages) == 1 and self.messages[0].role is Role.USER:
+            return Query(self.messages[0].text, image, **shared)
+        return Chat(self.messages, image, **shared)
+
 
 def read_conversation(messages: Sequence[Message], problems: Problems) -> Conversation:
-    """Returns the conversation as one question."""
-    reader = _Reader(problems)
-    turns = [(message.role, reader.text(message, f"messages[{index}]")) for index, message in enumerate(messages)]
-    if turns[-1][0] != "user":
-        problems.add(f"messages[{len(messages) - 1}].role", "must be user in the last message")
-    return Conversation(_written_out(turns), reader.image, reader.image_path)
+    """Returns the messages of a chat as a conversation."""
+    reader = ConversationReader(problems)
+    for index, message in enumerate(messages):
+        _read_message(message, f"messages[{index}]", reader, problems)
+    return reader.conversation()
 
 
-def _written_out(turns: Sequence[tuple[str, str]]) -> str:
-    if len(turns) == 1:
-        return turns[0][1]
-    blocks = [text for role, text in turns if role in _INSTRUCTIONS]
-    blocks += [f"{_SPEAKERS[role]}: {text}" for role, text in turns if role in _SPEAKERS]
-    return "\n\n".join((*blocks, "Assistant:"))
-
-
-class _Reader:
-    """Reads messages one after the other and keeps the one image that they may hold."""
+class ConversationReader:
+    """Collects turns one after the other, the names of calls, and the one image that turns may hold."""
 
     def __init__(self, problems: Problems) -> None:
-        self.image: str | LongText | None = None
-        self.image_path = ""
         self._problems = problems
+        self._messages: list[ChatMessage] = []
+        self._called: dict[str, str] = {}  # names of functions by ids of calls
+        self._image: str | LongText | None = None
+        self._image_path = ""
 
-    def text(self, message: Message, path: str) -> str:
-        """Returns the text of a message."""
-        is_answer = message.role == "assistant"
-        for name in _ONLY_OF_ANSWERS:
-            if not is_answer and name in message.model_fields_set:
-                self._problems.add(f"{path}.{name}", "is not a field of this request")
-            elif name in _EMPTY_IN_ANSWERS and getattr(message, name):
-                self._problems.add(f"{path}.{name}", NOT_SUPPORTED)
-        if isinstance(message.content, str):
-            return message.content
-        texts = [
-            self._part(part, message.role, f"{path}.content[{index}]") for index, part in enumerate(message.content)
-        ]
-        return "\n".join(text for text in texts if text is not None)
+    def say(self, role: str, text: str) -> None:
+        """Adds what somebody says. `role` is a role of OpenAI's API."""
+        self._messages.append(ChatMessage(_ROLES[role], text))
 
-    def _part(self, part: Part, role: str, path: str) -> str | None:
-        """Returns the text of a part; None if it is an image."""
-        wanted, other = ("text", "image_url") if part.type == "text" else ("image_url", "text")
-        if getattr(part, other) is not None:
-            self._problems.add(f"{path}.{other}", f"is not a field of a part of type {part.type}")
-        if getattr(part, wanted) is None:
-            self._problems.add(f"{path}.{wanted}", "is required")
-        if part.type == "text" or part.image_url is None:
-            return part.text
-        if role != "user":
-            self._problems.add(path, "images are taken from messages of the user only")
-        if self.image is not None:
-            self._problems.add(path, MANY_IMAGES)
+    def call(self, id: str, name: str, arguments: str) -> str:
+        """Notes a call of the assistant; returns its text."""
+        self._called[id] = name
+        return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}'
+
+    def result(self, id: str | None, text: str, path: str) -> None:
+        """Adds the result of a call. `path` is that of the field with the id."""
+        if id is None:
+            self._problems.add(path, "is required")
+        elif id not in self._called:
+            self._problems.add(path, "is not the id of an earlier call")
         else:
-            self.image, self.image_path = part.image_url.url, f"{path}.image_url.url"
-        return None
+            text = f"Result of {self._called[id]}: {text}"
+        self.say("tool", text)
+
+    def picture(self, url: str | LongText, role: str, part_path: str, path: str) -> None:
+        """Notes an image. `path` is that of the field with it, within the part at `part_path`."""
+        if role != "user":
+            self._problems.add(part_path, "images are taken from messages of the user only")
+        if self._image is not None:
+            self._problems.add(part_path, MANY_IMAGES)
+        else:
+            self._image, self._image_path = url, path
+
+    def conversation(self) -> Conversation:
+        """Returns what has been added."""
+        return Conversation(tuple(self._messages), self._image, self._image_path)
+
+
+def _read_message(message: Message, path: str, reader: ConversationReader, problems: Problems) -> None:
+    for name in _ONLY_OF_ANSWERS:
+        if message.role != "assistant" and name in message.model_fields_set:
+            problems.add(f"{path}.{name}", "is not a field of this request")
+        elif name in _EMPTY_IN_ANSWERS and getattr(message, name):
+            problems.add(f"{path}.{name}", NOT_SUPPORTED)
+    if message.role != "tool" and message.tool_call_id is not None:
+        problems.add(f"{path}.tool_call_id", "is a field of messages of tools only")
+    calls = [reader.call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    texts: list[str] = []
+    if isinstance(message.content, str):
+        texts = [message.content]
+    elif message.content is not None:
+        parts = (
+            _read_part(part, message.role, f"{path}.content[{index}]", reader, problems)
+            for index, part in enumerate(message.content)
+        )
+        texts = [text for text in parts if text is not None]
+    elif not calls and not message.refusal:
+        problems.add(f"{path}.content", "is required")
+    if calls:
+        texts = [*filter(None, texts), *calls]
+    text = "\n".join(texts)
+    if message.role == "tool":
+        reader.result(message.tool_call_id, text, f"{path}.tool_call_id")
+    else:
+        reader.say(message.role, text)
+
+
+def _read_part(part: Part, role: str, path: str, reader: ConversationReader, problems: Problems) -> str | None:
+    """Returns the text of a part; None if it is an image."""
+    wanted, other = ("text", "image_url") if part.type == "text" else ("image_url", "text")
+    if getattr(part, other) is not None:
+        problems.add(f"{path}.{other}", f"is not a field of a part of type {part.type}")
+    if getattr(part, wanted) is None:
+        problems.add(f"{path}.{wanted}", "is required")
+    if part.type == "text" or part.image_url is None:
+        return part.text
+    reader.picture(part.image_url.url, role, path, f"{path}.image_url.url")
+    return None

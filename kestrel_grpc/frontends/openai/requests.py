@@ -33,7 +33,7 @@ from kestrel_grpc.frontends.openai.conversation import (
 )
 from kestrel_runtime.api.constraints import MAX_CHOICES, Constraint
 from kestrel_runtime.api.errors import InvalidRequest
-from kestrel_runtime.api.requests import Query, RequestOptions
+from kestrel_runtime.api.requests import ChatMessage, RequestOptions, Role
 from kestrel_runtime.api.sampling_params import SamplingParams
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -167,8 +167,8 @@ class ChatBody(_OpenAiBody):
     """Answers a conversation about an image."""
 
     messages: list[Message] = Field(
-        description="Messages of the roles `system`, `developer`, `user` and `assistant`; "
-        "the last one is of the user.",
+        description="The conversation. Messages of the system and of developers precede all others; the last one "
+        "is of the user or of a tool.",
         min_length=1,
         max_length=MAX_MESSAGES,
         examples=[[{"role": "user", "content": "What is in this image?"}]],
@@ -243,7 +243,7 @@ def parse_completion(data: bytes) -> ParsedRequest:
     prompt, name = (body.prompt, "prompt") if isinstance(body.prompt, str) else (body.prompt[0], "prompt[0]")
     if len(body.prompt) > 1 and name != "prompt":
         problems.add("prompt", "must be one text: several prompts in one request are not supported")
-    return _parsed(body, Conversation(prompt), None, sampling, problems, name)
+    return _parsed(body, Conversation((ChatMessage(Role.USER, prompt),)), None, sampling, problems, name)
 
 
 def _seed(body: ChatBody | CompletionBody, problems: Problems) -> int | None:
@@ -278,8 +278,7 @@ def _parsed(
     )
     query = None
     try:
-        query = Query(
-            conversation.question,
+        query = conversation.request(
             None if image is None else image.data,
             reasoning=reasoning,
             sampling=sampling,
@@ -329,7 +328,10 @@ def _name(
         return f"{constraint_name}{name}{bracket}{index}"
     if group == "options":
         return "model"
-    return image_name if group == "image" else text_name
+    if group == "image":
+        return image_name
+    # Messages of the engine are those of the body, one by one; a query has one.
+    return field if group.startswith("messages") else text_name
 
 
 # The name of each field of a constraint, behind that of the field that has the constraint.

@@ -28,6 +28,7 @@ A text that exceeds a model's context is only known once it is tokenised, which 
 length.
 """
 MAX_SPATIAL_REFS = 256
+MAX_CHAT_MESSAGES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,59 @@ class Query(_Checked):
             yield from self.constraint.violations()
 
 
+class Role(Enum):
+    """Says who speaks in a message of a conversation."""
+
+    SYSTEM = "system"
+    """The one who has set the conversation up. Such messages precede all others."""
+    USER = "user"
+    ASSISTANT = "assistant"
+    """The model, in an earlier turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """A message of a conversation. Only `text` of the last message must not be empty."""
+
+    role: Role
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chat(_Checked):
+    """A conversation whose last message, of the user, the model answers.
+
+    `image` is an encoded file's bytes, or pixels; it precedes the first message, whichever message is about it.
+    `constraint` defines the form of the answer; the reasoning before it is free.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    image: Image | None = None
+    reasoning: bool = False
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    options: RequestOptions = field(default_factory=RequestOptions)
+    constraint: Constraint | None = None
+    skill: ClassVar[str] = "chat"
+    spatial_refs: ClassVar[tuple[SpatialRef, ...]] = ()
+
+    @classmethod
+    def example(cls, image: bytes, sampling: SamplingParams) -> Self:
+        return cls((ChatMessage(Role.USER, "hello"),), image, sampling=sampling)
+
+    @property
+    def text(self) -> str:
+        return "\n\n".join(message.text for message in self.messages)
+
+    def violations(self) -> Iterator[Violation]:
+        yield from _messages(self.messages)
+        if self.image is not None:
+            yield from _image(self.image)
+        yield from self.sampling.violations()
+        yield from self.options.violations()
+        if self.constraint is not None:
+            yield from self.constraint.violations()
+
+
 @dataclass(frozen=True, slots=True)
 class Caption(_Checked):
     """A request for a description of an image; `length` is one of `CAPTION_LENGTHS`."""
@@ -280,13 +334,36 @@ class Gaze(_Checked):
         yield from self.options.violations()
 
 
-Request = Query | Caption | Point | Detect | Segment | Gaze
+Request = Query | Caption | Point | Detect | Segment | Gaze | Chat
 REQUEST_TYPES: tuple[type[Request], ...] = get_args(Request)
 
 
-def _text(name: str, value: str) -> Iterator[Violation]:
+def _messages(messages: tuple[ChatMessage, ...]) -> Iterator[Violation]:
+    if not 1 <= len(messages) <= MAX_CHAT_MESSAGES:
+        yield Violation("messages", f"must be from 1 to {MAX_CHAT_MESSAGES}")
+        return
+    is_led = True  # until somebody speaks to the model
+    for index, message in enumerate(messages):
+        if message.role is not Role.SYSTEM:
+            is_led = False
+        elif not is_led:
+            yield Violation(f"messages[{index}].role", "must precede all messages of other roles")
+    last = len(messages) - 1
+    if messages[last].role is not Role.USER:
+        yield Violation(f"messages[{last}].role", "must be user in the last message")
+    elif not messages[last].text.strip():
+        yield Violation(f"messages[{last}].content", "must not be empty")
+    if _is_too_long("".join(message.text for message in messages)):
+        yield Violation("messages", f"must be at most {MAX_TEXT_BYTES} bytes long together")
+
+
+def _is_too_long(text: str) -> bool:
     # A character takes four bytes at most.
-    if 4 * len(value) > MAX_TEXT_BYTES and len(value.encode(errors="replace")) > MAX_TEXT_BYTES:
+    return 4 * len(text) > MAX_TEXT_BYTES and len(text.encode(errors="replace")) > MAX_TEXT_BYTES
+
+
+def _text(name: str, value: str) -> Iterator[Violation]:
+    if _is_too_long(value):
         yield Violation(name, f"must be at most {MAX_TEXT_BYTES} bytes long")
     elif not value.strip():
         yield Violation(name, "must not be empty")

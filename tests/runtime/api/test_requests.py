@@ -5,17 +5,21 @@ import pytest
 from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.requests import (
     CAPTION_LENGTHS,
+    MAX_CHAT_MESSAGES,
     MAX_OBJECTS,
     MAX_SPATIAL_REFS,
     MAX_TEXT_BYTES,
     BoxRef,
     Caption,
+    Chat,
+    ChatMessage,
     Detect,
     Gaze,
     Point,
     PointRef,
     Query,
     RequestOptions,
+    Role,
     SamplingParams,
     Segment,
 )
@@ -31,6 +35,7 @@ MINIMAL = {
     "detect": lambda **fields: Detect("cat", IMAGE, **fields),
     "segment": lambda **fields: Segment("cat", IMAGE, **fields),
     "gaze": lambda **fields: Gaze(IMAGE, PointRef(0.5, 0.5), **fields),
+    "chat": lambda **fields: Chat((ChatMessage(Role.USER, "what?"),), **fields),
 }
 
 
@@ -265,3 +270,27 @@ def test_samples_have_seeds_of_their_own_that_follow_from_the_first() -> None:
     assert [sample.seed for sample in SamplingParams(n=2).samples()] == [None, None]
     alone = SamplingParams(seed=3)
     assert alone.samples() == (alone,)
+
+
+SYSTEM, USER, ASSISTANT = Role
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ([], ["messages"]),
+        ([(USER, "a")] * (MAX_CHAT_MESSAGES + 1), ["messages"]),
+        ([(USER, "a"), (SYSTEM, "b"), (ASSISTANT, "c")], ["messages[1].role", "messages[2].role"]),
+        ([(SYSTEM, "a")], ["messages[0].role"]),
+        ([(USER, "a"), (USER, " ")], ["messages[1].content"]),
+        ([(USER, "a" * MAX_TEXT_BYTES), (USER, "a")], ["messages"]),
+    ],
+)
+def test_conversations_that_make_no_sense_are_refused(turns, expected):
+    assert breaches(Chat, tuple(ChatMessage(*turn) for turn in turns)) == expected
+
+
+def test_conversations_may_begin_with_any_role_and_repeat_one():
+    turns = ((SYSTEM, "a"), (SYSTEM, ""), (ASSISTANT, ""), (ASSISTANT, "b"), (USER, ""), (USER, "c"))
+    request = Chat(tuple(ChatMessage(*turn) for turn in turns), IMAGE)
+    assert request.text.split() == ["a", "b", "c"]

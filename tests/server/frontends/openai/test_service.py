@@ -20,7 +20,7 @@ from kestrel_runtime.api.events import (
     TopLogprob,
     Usage,
 )
-from kestrel_runtime.api.requests import Query
+from kestrel_runtime.api.requests import Chat, Query, Role
 from kestrel_runtime.api.sampling_params import SamplingParams
 from tests.fakes import HOLD, TIMING, FakeEngine, answers
 from tests.over_sockets import BOTH_CHANNELS
@@ -61,18 +61,64 @@ async def test_a_chat_is_answered(rig: HttpServing):
     assert found["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
 
 
-async def test_turns_are_written_out_by_the_template(rig: HttpServing):
+def said(rig: HttpServing) -> list[tuple[Role, str]]:
+    """The messages that reached the engine."""
+    (request,) = rig.engine.requests
+    assert isinstance(request, Chat)
+    return [(message.role, message.text) for message in request.messages]
+
+
+async def test_turns_reach_the_engine_with_their_roles(rig: HttpServing):
     messages = (
         {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind."}]},
         SEEN,
         {"role": "assistant", "content": "A bird.", "refusal": None},
         {"role": "user", "content": "Which?"},
     )
+    assert (await rig.ask(CHAT, chat(*messages, reasoning=True, max_tokens=7))).status == 200
+    assert said(rig) == [
+        (Role.SYSTEM, "Be brief."),
+        (Role.SYSTEM, "Be\nkind."),
+        (Role.USER, "What is it?"),
+        (Role.ASSISTANT, "A bird."),
+        (Role.USER, "Which?"),
+    ]
+    (request,) = rig.engine.requests
+    assert isinstance(request, Chat)
+    assert (request.image, request.reasoning, request.sampling.max_tokens) == (IMAGE_BYTES, True, 7)
+
+
+def called(*calls: tuple[str, str, str], **fields: Any) -> dict[str, Any]:
+    """A message of the assistant with these calls: id, name and arguments of each."""
+    return {
+        "role": "assistant",
+        "tool_calls": [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for id, name, arguments in calls
+        ],
+        **fields,
+    }
+
+
+async def test_calls_and_results_of_tools_are_texts_of_the_conversation(rig: HttpServing):
+    messages = (
+        TEXT,
+        called(("call_1", "find", '{"n": 1}'), ("call_2", "count", "{}"), content=None),
+        {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "three"}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "<|endoftext|>"},
+        called(("call_1", "find", "{}"), content="Once more."),
+        {"role": "tool", "tool_call_id": "call_1", "content": ""},
+    )
     assert (await rig.ask(CHAT, chat(*messages))).status == 200
-    (query,) = rig.engine.requests
-    assert isinstance(query, Query)
-    expected = "Be brief.\n\nUser: What is it?\n\nAssistant: A bird.\n\nUser: Which?\n\nAssistant:"
-    assert (query.question, query.image) == (expected, IMAGE_BYTES)
+    assert said(rig) == [
+        (Role.USER, "What is it?"),
+        (Role.ASSISTANT, '{"name": "find", "arguments": {"n": 1}}\n{"name": "count", "arguments": {}}'),
+        (Role.USER, "Result of count: three"),
+        (Role.USER, "Result of find: <|endoftext|>"),
+        (Role.ASSISTANT, 'Once more.\n{"name": "find", "arguments": {}}'),
+        (Role.USER, "Result of find: "),
+    ]
 
 
 async def test_every_field_reaches_the_engine(rig: HttpServing):
@@ -398,7 +444,18 @@ async def test_a_response_format_that_cannot_be_used_is_refused(rig: HttpServing
         (chat(), "messages", "must not be empty"),
         (chat(*[TEXT] * 257), "messages", "must have at most 256 items"),
         (chat("x"), "messages[0]", "must be an object"),
-        (chat({"role": "tool", "content": "x"}), "messages[0].role", "must be one of"),
+        (chat({"role": "function", "content": "x"}), "messages[0].role", "must be one of"),
+        (chat(TEXT, {"role": "tool", "content": "x"}), "messages[1].tool_call_id", "is required"),
+        (
+            chat(TEXT, called(("a", "f", "{}")), {"role": "tool", "content": "x", "tool_call_id": "b"}),
+            "messages[2].tool_call_id",
+            "is not the id of an earlier call",
+        ),
+        (chat({**TEXT, "tool_call_id": "a"}), "messages[0].tool_call_id", "of messages of tools only"),
+        (chat(TEXT, {"role": "assistant"}, TEXT), "messages[1].content", "is required"),
+        (chat(TEXT, {"role": "system", "content": "x"}, TEXT), "messages[1].role", "must precede all messages"),
+        (chat(TEXT, {"role": "user", "content": " "}), "messages[1].content", "must not be empty"),
+        (chat(*[{"role": "user", "content": "x" * 33_000}] * 2), "messages", "65536 bytes long together"),
         (chat({"role": "user"}), "messages[0].content", "is required"),
         (chat(TEXT, {"role": "assistant", "content": "x"}), "messages[1].role", "must be user"),
         (chat({"role": "user", "content": ""}), "messages", "must not be empty"),
@@ -416,8 +473,8 @@ async def test_a_response_format_that_cannot_be_used_is_refused(rig: HttpServing
         ),
         (
             chat({"role": "assistant", "content": "x", "tool_calls": [{}]}, TEXT),
-            "messages[0].tool_calls",
-            "is not supported",
+            "messages[0].tool_calls[0].id",
+            "is required",
         ),
         (chat({**TEXT, "refusal": "x"}), "messages[0].refusal", "is not a field of this request"),
         (chat({"role": "system", "content": "x", "reasoning": "y"}, TEXT), "messages[0].reasoning", "not a field"),

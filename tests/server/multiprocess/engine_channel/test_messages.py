@@ -60,11 +60,14 @@ from kestrel_runtime.api.requests import (
     REQUEST_TYPES,
     BoxRef,
     CachePolicy,
+    Chat,
+    ChatMessage,
     PointRef,
     Priority,
     Query,
     Request,
     RequestOptions,
+    Role,
     SamplingParams,
 )
 
@@ -101,7 +104,7 @@ def full_query() -> Query:
 
 @pytest.mark.parametrize("kind", REQUEST_TYPES)
 def test_requests_of_every_skill_arrive_with_every_field(kind: type[Request]) -> None:
-    sampling = SAMPLING if kind.skill in ("query", "caption") else SamplingParams(0.5, 0.9, 17, 5)
+    sampling = SAMPLING if kind.skill in ("query", "caption", "chat") else SamplingParams(0.5, 0.9, 17, 5)
     request = replace(kind.example(b"image", sampling), options=OPTIONS)
     summary = ImageSummary(b"d" * 32, 5, 640, 480)
     found = messages.decode_request(messages.encode_request(request, summary), Known)
@@ -117,6 +120,16 @@ def test_a_query_with_all_its_fields_arrives_whole() -> None:
     found = messages.decode_request(messages.encode_request(request, None), Known)
     assert replace(found, image=b"image") == request
     assert all(getattr(request, item.name) != item.default for item in fields(Query)), "nothing has its default"
+
+
+def test_a_conversation_with_all_its_fields_arrives_whole() -> None:
+    said = ((Role.SYSTEM, "Be brief."), (Role.USER, "What?"), (Role.ASSISTANT, " A bird."), (Role.USER, "\u00e4?"))
+    messages_ = tuple(ChatMessage(role, text) for role, text in said)
+    constraint = Constraint(json_schema='{"type": "string"}')
+    request = Chat(messages_, b"image", True, SAMPLING, OPTIONS, constraint)
+    found = messages.decode_request(messages.encode_request(request, None), Known)
+    assert replace(found, image=b"image") == request
+    assert all(getattr(request, item.name) != item.default for item in fields(Chat)), "nothing has its default"
 
 
 @pytest.mark.parametrize("output", OUTPUTS)

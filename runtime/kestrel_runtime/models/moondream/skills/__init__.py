@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from kestrel_runtime.models.moondream.skills.base import Skill
 from kestrel_runtime.models.moondream.skills.caption import CaptionSkill
+from kestrel_runtime.models.moondream.skills.chat import ChatSkill
 from kestrel_runtime.models.moondream.skills.detect import DetectSkill
 from kestrel_runtime.models.moondream.skills.gaze import GazeSkill
 from kestrel_runtime.models.moondream.skills.point import PointSkill
@@ -18,5 +19,6 @@ _SKILLS = (
     DetectSkill(),
     SegmentSkill(),
     GazeSkill(),
+    ChatSkill(),
 )
 SKILLS: Mapping[str, Skill] = MappingProxyType({skill.name: skill for skill in _SKILLS})

@@ -16,7 +16,7 @@ from kestrel_runtime.api.events import (
     TextChannel,
     TextDelta,
 )
-from kestrel_runtime.api.requests import Query
+from kestrel_runtime.api.requests import Chat, Query
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig, TokenizerConfig
 from kestrel_runtime.models.moondream.skills.base import (
@@ -38,21 +38,26 @@ class QuerySkill(Skill):
     defaults = SkillDefaults(temperature=0.2, top_p=0.9, max_tokens=DEFAULT_MAX_TOKENS)
 
     def prompt(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
-        template = config.tokenizer.templates["query"]
-        end = (config.tokenizer.thinking_id,) if request.reasoning else template["suffix"]
-        if config.generation == 2:  # its training data has the suffix before either end
-            end = template["suffix"] + end
+        template = {**config.tokenizer.templates["query"], "suffix": opener(config, reasoning=request.reasoning)}
         question = tokenizer.encode(request.question.strip())
-        return framed_prompt({**template, "suffix": end}, request.spatial_refs, question, config)
+        return framed_prompt(template, request.spatial_refs, question, config)
 
     def new_parser(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
-        return _QueryParser(request, tokenizer, config)
+        return ReasonedAnswerParser(request, tokenizer, config)
 
 
-class _QueryParser(AnswerParser):
+def opener(config: MoondreamConfig, *, reasoning: bool = False) -> tuple[int, ...]:
+    """Returns the ids between a question and its answer, or the reasoning before the answer."""
+    suffix = config.tokenizer.templates["query"]["suffix"]
+    end = (config.tokenizer.thinking_id,) if reasoning else suffix
+    # The training data of Moondream 2 has the suffix before either end.
+    return suffix + end if config.generation == 2 else end
+
+
+class ReasonedAnswerParser(AnswerParser):
     """Parses reasoning if the request asks for it, then the answer."""
 
-    def __init__(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> None:
+    def __init__(self, request: Query | Chat, tokenizer: Tokenizer, config: MoondreamConfig) -> None:
         super().__init__(tokenizer, config, request.sampling)
         self._reasoning: _ReasoningParser | None = None
         if request.reasoning:

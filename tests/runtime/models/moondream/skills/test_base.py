@@ -3,7 +3,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kestrel_runtime.api.events import FinishReason, TextChannel, TextDelta, TokenLogprob, TopLogprob
-from kestrel_runtime.api.requests import BoxRef, Caption, Detect, Gaze, Point, PointRef, Query, Segment
+from kestrel_runtime.api.requests import (
+    BoxRef,
+    Caption,
+    Chat,
+    ChatMessage,
+    Detect,
+    Gaze,
+    Point,
+    PointRef,
+    Query,
+    Role,
+    Segment,
+)
 from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.models.moondream.skills.base import TextEmitter, spatial_tokens, text_tokens
 from kestrel_runtime.output.output_parser import Token
@@ -31,6 +43,7 @@ REQUESTS = {
     "detect": Detect("cat", IMAGE),
     "segment": Segment("cat", IMAGE),
     "gaze": Gaze(IMAGE, PointRef(0.25, 0.75)),
+    "chat": Chat((ChatMessage(Role.USER, "what?"),)),
 }
 SCRIPTS = {
     "query": words("a bird"),
@@ -39,6 +52,7 @@ SCRIPTS = {
     "detect": [coordinate(0.5), coordinate(0.5), size(0.5, 0.5)],
     "segment": [coordinate(0.5), coordinate(0.5), size(0.5, 0.5)],
     "gaze": [coordinate(0.5)] * 2,
+    "chat": words("a bird"),
 }
 some_ids = st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40)
 bytes_of_characters = st.text("aé✓🙂 ", max_size=12).map(lambda text: [ID_OF_BYTE[byte] for byte in text.encode()])
@@ -63,7 +77,7 @@ def test_the_text_that_may_be_too_long_is_a_field_of_the_request(name):
 
 @pytest.mark.parametrize("name", SKILLS)
 def test_text_is_drawn_and_places_are_greedy_unless_the_caller_says_otherwise(name):
-    wanted = (0.2, 0.9) if name in ("query", "caption") else (0.0, 1.0)
+    wanted = (0.2, 0.9) if name in ("query", "caption", "chat") else (0.0, 1.0)
     defaults = SKILLS[name].defaults
     assert (defaults.temperature, defaults.top_p) == wanted
 

@@ -4,12 +4,15 @@ import pytest
 
 from kestrel_runtime.api.requests import (
     Caption,
+    Chat,
+    ChatMessage,
     Detect,
     Gaze,
     Point,
     PointRef,
     Query,
     Request,
+    Role,
     SamplingParams,
     Segment,
 )
@@ -33,6 +36,7 @@ REQUESTS = [
     Point("cat", IMAGE),
     Detect("cat", IMAGE),
     Segment("cat", IMAGE),
+    Chat((ChatMessage(Role.USER, "what?"),), reasoning=True),
 ]
 
 
