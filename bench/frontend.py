@@ -122,7 +122,7 @@ class EmptyEngine:
         pass  # it never changes
 
     def submit_samples(
-        self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
+        self, request: Request, *, deadline: float | None = None, tenant: str = "", namespace: str = ""
     ) -> list[Stream]:
         stream = Stream()
         events = POINT_EVENTS if isinstance(request, Point) else EVENTS
@@ -130,7 +130,7 @@ class EmptyEngine:
         return [stream]
 
     def expecting(
-        self, request: Request, *, deadline_s: float | None = None, tenant: str = ""
+        self, request: Request, *, deadline: float | None = None, tenant: str = ""
     ) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from kestrel_runtime.api.adapters import AdapterInfo
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.deadlines import remaining_s
 from kestrel_runtime.api.engine import (
     ClearedCache,
     CoreReading,
@@ -158,10 +159,10 @@ class FakeEngine:
         self._callbacks.append(callback)
 
     def submit_samples(
-        self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
+        self, request: Request, *, deadline: float | None = None, tenant: str = "", namespace: str = ""
     ) -> list[Stream]:
         streams = [Stream() for _ in request.sampling.samples()]
-        self.submit_to(streams, request, deadline_s=deadline_s, tenant=tenant, namespace=namespace)
+        self.submit_to(streams, request, deadline=deadline, tenant=tenant, namespace=namespace)
         return streams
 
     def submit_to(
@@ -169,7 +170,7 @@ class FakeEngine:
         streams: list[Stream],
         request: Request,
         *,
-        deadline_s: float | None = None,
+        deadline: float | None = None,
         tenant: str = "",
         namespace: str = "",
     ) -> None:
@@ -184,14 +185,12 @@ class FakeEngine:
                 continue
             sample = request if sampling is request.sampling else replace(request, sampling=sampling)
             self.requests.append(sample)
-            self.deadlines_s.append(deadline_s)
+            self.deadlines_s.append(remaining_s(deadline))
             self.tenants.append(tenant)
             self.namespaces.append(namespace)
             stream.on_cancel(self._count_cancelled)
             self.is_idle.clear()
-            self._players[stream] = asyncio.ensure_future(
-                self._play(stream, list(self._script(sample)), deadline_s)
-            )
+            self._players[stream] = asyncio.ensure_future(self._play(stream, list(self._script(sample)), deadline))
             stream.over.add_done_callback(lambda _, stream=stream: self._end(stream))
             self.num_submitted.release()
 
@@ -214,7 +213,7 @@ class FakeEngine:
 
     @asynccontextmanager
     async def expecting(
-        self, request: Request, *, deadline_s: float | None = None, tenant: str = ""
+        self, request: Request, *, deadline: float | None = None, tenant: str = ""
     ) -> AsyncIterator[None]:
         max_queued = self.info.config.max_queued_requests
         if len(self._players) + self.num_expected >= max_queued:
@@ -284,9 +283,9 @@ class FakeEngine:
         for callback in self._callbacks:
             callback(status)
 
-    async def _play(self, stream: Stream, script: list[object], deadline_s: float | None) -> None:
+    async def _play(self, stream: Stream, script: list[object], deadline: float | None) -> None:
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(remaining_s(deadline)):
                 for item in script:
                     if item is HOLD:
                         await self._released.wait()

@@ -2,7 +2,7 @@
 
 A frontend calls in this order, with `admission` for the group of methods of the call:
 
-    call = admission.begin(headers, deadline_s, method, peer)
+    call = admission.begin(headers, deadline, method, peer)
     try:
         async with admission.admit(call):                    # token, scope, rate; limit of open calls
             data = await admission.receive(read, call, peer) # limit of messages in memory; timeout
@@ -100,11 +100,9 @@ class CallAdmission:
         self._stream_idle_timeout_s = stream_idle_timeout_s
         self._counts_calls = counts_calls
 
-    def begin(
-        self, headers: Headers, deadline_s: float | None, method: str, peer: Callable[[], str]
-    ) -> CallContext:
+    def begin(self, headers: Headers, deadline: float | None, method: str, peer: Callable[[], str]) -> CallContext:
         """Records the arrival of a call. `peer` returns the address of its connection, as `host:port`."""
-        call = CallContext(headers, deadline_s, method)
+        call = CallContext(headers, deadline, method)
         call.peer = peer
         task = asyncio.current_task()
         assert task is not None

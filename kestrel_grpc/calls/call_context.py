@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 
+from kestrel_runtime.api.deadlines import deadline_error
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Priority, Request
 
@@ -118,7 +119,7 @@ class RequestSummary:
 
 
 class CallContext:
-    """Holds the state of a call from its arrival on. `deadline_s` counts from then; None if the caller set none.
+    """Holds the state of a call from its arrival on.
 
     `request` and `finished` are set while the call runs, for metrics, traces and logs; they stay None if the call
     ends earlier. `release` is called once nothing refers to the message of the call, at the latest at its end.
@@ -127,7 +128,7 @@ class CallContext:
     __slots__ = (
         "arrived",
         "audited",
-        "deadline_s",
+        "deadline",
         "finished",
         "headers",
         "interruptible",
@@ -142,9 +143,10 @@ class CallContext:
         "trace_id",
     )
 
-    def __init__(self, headers: Headers, deadline_s: float | None, method: str) -> None:
+    def __init__(self, headers: Headers, deadline: float | None, method: str) -> None:
         self.arrived = time.monotonic()
-        self.deadline_s = deadline_s
+        self.deadline = deadline
+        """The moment of the monotonic clock after which the caller no longer waits; None without one."""
         self.headers = headers
         self.method = method
         """The name of the method, such as `kestrel.v1.VisionService/Query`."""
@@ -174,16 +176,12 @@ class CallContext:
         return time.monotonic() - self.arrived
 
     @property
-    def remaining_s(self) -> float | None:
-        """Returns the seconds that it may still take, or None if the caller set no deadline."""
-        return None if self.deadline_s is None else max(0.0, self.deadline_s - self.duration_s)
-
-    @property
     def is_late(self) -> bool:
         """Returns True if its deadline has passed on the caller's clock, as far as this process can know."""
-        if self.deadline_s is None:
+        if self.deadline is None:
             return False
-        return self.duration_s >= self.deadline_s * (1.0 - _ROUNDED_UP) - _TRANSIT_S
+        early_s = (self.deadline - self.arrived) * _ROUNDED_UP + _TRANSIT_S
+        return deadline_error(self.deadline - early_s) is not None
 
 
 def _nothing() -> None:

@@ -69,7 +69,7 @@ class Submission:
             request = await self._with_image(request, image, call)
             call.request = RequestSummary(request)
         streams = self._engine.submit_samples(
-            request, deadline_s=call.remaining_s, tenant=call.principal, namespace=call.namespace
+            request, deadline=call.deadline, tenant=call.principal, namespace=call.namespace
         )
         call.release()
         return streams
@@ -134,7 +134,7 @@ class Submission:
         """Returns the request with its image, fetched once the engine has admitted the request to its queue."""
         if not is_embedded(uri):
             call.release()
-        async with self._engine.expecting(request, deadline_s=call.remaining_s, tenant=call.principal):
+        async with self._engine.expecting(request, deadline=call.deadline, tenant=call.principal):
             return replace(request, image=await self._images.fetch(uri, call.principal))
 
 

@@ -29,6 +29,7 @@ from kestrel_grpc.frontends.http.endpoint import TIMEOUT_KEY
 from kestrel_grpc.frontends.openai.service import OpenAiService
 from kestrel_grpc.frontends.rest.service import RestService
 from kestrel_grpc.images.image_uris import ImageSource
+from kestrel_runtime.api.deadlines import deadline_in
 from kestrel_runtime.api.engine import Engine, EngineStatus
 
 _GRACE_S = 10.0
@@ -95,7 +96,9 @@ class EngineCaller:
     async def post(self, path: str, body: bytes, request_id: str) -> Reply:
         operation, dialect = self._operations.get(path, (None, self._unknown))
         call = CallContext(
-            ((REQUEST_ID_KEY, request_id),), self._timeout_s, operation.method if operation else path
+            ((REQUEST_ID_KEY, request_id),),
+            deadline_in(self._timeout_s),
+            operation.method if operation else path,
         )
         try:
             if operation is None:

@@ -36,6 +36,7 @@ from kestrel_grpc.frontends.grpc.load_reports import LoadReports
 from kestrel_grpc.frontends.grpc.message_shape import check_shape, layout_of
 from kestrel_grpc.frontends.grpc.status import status_code, trailing_metadata
 from kestrel_grpc.images.stored_images import MAX_CHUNK_BYTES
+from kestrel_runtime.api.deadlines import deadline_in
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -182,7 +183,7 @@ class AdmittedServices:
 
         async def handle(_: object, context: Context) -> bytes:
             call = admission.begin(
-                context.invocation_metadata() or (), context.time_remaining(), method, context.peer
+                context.invocation_metadata() or (), deadline_in(context.time_remaining()), method, context.peer
             )
             try:
                 async with admission.admit(call):
@@ -206,7 +207,7 @@ class AdmittedServices:
         # the servicer's `finally` runs at once rather than whenever its generator is collected.
         async def handle(_: object, context: Context) -> None:
             call = admission.begin(
-                context.invocation_metadata() or (), context.time_remaining(), method, context.peer
+                context.invocation_metadata() or (), deadline_in(context.time_remaining()), method, context.peer
             )
             try:
                 async with admission.admit(call):

@@ -31,6 +31,7 @@ from kestrel_grpc.frontends.http.exchange import (
     Send,
     encoded,
 )
+from kestrel_runtime.api.deadlines import deadline_in, remaining_s
 from kestrel_runtime.api.errors import DeadlineExceeded, InvalidRequest, Violation
 
 TIMEOUT_KEY = "x-request-timeout"
@@ -127,7 +128,7 @@ class Endpoint:
         if further := self._dialect.authorizations(exchange):
             headers = [*headers, *(("authorization", value) for value in further)]
         timeout_s, problem = _timeout(exchange.header(TIMEOUT_KEY))
-        call = admission.begin(headers, timeout_s, self._operation.method, exchange.peer)
+        call = admission.begin(headers, deadline_in(timeout_s), self._operation.method, exchange.peer)
         exchange.connection.serve_by(asyncio.current_task())
         events: EventStream | None = None  # a whole answer needs no comments while it is awaited
         try:
@@ -172,7 +173,7 @@ class Endpoint:
 
         read = partial(exchange.read_body, self._max_message_bytes)
         try:
-            async with _NO_TIMEOUT if call.deadline_s is None else asyncio.timeout(call.remaining_s):
+            async with _NO_TIMEOUT if call.deadline is None else asyncio.timeout(remaining_s(call.deadline)):
                 body = await self._admission.receive(read, call, exchange.peer)
         except TimeoutError:
             raise DeadlineExceeded from None

@@ -74,9 +74,7 @@ class Inference:
     ) -> None:
         """Serves one request of a stream, in a task of its own."""
         render, has_empty_final = ResponseRenderer(message), wants_empty_final(message)
-        call = self._requests.begin(
-            stream_call.headers, stream_call.remaining_s, stream_call.method, stream_call.peer
-        )
+        call = self._requests.begin(stream_call.headers, stream_call.deadline, stream_call.method, stream_call.peer)
         call.request_id = f"{stream_call.request_id}-{index}"
         try:
             async with self._requests.admit(call):
@@ -194,4 +192,5 @@ class _RequestStream:
 def _limit(call: CallContext, timeout_s: float | None) -> None:
     """Brings the deadline forward to the timeout of the request."""
     if timeout_s is not None:
-        call.deadline_s = timeout_s if call.deadline_s is None else min(call.deadline_s, timeout_s)
+        timeout = call.arrived + timeout_s
+        call.deadline = timeout if call.deadline is None else min(call.deadline, timeout)

@@ -18,7 +18,6 @@ import logging
 import mmap
 import os
 import socket
-import time
 from collections.abc import Callable, Coroutine, Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -250,7 +249,7 @@ class CoreServer:
         self._engine.submit_to(
             streams,
             request,
-            deadline_s=_remaining_s(message.deadline),
+            deadline=message.deadline,
             tenant=message.tenant,
             namespace=message.namespace,
         )
@@ -281,10 +280,9 @@ class CoreServer:
 
     async def _expect(self, frontend: _Frontend, message: Expect) -> None:
         request = messages.decode_request(message.request, lambda summary: _FetchedImage(frontend, 0, summary))
-        deadline_s = _remaining_s(message.deadline)
         released = frontend.released[message.number] = asyncio.Event()
         try:
-            async with self._engine.expecting(request, deadline_s=deadline_s, tenant=message.tenant):
+            async with self._engine.expecting(request, deadline=message.deadline, tenant=message.tenant):
                 self.send(frontend, Answer(message.number))
                 await released.wait()
         finally:
@@ -496,10 +494,6 @@ class _FetchedImage(RemoteImage):
 def _end_all(streams: list[_ForwardedStream]) -> None:
     for stream in streams:
         stream.end()
-
-
-def _remaining_s(deadline: float | None) -> float | None:
-    return None if deadline is None else deadline - time.monotonic()
 
 
 def _without_ages(state: CoreState) -> tuple[Any, ...]:

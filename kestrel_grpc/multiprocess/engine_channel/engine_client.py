@@ -227,10 +227,9 @@ class EngineClient:
         self._callbacks.append(callback)
 
     def submit_samples(
-        self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
+        self, request: Request, *, deadline: float | None = None, tenant: str = "", namespace: str = ""
     ) -> list[Stream]:
         """Send a request to a core; see `api.engine.Engine.submit_samples`."""
-        deadline = None if deadline_s is None else time.monotonic() + deadline_s
         streams = [_RemoteStream(next(self._ids)) for _ in request.sampling.samples()]
         call = _Call(request, tuple(streams), deadline, tenant, namespace)
         try:
@@ -255,11 +254,10 @@ class EngineClient:
 
     @asynccontextmanager
     async def expecting(
-        self, request: Request, *, deadline_s: float | None = None, tenant: str = ""
+        self, request: Request, *, deadline: float | None = None, tenant: str = ""
     ) -> AsyncIterator[None]:
         """Hold a place in the queue of the core with the least load; see `api.engine.Engine.expecting`."""
         self._check(request)
-        deadline = None if deadline_s is None else time.monotonic() + deadline_s
         data = messages.encode_request(request, None)
         core, number = await self._place(data, deadline, tenant)
         try:

@@ -243,9 +243,9 @@ class Engine(Protocol):
         ...
 
     def submit_samples(
-        self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
+        self, request: Request, *, deadline: float | None = None, tenant: str = "", namespace: str = ""
     ) -> list[Stream]:
-        """Queues a request that must end within `deadline_s` seconds from now, with a stream for each sample.
+        """Queues a request that must end by `deadline` (`api/deadlines.py`), with a stream for each sample.
 
         The streams raise refusals, before any event; if one sample is refused, none runs. Tenants share the engine
         evenly. Requests of different namespaces never share cached data.
@@ -253,7 +253,7 @@ class Engine(Protocol):
         ...
 
     def expecting(
-        self, request: Request, *, deadline_s: float | None = None, tenant: str = ""
+        self, request: Request, *, deadline: float | None = None, tenant: str = ""
     ) -> AbstractAsyncContextManager[None]:
         """Returns a context that holds a place in the queue for a request whose image is still being fetched.
 

@@ -22,10 +22,10 @@ from kestrel_ops import num_compilations
 from kestrel_runtime.adapters.store import AdapterPreparation, AdapterStore
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.deadlines import deadline_error, remaining_s
 from kestrel_runtime.api.engine import CacheLoad, ClearedCache, CoreReading, EngineStatus, ImageInfo, Load
 from kestrel_runtime.api.errors import (
     AdapterNotFound,
-    DeadlineExceeded,
     EngineUnavailable,
     InternalError,
     KestrelError,
@@ -125,18 +125,18 @@ class LocalEngine:
         self._callbacks.append(callback)
 
     def submit(
-        self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
+        self, request: Request, *, deadline: float | None = None, tenant: str = "", namespace: str = ""
     ) -> Stream:
         """Queue a request of one sample; see `submit_samples`."""
-        (stream,) = self.submit_samples(request, deadline_s=deadline_s, tenant=tenant, namespace=namespace)
+        (stream,) = self.submit_samples(request, deadline=deadline, tenant=tenant, namespace=namespace)
         return stream
 
     def submit_samples(
-        self, request: Request, *, deadline_s: float | None = None, tenant: str = "", namespace: str = ""
+        self, request: Request, *, deadline: float | None = None, tenant: str = "", namespace: str = ""
     ) -> list[Stream]:
         """Queue a request, and return a stream for each of its samples. If one sample is refused, none runs.
 
-        `deadline_s` seconds from now its caller no longer waits.
+        After `deadline` (`api/deadlines.py`) its caller no longer waits.
 
         Requests of different `tenant`s share the engine evenly; "" is a tenant like any other. Cached content of
         a `namespace` is used for requests of that namespace only.
@@ -145,7 +145,7 @@ class LocalEngine:
         `SkillUnsupported`, `AdapterNotFound`, `ImageError`, `Overloaded` and `RequestRefused`.
         """
         streams = [Stream() for _ in request.sampling.samples()]
-        self.submit_to(streams, request, deadline_s=deadline_s, tenant=tenant, namespace=namespace)
+        self.submit_to(streams, request, deadline=deadline, tenant=tenant, namespace=namespace)
         return streams
 
     def submit_to(
@@ -153,7 +153,7 @@ class LocalEngine:
         streams: list[Stream],
         request: Request,
         *,
-        deadline_s: float | None = None,
+        deadline: float | None = None,
         tenant: str = "",
         namespace: str = "",
     ) -> None:
@@ -161,12 +161,11 @@ class LocalEngine:
         samples = request.sampling.samples()
         now = time.monotonic()
         max_queue_s = request.options.max_queue_s
-        wait_limit_s = _wait_limit_s(request, deadline_s)
-        deadline = None if deadline_s is None else now + deadline_s
+        wait_limit_s = _wait_limit_s(request, deadline)
         queue_deadline = None if max_queue_s is None else now + max_queue_s
         shared = SharedImage() if len(streams) > 1 and request.image is not None else None
         try:
-            self._check(request, deadline_s)
+            self._check(request, deadline)
             cost = self._cost_of(request, tenant)
             for stream in streams:
                 self._streams.add(stream)
@@ -240,17 +239,17 @@ class LocalEngine:
 
     @asynccontextmanager
     async def expecting(
-        self, request: Request, *, deadline_s: float | None = None, tenant: str = ""
+        self, request: Request, *, deadline: float | None = None, tenant: str = ""
     ) -> AsyncIterator[None]:
         """Hold a place in the queue for this request while its image is fetched.
 
         Raises `EngineUnavailable`, `ModelNotFound`, `SkillUnsupported`, `ImageError` and `Overloaded`. The image
         that the request has now stands for the one to come.
         """
-        self._check(request, deadline_s)
+        self._check(request, deadline)
         place = object()
         cost = self._cost_of(request, tenant)
-        self._admission.enter(place, cost, time.monotonic(), wait_limit_s=_wait_limit_s(request, deadline_s))
+        self._admission.enter(place, cost, time.monotonic(), wait_limit_s=_wait_limit_s(request, deadline))
         try:
             yield
         finally:
@@ -407,10 +406,11 @@ class LocalEngine:
             raise AdapterNotFound(name, "; the server was started without --adapters and --adapter-repositories")
         return self._adapters
 
-    def _check(self, request: Request, deadline_s: float | None) -> None:
+    def _check(self, request: Request, deadline: float | None) -> None:
         # A caller whose deadline has passed got that outcome from its own clock: the log must not say "queue full".
-        if deadline_s is not None and deadline_s <= 0:
-            raise DeadlineExceeded("the deadline passed")
+        passed = deadline_error(deadline)
+        if passed is not None:
+            raise passed
         if self._status is not EngineStatus.SERVING:
             raise EngineUnavailable(f"the engine is {self._status.name.lower()}")
         self.info.check(request)
@@ -464,9 +464,11 @@ class LocalEngine:
                     _log.exception("a callback failed to take the status %s", status.name)
 
 
-def _wait_limit_s(request: Request, deadline_s: float | None) -> float | None:
+def _wait_limit_s(request: Request, deadline: float | None) -> float | None:
     """Returns the longest time that a caller is willing to wait in the queue; None without a limit."""
-    return min((limit for limit in (deadline_s, request.options.max_queue_s) if limit is not None), default=None)
+    return min(
+        (limit for limit in (remaining_s(deadline), request.options.max_queue_s) if limit is not None), default=None
+    )
 
 
 def _age_s(moment: float | None) -> float:

@@ -9,7 +9,8 @@ from enum import IntEnum, auto
 from heapq import heapify, heappop, heappush
 from typing import Any, Protocol
 
-from kestrel_runtime.api.errors import DeadlineExceeded, KestrelError, QueueTimeout
+from kestrel_runtime.api.deadlines import deadline_error
+from kestrel_runtime.api.errors import KestrelError, QueueTimeout
 from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.fairness.tenant_shares import MIN_TOKENS
@@ -67,8 +68,9 @@ class SequenceClock:
 
     def expiry(self, now: float) -> KestrelError | None:
         """Returns the error with which the request ends if a deadline has passed at `now`, else None."""
-        if self.deadline is not None and now >= self.deadline:
-            return DeadlineExceeded("the deadline passed")
+        passed = deadline_error(self.deadline, now)
+        if passed is not None:
+            return passed
         if self.admitted is None and self.queue_deadline is not None and now >= self.queue_deadline:
             return QueueTimeout(now - self.submitted)
         return None

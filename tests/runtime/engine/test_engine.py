@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.deadlines import deadline_in
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.api.errors import (
     ContextLengthExceeded,
@@ -189,7 +190,7 @@ async def test_a_cancelled_stream_ends_and_its_pages_are_back_within_a_step(engi
 
 
 async def test_a_deadline_ends_a_running_request_and_frees_its_pages(engine: LocalEngine) -> None:
-    streams = [engine.submit(endless(seed), deadline_s=0.05 + 0.01 * seed) for seed in range(20)]
+    streams = [engine.submit(endless(seed), deadline=deadline_in(0.05 + 0.01 * seed)) for seed in range(20)]
     errors = await asyncio.gather(*map(error_of, streams))
     assert {type(error) for error in errors} == {DeadlineExceeded}
     await settled(engine)
@@ -331,10 +332,10 @@ async def test_who_would_wait_too_long_is_told_at_once(loaded: LoadedModel) -> N
         for stream in waiting[:12]:
             await stream.result()
         with pytest.raises(Overloaded) as caught:
-            await engine.submit(endless(), deadline_s=0.001).result()
+            await engine.submit(endless(), deadline=deadline_in(0.001)).result()
         assert caught.value.bound is QueueBound.WAIT
         assert 0.001 < caught.value.retry_after_s < 60
-        assert not engine.submit(endless(), deadline_s=3600.0).over.done()
+        assert not engine.submit(endless(), deadline=deadline_in(3600.0)).over.done()
     finally:
         engine.close()
 
@@ -346,9 +347,9 @@ async def test_a_deadline_that_has_passed_before_the_queue_is_asked_is_no_full_q
         waiting = [engine.submit(Query("hello", sampling=short)) for _ in range(80)]
         for stream in waiting[:12]:
             await stream.result()
-        assert isinstance(await error_of(engine.submit(endless(), deadline_s=0.0)), DeadlineExceeded)
+        assert isinstance(await error_of(engine.submit(endless(), deadline=deadline_in(0.0))), DeadlineExceeded)
         with pytest.raises(DeadlineExceeded):
-            async with engine.expecting(endless(), deadline_s=0.0):
+            async with engine.expecting(endless(), deadline=deadline_in(0.0)):
                 pass
     finally:
         engine.close()
@@ -369,7 +370,7 @@ async def test_patience_ends_while_no_worker_is_free(
     try:
         blocked = engine.submit(Caption(SMALL_IMAGE))
         if limit == "deadline":
-            error = await error_of(engine.submit(Query("hi"), deadline_s=0.02))
+            error = await error_of(engine.submit(Query("hi"), deadline=deadline_in(0.02)))
             assert isinstance(error, DeadlineExceeded)
         else:
             query = Query("hi", options=RequestOptions(max_queue_s=0.02))

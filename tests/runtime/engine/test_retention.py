@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.deadlines import deadline_in
 from kestrel_runtime.api.errors import ImageError
 from kestrel_runtime.api.requests import Query, SamplingParams
 from kestrel_runtime.api.stream import Stream
@@ -94,13 +95,13 @@ async def test_a_request_that_is_over_leaves_nothing_behind_however_it_ended(
     async def ask(number: int) -> None:
         query = Query("hi", image, sampling=SamplingParams(max_tokens=1, seed=number))
         # A deadline far away, whose timer would hold what it refers to.
-        stream = engine.submit(query, deadline_s=3600.0)
+        stream = engine.submit(query, deadline=deadline_in(3600.0))
         if number % 3 == 0:
             stream.cancel()
             return
         await stream.result()
         with pytest.raises(ImageError):
-            await engine.submit(Query("hi", image[:100]), deadline_s=3600.0).result()
+            await engine.submit(Query("hi", image[:100]), deadline=deadline_in(3600.0)).result()
 
     try:
         await ask(1)

@@ -20,6 +20,7 @@ from kestrel_grpc.calls.submission import Submission, ending_with
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.images.image_uris import NoRemoteImages
 from kestrel_grpc.images.stored_images import ImageUri
+from kestrel_runtime.api.deadlines import deadline_in
 from kestrel_runtime.api.errors import EngineUnavailable
 from kestrel_runtime.api.events import Started, TextDelta, Usage
 from kestrel_runtime.api.requests import Query, Request
@@ -49,7 +50,7 @@ class PlainFrontend:
         self, read: Any, write: Any, headers: Headers = (), deadline_s: float | None = None, uri: str | None = None
     ) -> CallFailure | None:
         admission = self._admission
-        call = admission.begin(headers, deadline_s, METHOD, lambda: "nowhere:1")
+        call = admission.begin(headers, deadline_in(deadline_s), METHOD, lambda: "nowhere:1")
         try:
             async with admission.admit(call):
                 request = await admission.receive(read, call, lambda: "nowhere:1")

@@ -29,6 +29,7 @@ from kestrel_grpc.multiprocess.engine_channel.engine_client import EngineClient
 from kestrel_grpc.multiprocess.engine_channel.messages import Events, ToCore, events_in
 from kestrel_grpc.multiprocess.engine_channel.routing import home_order
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.deadlines import deadline_in
 from kestrel_runtime.api.engine import CoreReading, EngineStatus
 from kestrel_runtime.api.errors import (
     AdapterNotFound,
@@ -113,8 +114,8 @@ async def two(loaded: LoadedModel, tmp_path: Path) -> AsyncIterator[Cores]:
         yield served
 
 
-def submit(client: EngineClient, request: Query, deadline_s: float | None = None, namespace: str = "") -> Stream:
-    (stream,) = client.submit_samples(request, deadline_s=deadline_s, namespace=namespace)
+def submit(client: EngineClient, request: Query, deadline: float | None = None, namespace: str = "") -> Stream:
+    (stream,) = client.submit_samples(request, deadline=deadline, namespace=namespace)
     return stream
 
 
@@ -208,11 +209,11 @@ async def test_errors_are_those_of_the_engine(one: Cores) -> None:
 
 
 async def test_a_deadline_ends_a_request(one: Cores) -> None:
-    assert type(await error_of(submit(one.client, ENDLESS, deadline_s=0.3))) is DeadlineExceeded
+    assert type(await error_of(submit(one.client, ENDLESS, deadline=deadline_in(0.3)))) is DeadlineExceeded
 
 
 async def test_a_deadline_that_has_passed_before_a_thread_has_time_is_told_as_such(one: Cores) -> None:
-    streams = [submit(one.client, Query(f"question {number}"), deadline_s=-1.0) for number in range(20)]
+    streams = [submit(one.client, Query(f"question {number}"), deadline=deadline_in(-1.0)) for number in range(20)]
     assert {type(await error_of(stream)) for stream in streams} == {DeadlineExceeded}
 
 

@@ -1,0 +1,38 @@
+"""Defines deadlines: moments of the monotonic clock, which all processes of a host share.
+
+A frontend makes the deadline of a call once, from the time that its caller leaves it (`deadline_in`). Each later
+stage, in whatever process, gets that moment and asks `deadline_error` whether the request ends here:
+
+    receive   calls/call_context.py        while the message arrives, and to name the outcome of a cancelled call
+    submit    engine/engine.py             before the request enters the queue
+    prepare   engine/preprocessing.py      before a worker decodes its image, and while it does
+    run       engine/loop.py               once a turn, for every request that is due (`Deadlines`)
+
+Between processes the moment travels as it is (`multiprocess/engine_channel/messages.py`).
+"""
+
+from __future__ import annotations
+
+import time
+
+from kestrel_runtime.api.errors import DeadlineExceeded
+
+
+def deadline_in(seconds: float | None) -> float | None:
+    """Returns the moment that lies `seconds` from now, or None, which is no deadline, for None."""
+    return None if seconds is None else time.monotonic() + seconds
+
+
+def remaining_s(deadline: float | None) -> float | None:
+    """Returns the seconds until a deadline, 0 once it has passed, or None without one."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def deadline_error(deadline: float | None, now: float | None = None) -> DeadlineExceeded | None:
+    """Returns the error with which a request ends if its deadline has passed at `now`, else None.
+
+    `now`: a moment of the monotonic clock; the present if None.
+    """
+    if deadline is None or (time.monotonic() if now is None else now) < deadline:
+        return None
+    return DeadlineExceeded("the deadline passed")
