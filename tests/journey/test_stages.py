@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_grpc.multiprocess.engine_channel import engine_client
 from kestrel_runtime.engine import preprocessing
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.fairness.queue_admission import QueueAdmission
@@ -44,6 +45,16 @@ def fails_once(owner: Any, name: str, error: Exception) -> Break:
     return apply
 
 
+def fails_to_decode(error: Exception) -> Break:
+    """Has the decoding of an image fail, in the engine or in the front end that decodes for it."""
+
+    def apply(monkeypatch: pytest.MonkeyPatch) -> None:
+        for owner in (preprocessing, engine_client):
+            fails_once(owner, "decode_image", error)(monkeypatch)
+
+    return apply
+
+
 def fails_for_poison(stage: isolation.Stage, error: Exception, after: int = 0) -> Break:
     return lambda monkeypatch: isolation.poison(monkeypatch, stage, error, after=after)
 
@@ -64,8 +75,8 @@ INTERNAL, UNAVAILABLE = grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE
 STAGES: dict[str, tuple[Break, grpc.StatusCode]] = {
     "queue": (fails_once(QueueAdmission, "enter", ValueError("secret")), INTERNAL),
     "no thread": (fails_once(Preprocessor, "submit", RuntimeError("can't start new thread")), UNAVAILABLE),
-    "preprocess": (fails_once(preprocessing, "decode_image", RuntimeError("secret")), INTERNAL),
-    "preprocess, out of memory": (fails_once(preprocessing, "decode_image", MemoryError()), INTERNAL),
+    "preprocess": (fails_to_decode(RuntimeError("secret")), INTERNAL),
+    "preprocess, out of memory": (fails_to_decode(MemoryError()), INTERNAL),
     "encode": (fails_for_poison(isolation.ENCODE, RuntimeError("secret")), INTERNAL),
     "prefill": (fails_for_poison(isolation.PREFILL, RuntimeError("secret")), INTERNAL),
     "prefill, out of memory": (fails_for_poison(isolation.PREFILL, torch.OutOfMemoryError("secret")), INTERNAL),
