@@ -12,25 +12,37 @@ BIN := .venv/bin
 # Of what pip would compile, a sixth is ever imported; Python compiles that itself, unless it may not write it down.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 
-.PHONY: help setup proto format check test test-fast tests test-clients test-page test-languages test-ray docs fuzz \
+.PHONY: help setup setup-server sizes proto format check test test-fast tests test-clients test-page test-languages test-ray docs fuzz \
 	serve demo attacks quality train bench supply dist clean
 
 help: ## Print these commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | expand -t 18
 
-# Everything into .venv; nothing to do until pyproject.toml changes.
-setup: .venv/installed ## Install everything into .venv
+# What serves models, into .venv; nothing to do until pyproject.toml changes.
+setup-server: .venv/server ## Install what serves models into .venv
 
-.venv/installed: pyproject.toml clients/python/pyproject.toml
+.venv/server: pyproject.toml clients/python/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "needs Python 3.11, 3.12 or 3.13; name one with PYTHON=…" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "setup 1 of 3: a newer pip, which needs half the time, and what builds the packages"
+	@echo "setup: a newer pip, which needs half the time, and what builds the packages"
 	$(INSTALL) --quiet --upgrade pip setuptools
-	@echo "setup 2 of 3: PyTorch, the largest part"
+	@echo "setup: PyTorch, the largest part"
 	$(INSTALL) $(TORCH)
-	@echo "setup 3 of 3: the two packages, what they need, and the tools of the tests"
+	@echo "setup: the two packages, and what they need"
+	$(INSTALL) --no-build-isolation --editable clients/python --editable '.[server]'
+	@touch $@
+
+# The same with the tools of the tests.
+setup: .venv/installed ## Install everything into .venv, also the tools of the tests
+
+.venv/installed: .venv/server
+	@echo "setup: the tools of the tests"
 	$(INSTALL) --no-build-isolation --editable clients/python --editable '.[dev]'
 	@touch $@
+
+# Downloads each kind of installation; ARGS names some of them, such as "client base".
+sizes: setup-server ## Install the client, the commands and the server anew, and print what each weighs
+	$(BIN)/python -m tools.install_sizes --torch '$(TORCH)' $(ARGS)
 
 # The Python messages and stubs, anew from proto/.
 proto: setup ## Generate the Python messages and stubs anew from proto/
@@ -91,11 +103,11 @@ fuzz: setup ## Send hostile requests, images and frames for ten minutes of proce
 	$(BIN)/python -m tests.fuzzing $(CPU_SECONDS)
 
 # The built-in model unless ARGS says otherwise; ARGS are options of `kestrel-grpc serve`.
-serve: setup ## Serve the built-in model, or what ARGS says
+serve: setup-server ## Serve the built-in model, or what ARGS says
 	$(BIN)/kestrel-grpc serve $(ARGS)
 
 # A server on a free port, all five skills asked over gRPC about one picture, and what was found drawn on it.
-demo: setup ## Serve the built-in model, ask it for all skills, draw demo.png
+demo: setup-server ## Serve the built-in model, ask it for all skills, draw demo.png
 	$(BIN)/kestrel-grpc demo
 
 # Attacks on servers of our own, and what others notice of them. ARGS are options of bench/attacks.

@@ -14,7 +14,7 @@ $tools/bin/python -m pip install --quiet --disable-pip-version-check \
 
 $tools/bin/uv pip freeze --quiet --python "$python" --exclude-editable |
     sed '/^torch==/d; /^triton==/d; /^setuptools==/d' >$tools/tested.txt
-$tools/bin/uv pip compile pyproject.toml --extra gpu --extra otel --extra remote --quiet --generate-hashes \
+$tools/bin/uv pip compile pyproject.toml --extra server --extra gpu --extra otel --extra remote --quiet --generate-hashes \
     --no-annotate --python-version 3.11 --python-platform x86_64-manylinux_2_31 --constraint $tools/tested.txt \
     --no-emit-package kestrel-grpc-client --custom-compile-command 'make supply' --output-file deploy/requirements.lock
 # Of the hashes, those of the wheels that the image installs. The libraries of CUDA, gigabytes of them, keep all of theirs.

@@ -479,11 +479,13 @@ def test_every_import_of_the_server_is_a_declared_dependency():
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
     client = PACKAGES["kestrel_client"]  # its dependencies are declared by its own package
     sources = [path for path in SOURCES if client not in path.parents]
-    assert undeclared(sources, requirements(project, "gpu", "remote", "parquet", "evaluate", "otel")) == []
+    assert (
+        undeclared(sources, requirements(project, "server", "gpu", "remote", "parquet", "evaluate", "otel")) == []
+    )
     # Programs of clients and what needs Ray run in environments of their own.
     programs = CHECKOUT / "tests" / "clients" / "programs"
     ours = [path for path in WRITTEN if client not in path.parents and path.parent != programs]
-    extras = requirements(project, "gpu", "remote", "otel", "dev", "docs")
+    extras = requirements(project, "server", "gpu", "remote", "otel", "dev", "docs")
     assert undeclared(ours, {*extras, "ray"}) == []
 
 

@@ -53,14 +53,24 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def commands(wheels: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of commands of an environment that has both packages and what they need, and nothing else."""
-    folder = tmp_path_factory.mktemp("environment")
+    """The folder of commands of an environment that has both packages and what serves models, and nothing else."""
+    return installed(wheels, tmp_path_factory.mktemp("environment"), "kestrel-grpc[server]")
+
+
+@pytest.fixture(scope="module")
+def light_commands(wheels: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without extras: no library that loads a model is there."""
+    return installed(wheels, tmp_path_factory.mktemp("light"), "kestrel-grpc")
+
+
+def installed(wheels: tuple[Path, Path], folder: Path, wanted: str) -> Path:
+    """Makes an environment with both packages and all that a requirement needs; returns its folder of commands."""
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     printed = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder)
     packages = Path(printed.strip())
     # `make setup` has had pip find and download what they need; here the same files are linked, in a second.
-    for needed in requirements("kestrel-grpc"):
+    for needed in requirements(wanted):
         link_files(needed, packages)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
     run(*pip, "install", "--quiet", "--no-deps", "--no-index", *wheels, cwd=folder)
@@ -69,7 +79,7 @@ def commands(wheels: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 def requirements(name: str) -> list[Distribution]:
-    """All that a distribution needs without extras, as installed in this environment; not our own packages."""
+    """All that a requirement needs, as installed in this environment; not our own packages."""
     found: dict[tuple[str, str], Distribution] = {}
     pending = [Requirement(name)]
     while pending:
@@ -125,6 +135,31 @@ def test_the_installed_server_answers_the_installed_client(commands, address, tm
     assert run(commands / "python", "-c", code, address, DEMO_PICTURE, cwd=tmp_path).strip() == "5"
 
 
+def test_commands_without_the_server_ask_one(light_commands, address, tmp_path):
+    ask = ("query", DEMO_PICTURE, "What color is the star?", "--address", address)
+    assert run(light_commands / "kestrel-grpc", *ask, cwd=tmp_path).strip() == "yellow"
+    facts = run(light_commands / "kestrel-grpc", "info", "--address", address, cwd=tmp_path)
+    assert facts.split()[:2] == ["server_version", __version__]
+
+
+LOADS_A_MODEL = [
+    *(["serve", "--port", "0"], ["config"], ["demo"], ["compile", "--target", "9.0"], ["verify", "."], ["accept"]),
+    ["batch", "in.jsonl", "out.jsonl"],
+]
+
+
+def test_what_loads_a_model_names_the_missing_extra(light_commands, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"skill": "query", "question": "What is here?"}\n', encoding="utf-8")
+    for words in LOADS_A_MODEL:
+        command = (light_commands / "kestrel-grpc", *words)
+        done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (1, ""), words
+        (line,) = done.stderr.splitlines()
+        assert "torch, tokenizers, safetensors, llguidance, huggingface_hub are not installed" in line
+        assert "pip install 'kestrel-grpc[server]'" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
 def test_no_file_is_in_both_packages(wheels):
     server, client = (set(zipfile.ZipFile(wheel).namelist()) for wheel in wheels)
     assert server & client == set()
@@ -139,7 +174,7 @@ def test_every_module_is_in_its_package(wheels):
             modules = {path.relative_to(CHECKOUT / root) for path in (CHECKOUT / root / package).rglob("*.py")}
             assert {path.as_posix() for path in modules} <= packed
     assert "kestrel_runtime/nano/adapters/gold/adapter_model.safetensors" in server
-    page = CHECKOUT / "kestrel_grpc" / "frontends" / "page" / "static"
+    page = CHECKOUT / "kestrel_grpc" / "frontends" / "web_ui" / "static"
     assert {path.relative_to(CHECKOUT).as_posix() for path in page.iterdir()} <= server
 
 

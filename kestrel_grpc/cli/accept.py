@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kestrel_grpc import __version__
-from kestrel_grpc.cli.common import PICTURE_SUFFIXES, refuse
+from kestrel_grpc.cli.common import PICTURE_SUFFIXES, refuse, require_engine
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, named_values
 from kestrel_grpc.process.terminal import print_error
 from kestrel_runtime.api.config import BUILT_IN_MODEL, EngineConfig
@@ -92,6 +92,7 @@ def add_accept_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _accept(arguments: argparse.Namespace) -> int:
+    require_engine()
     from kestrel_runtime.loading.checkpoint import find_checkpoint
 
     try:

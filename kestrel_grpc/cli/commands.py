@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from kestrel_grpc import __version__
+from kestrel_grpc.cli.common import EngineNotInstalled
 from kestrel_grpc.cli.serve import add_serve_command
 from kestrel_grpc.process.terminal import print_error, printable
 from kestrel_runtime.api.errors import did_you_mean
@@ -56,7 +57,11 @@ def run(words: Sequence[str]) -> int:
                 continue  # the word may be the value of that option
             print_error(f"{name}: is no {kind} of {arguments.command}{did_you_mean(name, flags)}")
         return _MISUSED
-    return arguments.run(arguments)
+    try:
+        return arguments.run(arguments)
+    except EngineNotInstalled as error:
+        print_error(str(error))
+        return 1
 
 
 class _Parser(argparse.ArgumentParser):

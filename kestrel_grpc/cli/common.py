@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, TextIO
 
 from kestrel_client import Client, KestrelClientError, ServerError
@@ -15,12 +16,29 @@ from kestrel_grpc.config.options import ConfigurationError
 from kestrel_grpc.config.sources import environment_name
 from kestrel_grpc.process.terminal import print_error, printable, printable_json
 
+_ENGINE_PACKAGES = ("torch", "tokenizers", "safetensors", "llguidance", "huggingface_hub")
+"""The packages of the extra `server`, without which no model is loaded."""
+
 Command = Callable[[Client, argparse.Namespace], int | None]
 """Runs with a client; returns the exit status, None for 0."""
 Flags = argparse.ArgumentParser | argparse._ArgumentGroup
 """The types to which flags are added."""
 PICTURE_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"))
 """The endings of the names of image files, in a folder, in lower case."""
+
+
+class EngineNotInstalled(Exception):
+    """A command needs the engine, whose libraries are not installed; the text says how to install them."""
+
+
+def require_engine() -> None:
+    """Raises `EngineNotInstalled` if a library that loads and runs models is missing. Imports none of them."""
+    missing = [name for name in _ENGINE_PACKAGES if find_spec(name) is None]
+    if missing:
+        raise EngineNotInstalled(
+            f"this command loads a model, and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
+            "installed: pip install 'kestrel-grpc[server]', or 'kestrel-grpc[gpu]' for an NVIDIA GPU"
+        )
 
 
 def refuse(error: ConfigurationError) -> int:

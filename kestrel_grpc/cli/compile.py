@@ -6,6 +6,7 @@ import argparse
 import itertools
 from pathlib import Path
 
+from kestrel_grpc.cli.common import require_engine
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.process.terminal import print_error
 from kestrel_runtime.api.errors import CheckpointError
@@ -41,6 +42,7 @@ def add_compile_command(subparsers: argparse._SubParsersAction[argparse.Argument
 
 
 def _compile(arguments: argparse.Namespace) -> int:
+    require_engine()
     from kestrel_runtime.models.moondream.kernel_compilation import compile_ahead
 
     for target, model in itertools.product(arguments.target, arguments.model or _MODELS):

@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from kestrel_client import AsyncClient, Box, Point, draw
+from kestrel_grpc.cli.common import require_engine
 
 PICTURE = "demo_picture.png"
 QUESTIONS = (
@@ -44,6 +45,7 @@ def add_demo_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    require_engine()
     try:
         arguments.draw.touch()  # fails now rather than after all answers
         asyncio.run(_demonstrate(arguments.draw))

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 
-from kestrel_grpc.cli.common import refuse
+from kestrel_grpc.cli.common import EngineNotInstalled, refuse, require_engine
 from kestrel_grpc.config.listing import add_serve_arguments, effective_values
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, option_names, settings_of
 from kestrel_grpc.config.sources import environment_warnings
@@ -53,6 +53,7 @@ def add_serve_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
 
 
 def _config(arguments: argparse.Namespace) -> int:
+    require_engine()  # `auto` stands for other values on a GPU, which PyTorch finds
     from kestrel_runtime.models.loaded_model import device_type
 
     try:
@@ -79,6 +80,11 @@ def _serve(arguments: argparse.Namespace) -> int:
         set_up_logging(config.log_level, line_format=config.log_format)
     for warning in environment_warnings(option_names(), os.environ):
         _log.warning("%s", warning)
+    try:
+        require_engine()
+    except EngineNotInstalled as error:
+        report(str(error))
+        return 1
     # The engine's libraries take seconds to import: all checks that do not need them precede the import.
     from kestrel_grpc.access.tls import CertificateError
     from kestrel_grpc.access.token_file import TokenFileError

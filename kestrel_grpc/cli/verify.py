@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kestrel_grpc.cli.common import refuse
+from kestrel_grpc.cli.common import refuse, require_engine
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, named_values
 from kestrel_grpc.process.terminal import print_error
 from kestrel_runtime.api.config import EngineConfig
@@ -33,6 +33,7 @@ def add_verify_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    require_engine()
     from kestrel_runtime.verify.reference_fixture import ReferenceFixture
 
     try:

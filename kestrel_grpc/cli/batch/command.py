@@ -21,7 +21,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kestrel_grpc.cli.common import add_connection_arguments, add_token_argument, refuse, tls_of
+from kestrel_grpc.cli.common import add_connection_arguments, add_token_argument, refuse, require_engine, tls_of
 from kestrel_grpc.config.listing import add_engine_arguments
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, option_names
 from kestrel_grpc.config.sources import flag_name
@@ -260,6 +260,7 @@ def _with_engine(job: _Job) -> int:
         raise ConfigurationError(
             ("--devices and --frontends: start a server with them, and give its HTTP port as --address",)
         )
+    require_engine()
     set_up_logging(config.log_level, line_format=config.log_format)
     # The engine's libraries take seconds to import: all checks that do not need them precede the import.
     from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
