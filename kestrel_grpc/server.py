@@ -373,6 +373,7 @@ class Server:
             is_encrypted=config.tls_certificate is not None,
             asks_for_tokens=config.tokens is not None,
             stores_images=self._store is not None,
+            fetches_images=config.image_hosts is not None,
         )
 
     def _observers(self) -> Sequence[Observer]:

@@ -62,14 +62,24 @@ class Window:
 
     async def ask(self, skill: str, **fields: str) -> None:
         """Fill in what the skill needs, and ask."""
-        await self.page.get_by_role("radio", name=skill.capitalize()).check()
+        await self.choose(skill)
         for name, text in fields.items():
             await self.page.locator(f"#{name}").fill(text)
         await self.page.get_by_role("button", name="Ask", exact=True).click()
 
+    async def choose(self, skill: str) -> None:
+        """Choose a skill."""
+        await self.page.locator(f"[name=skill][value={skill}]").check()
+
     async def has_status(self, text: str) -> None:
         """Wait until the page says this about the answer."""
         await self.page.locator("#status", has_text=re.compile(f"^{re.escape(text)}$")).wait_for()
+
+    async def is_in_sight(self, selector: str) -> bool:
+        """Returns True if all of an element is on the screen."""
+        inside = "({top, bottom}) => top >= 0 && bottom <= innerHeight"
+        shown = f"(element) => ({inside})(element.getBoundingClientRect())"
+        return await self.page.locator(selector).first.evaluate(shown)
 
     async def text(self, selector: str) -> str:
         """The text of an element."""
@@ -122,8 +132,12 @@ async def window(
     size: ViewportSize | None = None,
     scheme: Literal["light", "dark"] = "light",
     refusals: Collection[int] = (),
+    has_example: bool = True,
 ) -> AsyncIterator[Window]:
-    """Opens the page; at the end its console must be empty, but for `refusals`: statuses of the server."""
+    """Opens the page; at the end its console must be empty, but for `refusals`: statuses of the server.
+
+    With `has_example` the page has asked about its example and has shown the answer.
+    """
     is_phone = size is PHONE
     context = await browser.new_context(
         viewport=size or DESKTOP,
@@ -140,6 +154,8 @@ async def window(
         opened.page.on("request", lambda request: _append(opened.requests, request))
         await opened.page.goto(origin)
         await opened.page.locator("#server", has_text=re.compile("served by|token")).wait_for()
+        if has_example:
+            await opened.has_status("Complete.")
         yield opened
         assert opened.problems == []
         assert [item.url for item in opened.requests if not item.url.startswith((origin, "blob:", "data:"))] == []

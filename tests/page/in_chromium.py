@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import re
@@ -15,9 +16,11 @@ from typing import Any, Literal
 
 import pytest
 import pytest_asyncio
+from PIL import Image, ImageChops
 from playwright.async_api import Browser, ViewportSize, async_playwright
 
 from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.images.image_uris import parse_hosts
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Gaze
@@ -30,6 +33,8 @@ from tests.server.http_calls import HttpServing, serving_http
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+EXAMPLE_QUESTION = "What color is the star?"
+"""What the page asks when it opens."""
 STAR = (0.21, 0.72)
 """Where the star of the demo picture is."""
 TOKEN = "kestrel_of_alice_00000000000000000000000000000000"
@@ -61,29 +66,72 @@ def origin_of(server: Server) -> str:
 
 
 def holds(request: Any) -> list[object]:
-    """An answer that stops behind its first piece until it is released."""
+    """An answer that stops behind its first piece until it is released; that about the example comes at once."""
+    if getattr(request, "question", "") == EXAMPLE_QUESTION:
+        return list(answers(request))
     return [*answers(request)[:2], HOLD, *answers(request)[2:]]
 
 
 @asynccontextmanager
 async def faked(
-    browser: Browser, engine: FakeEngine | None = None, *, refusals: tuple[int, ...] = (), **options: Any
+    browser: Browser,
+    engine: FakeEngine | None = None,
+    *,
+    refusals: tuple[int, ...] = (),
+    has_example: bool = True,
+    **options: Any,
 ) -> AsyncIterator[tuple[HttpServing, Window]]:
     """A window at a server whose engine is scripted."""
     async with (
         serving_http(engine, **options) as rig,
-        window(browser, origin_of(rig.server), refusals=refusals) as opened,
+        window(browser, origin_of(rig.server), refusals=refusals, has_example=has_example) as opened,
     ):
+        if has_example:
+            # What the test asks counts, and the example does not.
+            await rig.engine.num_submitted.acquire()
+            for asked in (rig.engine.requests, rig.engine.tenants, opened.requests):
+                asked.clear()
         yield rig, opened
-
-
-async def take_example(opened: Window) -> None:
-    await opened.page.get_by_role("button", name="Example").click()
-    await opened.page.locator("#picture-facts", has_text="900 × 600").wait_for()
 
 
 def near(found: tuple[float, float], expected: tuple[float, float]) -> bool:
     return all(abs(one - other) < 0.04 for one, other in zip(found, expected, strict=True))
+
+
+# What the page opens with
+
+
+@pytest.mark.parametrize("size", [None, PHONE])
+async def test_the_page_opens_with_an_example_that_is_answered(
+    browser: Browser, nano: Server, size: ViewportSize | None
+) -> None:
+    async with window(browser, origin_of(nano), size=size) as opened:
+        assert await opened.text("#answer") == "yellow"
+        assert await opened.text("#asked") == EXAMPLE_QUESTION
+        for part in ("#picture", "#asked", "#answer"):
+            assert await opened.is_in_sight(part)
+        assert await opened.page.evaluate("scrollY") == 0
+        # Nothing is stored of what nobody chose.
+        assert opened.uploads() == []
+        assert len([item for item in opened.requests if item.method == "POST"]) == 1
+        # With each skill the example is asked what suits it.
+        await opened.ask("detect")
+        await opened.has_status("Complete.")
+        assert await opened.page.locator("#overlay rect.line").count() == 1
+        await opened.page.get_by_role("button", name="Remove").click()
+        assert await opened.page.locator("#object").input_value() == ""
+
+
+async def test_a_question_takes_the_place_of_the_example_that_is_being_asked(browser: Browser) -> None:
+    def only_the_example(request: Any) -> list[object]:
+        return [HOLD] if getattr(request, "question", "") == EXAMPLE_QUESTION else list(answers(request))
+
+    async with faked(browser, FakeEngine(only_the_example), has_example=False) as (rig, opened):
+        await rig.engine.num_submitted.acquire()
+        await opened.ask("query", question="What bird is it?")
+        await opened.has_status("Complete.")
+        assert await opened.text("#asked") == "What bird is it?"
+        assert rig.engine.num_cancelled == 1
 
 
 # The skills of a model
@@ -94,14 +142,17 @@ async def test_a_question_is_answered_with_its_confidence_and_timings(
     browser: Browser, nano: Server, size: ViewportSize | None, scheme: Literal["light", "dark"]
 ) -> None:
     async with window(browser, origin_of(nano), size=size, scheme=scheme) as opened:
-        await take_example(opened)
         await opened.ask("query", question="What color is the star?")
         await opened.has_status("Complete.")
         assert await opened.text("#answer") == "yellow"
         confidence = re.match(r"Confidence: ([\d.]+) %", await opened.text("#confidence"))
         assert confidence is not None
         assert 50 < float(confidence[1]) <= 100
+        assert await opened.page.locator("#timings").is_hidden()
+        assert await opened.is_in_sight("#answer")
+        await opened.page.get_by_text("Times, tokens and ids").click()
         assert "First token, in the server" in await opened.text("#timings")
+        await opened.page.get_by_text("Times, tokens and ids").click()
         assert await opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         device = "phone" if size is PHONE else "desktop"
         await opened.screenshot(f"query-{device}" + ("-dark" if scheme == "dark" else ""))
@@ -110,8 +161,7 @@ async def test_a_question_is_answered_with_its_confidence_and_timings(
 
 async def test_a_description_is_as_long_as_is_asked(browser: Browser, nano: Server) -> None:
     async with window(browser, origin_of(nano)) as opened:
-        await take_example(opened)
-        await opened.page.get_by_role("radio", name="Caption").check()
+        await opened.page.locator("[value=caption]").check()
         await opened.page.locator("#length").select_option("short")
         await opened.ask("caption")
         await opened.has_status("Complete.")
@@ -122,7 +172,6 @@ async def test_a_description_is_as_long_as_is_asked(browser: Browser, nano: Serv
 
 async def test_points_are_drawn_where_the_objects_are(browser: Browser, nano: Server) -> None:
     async with window(browser, origin_of(nano)) as opened:
-        await take_example(opened)
         await opened.ask("point", object="star")
         await opened.has_status("Complete.")
         assert await opened.page.locator("#overlay circle").count() == 1
@@ -133,7 +182,6 @@ async def test_points_are_drawn_where_the_objects_are(browser: Browser, nano: Se
 
 async def test_boxes_are_drawn_around_the_objects(browser: Browser, nano: Server) -> None:
     async with window(browser, origin_of(nano)) as opened:
-        await take_example(opened)
         await opened.ask("detect", object="shape")
         await opened.has_status("Complete.")
         assert await opened.page.locator("#overlay rect.line").count() == 5
@@ -153,7 +201,6 @@ async def test_boxes_are_drawn_around_the_objects(browser: Browser, nano: Server
 async def test_an_outline_is_drawn(browser: Browser, nano: Server, scheme: Literal["light", "dark"]) -> None:
     size = PHONE if scheme == "dark" else None
     async with window(browser, origin_of(nano), size=size, scheme=scheme) as opened:
-        await take_example(opened)
         await opened.ask("segment", object="yellow star")
         await opened.has_status("Complete.")
         assert near(await opened.center_of("#overlay path.line"), STAR)
@@ -163,8 +210,7 @@ async def test_an_outline_is_drawn(browser: Browser, nano: Server, scheme: Liter
 
 async def test_a_look_is_drawn_from_the_eye_that_is_clicked(browser: Browser) -> None:
     async with faked(browser) as (rig, opened):
-        await take_example(opened)
-        await opened.page.get_by_role("radio", name="Gaze").check()
+        await opened.choose("gaze")
         frame = await opened.page.locator("#frame").bounding_box()
         assert frame is not None
         await opened.page.mouse.click(frame["x"] + 0.25 * frame["width"], frame["y"] + 0.5 * frame["height"])
@@ -180,7 +226,6 @@ async def test_a_look_is_drawn_from_the_eye_that_is_clicked(browser: Browser) ->
 
 async def test_reasoning_is_shown_with_the_points_that_it_speaks_of(browser: Browser) -> None:
     async with faked(browser) as (_, opened):
-        await take_example(opened)
         await opened.page.locator("#reasoning").check()
         await opened.ask("query", question="What bird is it?")
         await opened.has_status("Complete.")
@@ -221,13 +266,29 @@ async def test_a_stopped_stream_ends_the_request_and_keeps_what_has_come(browser
         await opened.has_status("Complete.")
 
 
+async def test_another_skill_or_picture_removes_the_answer_and_ends_the_request(browser: Browser) -> None:
+    async with faked(browser, FakeEngine(holds)) as (rig, opened):
+        await opened.choose("caption")
+        assert await opened.text("#answer") == ""
+        assert await opened.page.locator("#keep").is_hidden()
+        changes = (opened.choose("point"), opened.page.get_by_role("button", name="Remove").click())
+        for number, change in enumerate(changes, 1):
+            await opened.ask("query", question="What bird is it?")
+            await opened.page.locator("#answer", has_text=re.compile(r"^a k$")).wait_for()
+            await change
+            assert await opened.text("#answer") + await opened.text("#status") == ""
+            await rig.engine.is_idle.wait()
+            assert rig.engine.num_cancelled == number
+        assert await opened.page.locator("#entries li").count() == 1
+
+
 async def test_an_overload_says_when_to_try_again(browser: Browser) -> None:
     engine = FakeEngine(holds, max_queued_requests=1)
     async with faked(browser, engine, refusals=(429,)) as (rig, opened):
         first = asyncio.create_task(rig.ask("/v1/query", {"question": "?"}))
         await rig.engine.num_submitted.acquire()
         await opened.ask("query", question="What bird is it?")
-        await opened.page.get_by_role("alert").get_by_text("QUEUE_FULL").wait_for()
+        await opened.page.locator("#error", has_text="QUEUE_FULL").wait_for()
         assert "in 1 s" in await opened.text("#error")
         await opened.screenshot("overload-desktop")
         assert await opened.accessibility_problems() == []
@@ -240,43 +301,53 @@ async def test_an_overload_says_when_to_try_again(browser: Browser) -> None:
 
 async def test_a_refusal_names_the_fields_that_are_wrong(browser: Browser, nano: Server) -> None:
     async with window(browser, origin_of(nano), size=PHONE, refusals=(400,)) as opened:
-        await opened.page.get_by_text("More", exact=True).click()
+        await opened.page.get_by_text("More settings").click()
         await opened.page.locator("#constraint").select_option("regex")
         await opened.page.locator("#constraint-text").fill("(")
         await opened.page.locator("#top_p").fill("2")
         await opened.ask("query", question="What is in this image?")
         await opened.has_status("Failed.")
+        assert "top_p: must be above 0 and at most 1" in await opened.text("#error")
+        assert await opened.is_in_sight("#error")
+        await opened.page.get_by_text("For a report").click()
         shown = await opened.text("#error")
         assert "INVALID_REQUEST" in shown
         assert "settings.top_p" in shown
+        await opened.page.get_by_text("For a report").click()
         assert await opened.page.locator("#top_p").get_attribute("aria-invalid") == "true"
         assert await opened.accessibility_problems() == []
-        await opened.page.get_by_text("More", exact=True).click()
+        await opened.page.get_by_text("More settings").click()
         await opened.screenshot("error-phone")
 
 
 async def test_what_is_missing_is_said_before_anything_is_sent(browser: Browser) -> None:
     async with faked(browser) as (rig, opened):
+        await opened.page.get_by_role("button", name="Remove").click()
         await opened.ask("query")
-        assert "question is needed" in await opened.text("#error")
+        assert await opened.text("#problem") == "Write a question."
         assert await opened.page.evaluate("document.activeElement.id") == "question"
         await opened.ask("detect", object="star")
-        assert "picture is needed" in await opened.text("#error")
-        await opened.page.get_by_text("More", exact=True).click()
+        assert await opened.text("#problem") == "Choose a picture first."
+        await opened.page.get_by_text("More settings").click()
         await opened.page.locator("#temperature").fill("0.5")
-        await opened.ask("point", places="2,3")
-        assert "from 0 to 1" in await opened.text("#error")
+        await opened.ask("query", question="?", places="2,3")
+        assert "from 0 to 1" in await opened.text("#problem")
         assert await opened.page.locator("[aria-invalid]").evaluate_all("(all) => all.map(({id}) => id)") == [
             "places"
         ]
+        assert await opened.is_in_sight("#problem")
+        assert await opened.accessibility_problems() == []
+        await opened.page.locator("#places").fill("0.2,0.3")
+        assert await opened.page.locator("#problem, [aria-invalid]").count() == 0
         assert rig.engine.requests == []
 
 
 async def test_a_picture_that_is_too_large_is_not_sent(browser: Browser) -> None:
-    async with faked(browser, FakeEngine(max_image_bytes=5000)) as (rig, opened):
-        await take_example(opened)
+    async with faked(browser, FakeEngine(max_image_bytes=5000), has_example=False) as (rig, opened):
+        await opened.page.locator("#picture-facts", has_text="900 × 600").wait_for()
+        assert await opened.text("#error") == ""
         await opened.ask("caption")
-        assert "at most 5000 bytes" in await opened.text("#error")
+        assert "at most 5000 bytes" in await opened.text("#problem")
         assert await opened.accessibility_problems() == []
         assert (opened.uploads(), rig.engine.requests) == ([], [])
 
@@ -286,7 +357,7 @@ async def test_a_server_that_is_gone_is_named_as_the_cause(browser: Browser) -> 
         await rig.server.stop()
         await opened.ask("query", question="What bird is it?")
         await opened.has_status("Failed.")
-        assert "SERVER_UNREACHABLE" in await opened.text("#error")
+        assert await opened.page.locator("#error p").inner_text() == "No server answers, or the connection broke."
         opened.problems[:] = [text for text in opened.problems if "ERR_CONNECTION_REFUSED" not in text]
 
 
@@ -296,7 +367,58 @@ async def test_a_picture_that_is_none_is_refused_with_the_reason(browser: Browse
         await opened.page.locator("#file").set_input_files(broken)
         await opened.ask("caption")
         await opened.has_status("Failed.")
-        assert "IMAGE" in await opened.text("#error")
+        assert "IMAGE_DECODE_FAILED" in (await opened.page.locator("#error").text_content() or "")
+
+
+# What is kept of answers
+
+
+async def test_earlier_answers_are_shown_again_with_their_pictures(browser: Browser, nano: Server) -> None:
+    async with window(browser, origin_of(nano), size=PHONE) as opened:
+        await opened.ask("detect", object="shape")
+        await opened.has_status("Complete.")
+        await opened.page.get_by_role("button", name="Remove").click()
+        await opened.ask("query", question="What is a star?")
+        await opened.has_status("Complete.")
+        entries = opened.page.locator("#entries button")
+        asked = ["What is a star?", "Boxes around “shape”", EXAMPLE_QUESTION]
+        assert await entries.locator("span:first-child").all_inner_texts() == asked
+        await entries.nth(1).click()
+        assert await opened.text("#status") == "Complete."
+        assert await opened.page.locator("#overlay rect.line").count() == 5
+        assert await opened.page.locator("#object").input_value() == "shape"
+        assert await opened.page.locator("[value=detect]").is_checked()
+        assert await opened.is_in_sight("#answer li")
+        assert await entries.nth(1).get_attribute("aria-current") == "true"
+        assert await opened.accessibility_problems() == []
+        kept = "[JSON.stringify(sessionStorage), JSON.stringify(localStorage), document.cookie]"
+        assert await opened.page.evaluate(kept) == ["{}", "{}", ""]
+
+
+async def test_the_drawn_picture_and_the_answer_are_saved(browser: Browser, nano: Server, tmp_path: Path) -> None:
+    async with window(browser, origin_of(nano)) as opened:
+        for skill, object_ in (("detect", "star"), ("point", "star"), ("segment", "yellow star")):
+            await opened.ask(skill, object=object_)
+            await opened.has_status("Complete.")
+            saved: dict[str, Path] = {}
+            for button, kind in (("Save the picture", "png"), ("Save as JSON", "json")):
+                async with opened.page.expect_download() as begun:
+                    await opened.page.get_by_role("button", name=button).click()
+                file = await begun.value
+                assert file.suggested_filename == f"demo_picture-{skill}.{kind}"
+                saved[kind] = tmp_path / file.suggested_filename
+                await file.save_as(saved[kind])
+            answer = json.loads(saved["json"].read_text(encoding="utf-8"))
+            assert answer["finish_reason"] == "stop"
+            with Image.open(saved["png"]) as drawn, Image.open(DEMO_PICTURE) as plain:
+                assert drawn.size == plain.size
+                changed = ImageChops.difference(drawn.convert("RGB"), plain.convert("RGB")).getbbox()
+            assert changed is not None
+            left, top, right, bottom = changed
+            # What is drawn is around the star and at its label.
+            assert left < STAR[0] * 900 < right
+            assert top < STAR[1] * 600 < bottom
+            assert right - left < 300
 
 
 # Tokens
@@ -304,17 +426,17 @@ async def test_a_picture_that_is_none_is_refused_with_the_reason(browser: Browse
 
 async def test_a_token_is_asked_for_and_kept_in_this_tab_only(browser: Browser, tmp_path: Path) -> None:
     file = tokens_in(tmp_path, **{TOKEN: 'scopes = ["infer"]'})
-    async with faked(browser, refusals=(401, 403), tokens=file) as (rig, opened):
+    async with faked(browser, refusals=(401, 403), has_example=False, tokens=file) as (rig, opened):
         assert await opened.text("#server") == "This server asks for a token."
         assert opened.problems == []
         token = opened.page.get_by_label("Token", exact=True)
         await token.fill("wrong")
         await token.press("Tab")
-        await opened.page.get_by_role("alert").get_by_text("TOKEN_INVALID").wait_for()
+        await opened.page.locator("#error", has_text="TOKEN_INVALID").wait_for()
         await token.fill(TOKEN)
         await token.press("Tab")
         await opened.page.locator("#server", has_text="served by").wait_for()
-        await take_example(opened)
+        await opened.has_status("Complete.")
         await opened.ask("query", question="What bird is it?")
         await opened.has_status("Complete.")
         # The token may not store images, so the picture went with the request.
@@ -330,9 +452,9 @@ async def test_a_token_is_asked_for_and_kept_in_this_tab_only(browser: Browser, 
         )
         assert TOKEN in kept[0]
         assert kept[1:] == ["{}", ""]
-        assert rig.engine.tenants == [TOKEN]
+        assert rig.engine.tenants == [TOKEN, TOKEN]
         await opened.page.reload()
-        await opened.page.locator("#server", has_text="served by").wait_for()
+        await opened.has_status("Complete.")
 
 
 # The picture
@@ -340,14 +462,14 @@ async def test_a_token_is_asked_for_and_kept_in_this_tab_only(browser: Browser, 
 
 async def test_a_picture_is_sent_once_and_named_from_then_on(browser: Browser) -> None:
     async with faked(browser, refusals=(404,)) as (rig, opened):
-        await take_example(opened)
         for _ in range(2):
             await opened.ask("query", question="What bird is it?")
             await opened.has_status("Complete.")
         assert len(opened.uploads()) == 1
         handle = opened.body_of_last_request()["image_url"]
         assert handle.startswith("sha256:")
-        assert handle in await opened.sample("curl")
+        # Names of stored pictures end; a file stays.
+        assert handle not in await opened.sample("curl")
         # The server has dropped it.
         assert (await rig.ask(f"/v1/images/{handle}", verb="DELETE")).status == 200
         await opened.ask("query", question="Is it there?")
@@ -358,7 +480,6 @@ async def test_a_picture_is_sent_once_and_named_from_then_on(browser: Browser) -
         assert (await rig.ask(f"/v1/images/{handle}")).status == 404
         assert {request.image for request in rig.engine.requests} == {DEMO_PICTURE.read_bytes()}
     async with faked(browser, max_stored_image_bytes=0) as (rig, opened):
-        await take_example(opened)
         await opened.ask("caption")
         await opened.has_status("Complete.")
         assert opened.uploads() == []
@@ -389,6 +510,62 @@ async def test_pictures_are_chosen_dropped_and_pasted(browser: Browser) -> None:
         assert rig.engine.requests[0].image == DEMO_PICTURE.read_bytes()
 
 
+async def test_a_picture_is_named_by_its_address_where_the_server_fetches_pictures(browser: Browser) -> None:
+    async with faked(browser) as (_, opened):
+        assert await opened.page.locator("#address-row").is_hidden()
+    async with faked(browser, refusals=(400,), image_hosts=parse_hosts("example.com")) as (_, opened):
+        address = "https://pictures.example.org/birds/kestrel.jpg"
+        field = opened.page.get_by_label("Or the address of a picture")
+        await field.fill("kestrel.jpg")
+        await field.press("Enter")
+        assert "begins with https://" in await opened.text("#problem")
+        await field.fill(address)
+        await field.press("Enter")
+        assert "server fetches this picture" in await opened.text("#not-shown")
+        assert opened.requests == []
+        for language in ("curl", "Python", "grpcurl", "OpenAI"):
+            await opened.page.locator("#question").fill("What bird is it?")
+            assert address in await opened.sample(language)
+        await opened.ask("query")
+        await opened.has_status("Failed.")
+        assert opened.body_of_last_request()["image_url"] == address
+        assert re.search("Picture: is not on a host", await opened.text("#error"))
+        assert await opened.accessibility_problems() == []
+
+
+async def test_what_only_the_browser_reads_is_sent_as_jpeg(browser: Browser) -> None:
+    avif = io.BytesIO()
+    with Image.open(DEMO_PICTURE) as picture:
+        picture.save(avif, "AVIF")
+    async with faked(browser) as (rig, opened):
+        # Chromium reads AVIF, and no HEIC. What a file is, its content says.
+        file = {"name": "shapes.avif", "mimeType": "image/avif", "buffer": avif.getvalue()}
+        await opened.page.locator("#file").set_input_files(file)
+        await opened.page.locator("#picture-facts", has_text="shapes.avif, sent as JPEG · 900 × 600").wait_for()
+        await opened.ask("caption")
+        await opened.has_status("Complete.")
+        (request,) = rig.engine.requests
+        assert isinstance(request.image, bytes)
+        with Image.open(io.BytesIO(request.image)) as sent:
+            assert (sent.format, sent.size) == ("JPEG", (900, 600))
+        assert (await opened.sample("Python")).startswith("# shapes.jpg is shapes.avif as JPEG.\n")
+        heic = {"name": "IMG_1.HEIC", "mimeType": "", "buffer": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"}
+        await opened.page.locator("#file").set_input_files(heic)
+        await opened.page.locator("#error", has_text="This browser cannot read HEIC files").wait_for()
+        assert "shapes.avif" in await opened.text("#picture-facts")
+        # The server reads TIFF, which Chromium does not.
+        tiff = io.BytesIO()
+        with Image.open(DEMO_PICTURE) as picture:
+            picture.save(tiff, "TIFF")
+        file = {"name": "shapes.tiff", "mimeType": "image/tiff", "buffer": tiff.getvalue()}
+        await opened.page.locator("#file").set_input_files(file)
+        await opened.page.locator("#not-shown", has_text="This browser cannot show the picture").wait_for()
+        await opened.ask("detect", object="star")
+        await opened.has_status("Complete.")
+        assert rig.engine.requests[1].image == tiff.getvalue()
+        assert await opened.page.locator("#save-picture").is_hidden()
+
+
 async def test_the_camera_takes_a_picture(browser: Browser) -> None:
     async with faked(browser) as (rig, opened):
         await opened.page.get_by_role("button", name="Camera").click()
@@ -406,8 +583,7 @@ async def test_the_camera_takes_a_picture(browser: Browser) -> None:
 
 async def test_places_are_marked_in_the_picture(browser: Browser) -> None:
     async with faked(browser) as (rig, opened):
-        await take_example(opened)
-        await opened.page.get_by_text("More", exact=True).click()
+        await opened.page.get_by_text("More settings").click()
         await opened.page.get_by_role("button", name="Mark places in the picture").click()
         await opened.page.locator("#frame").scroll_into_view_if_needed()
         frame = await opened.page.locator("#frame").bounding_box()
@@ -435,7 +611,7 @@ async def test_places_are_marked_in_the_picture(browser: Browser) -> None:
 
 async def test_constraints_sampling_and_handling_reach_the_server(browser: Browser) -> None:
     async with faked(browser) as (_, opened):
-        await opened.page.get_by_text("More", exact=True).click()
+        await opened.page.get_by_text("More settings").click()
         await opened.page.locator("#constraint").select_option("choices")
         fields = {
             "constraint-text": "yes\nno",
@@ -455,6 +631,7 @@ async def test_constraints_sampling_and_handling_reach_the_server(browser: Brows
         await opened.page.locator("#question").fill("Is it a kestrel?")
         body = json.loads(re.findall(r"<<END\n(.*)\nEND", await opened.sample("curl"), re.DOTALL)[0])
         assert body == {
+            "image_url": "$PICTURE",
             "question": "Is it a kestrel?",
             "constraint": {"choices": ["yes", "no"]},
             "settings": {
@@ -464,7 +641,6 @@ async def test_constraints_sampling_and_handling_reach_the_server(browser: Brows
                 "n": 2,
                 "stop": ["a", "b"],
                 "logit_bias": {"5": -1},
-                "logprobs": 0,
             },
             "priority": "batch",
             "cache": "bypass",
@@ -476,7 +652,7 @@ async def test_constraints_sampling_and_handling_reach_the_server(browser: Brows
 
 async def test_several_samples_are_shown(browser: Browser) -> None:
     async with faked(browser) as (_, opened):
-        await opened.page.get_by_text("More", exact=True).click()
+        await opened.page.get_by_text("More settings").click()
         await opened.page.locator("#n").fill("2")
         await opened.ask("query", question="What bird is it?")
         await opened.has_status("Complete.")
@@ -485,8 +661,7 @@ async def test_several_samples_are_shown(browser: Browser) -> None:
 
 async def test_an_adapter_answers(browser: Browser, nano: Server) -> None:
     async with window(browser, origin_of(nano)) as opened:
-        await take_example(opened)
-        await opened.page.get_by_text("More", exact=True).click()
+        await opened.page.get_by_text("More settings").click()
         await opened.page.locator("#adapter").select_option("gold")
         await opened.ask("query", question="What color is the star?", temperature="0")
         await opened.has_status("Complete.")
@@ -532,23 +707,33 @@ async def test_the_request_as_code_does_the_same(browser: Browser, nano: Server,
         facts = await opened.page.evaluate("fetch('/page/server.json').then((response) => response.json())")
         offered = [skill for skill in ASKED if skill in facts["skills"]]
         assert len(offered) >= 5
-        await take_example(opened)
-        samples: dict[tuple[str, str, bool], str] = {}
-        for is_stored in (False, True):
-            for skill in offered if not is_stored else ("query",):
-                await opened.page.get_by_role("radio", name=skill.capitalize()).check()
-                fields, _ = ASKED[skill]
-                for control, text in fields.items():
-                    await opened.page.locator(f"#{control}").fill(text)
-                for language in LANGUAGES:
-                    samples[skill, language, is_stored] = await opened.sample(language)
-            if not is_stored:
-                await opened.ask("query")
-                await opened.has_status("Complete.")
+        samples: dict[tuple[str, str], str] = {}
+        for skill in offered:
+            await opened.choose(skill)
+            fields, _ = ASKED[skill]
+            for control, text in fields.items():
+                await opened.page.locator(f"#{control}").fill(text)
+            for language in LANGUAGES:
+                samples[skill, language] = await opened.sample(language)
         printed = await asyncio.gather(*(run(text, key[1], tmp_path) for key, text in samples.items()))
-        for (skill, language, is_stored), shown in zip(samples, printed, strict=True):
-            assert ASKED[skill][1] in shown, (skill, language, is_stored, shown)
-            assert (name in samples[skill, language, is_stored]) is not is_stored
+        for (skill, language), shown in zip(samples, printed, strict=True):
+            assert ASKED[skill][1] in shown, (skill, language, shown)
+            assert name in samples[skill, language]
+
+
+async def test_the_code_has_what_was_chosen_and_nothing_else(browser: Browser) -> None:
+    async with faked(browser) as (rig, opened):
+        assert await opened.sample("curl") == (
+            """PICTURE="data:image/png;base64,$(base64 < 'demo_picture.png' | tr -d '\\n')"\n"""
+            f"curl -s {origin_of(rig.server)}/v1/query -H 'content-type: application/json' -d @- <<END\n"
+            '{\n  "image_url": "$PICTURE",\n  "question": "What color is the star?"\n}\nEND\n'
+        )
+        assert await opened.sample("Python") == (
+            "from kestrel_client import Client\n\n"
+            f'with Client("localhost:{rig.server.port}") as client:\n'
+            '    result = client.complete_query("demo_picture.png", "What color is the star?")\n'
+            "    print(result.answer)\n"
+        )
 
 
 async def test_the_request_for_the_client_of_openai_does_the_same(
@@ -558,17 +743,15 @@ async def test_the_request_for_the_client_of_openai_does_the_same(
     await asyncio.to_thread(install, client, ENVIRONMENTS / client.name)
     (tmp_path / "demo_picture.png").write_bytes(DEMO_PICTURE.read_bytes())
     async with window(browser, origin_of(nano)) as opened:
-        await take_example(opened)
-        await opened.page.get_by_text("More", exact=True).click()
+        await opened.page.get_by_text("More settings").click()
         await opened.page.locator("#constraint").select_option("choices")
         await opened.page.locator("#constraint-text").fill("yellow\nblue")
         await opened.page.locator("#question").fill("What color is the star?")
-        streamed = await opened.sample("OpenAI")
+        one = await opened.sample("OpenAI")
         await opened.page.locator("#n").fill("2")
-        whole = await opened.sample("OpenAI")
-        assert ("stream=True" in streamed, "stream=True" in whole) == (True, False)
-        assert (await run(streamed, "OpenAI", tmp_path)).strip() == "yellow"
-        assert (await run(whole, "OpenAI", tmp_path)).split() == ["yellow", "yellow"]
+        two = await opened.sample("OpenAI")
+        assert (await run(one, "OpenAI", tmp_path)).strip() == "yellow"
+        assert (await run(two, "OpenAI", tmp_path)).split() == ["yellow", "yellow"]
 
 
 # Without a mouse, and without eyes
@@ -580,21 +763,24 @@ _FOCUSED = "[document.activeElement].map((item) => item.id || item.value || item
 async def test_everything_is_reached_by_the_keyboard_in_the_order_of_reading(browser: Browser) -> None:
     async with faked(browser) as (_, opened):
         reached: list[str] = []
-        for _ in range(12):
+        for _ in range(17):
             await opened.page.keyboard.press("Tab")
             reached.append(await opened.page.evaluate(_FOCUSED))
         assert reached == [
-            *("choose", "camera", "example", "query", "question", "reasoning", "ask"),
-            *("SUMMARY", "curl", "sample", "copy", "BODY"),
+            *("remove", "save-picture", "save-json", "SUMMARY", "choose", "camera", "example"),
+            *("query", "question", "reasoning", "ask", "SUMMARY", "SUMMARY", "BUTTON"),
+            *("curl", "sample", "copy"),
         ]
+        await opened.page.get_by_role("button", name="Remove").focus()
+        await opened.page.keyboard.press("Enter")
+        assert await opened.page.locator("#frame").is_hidden()
         await opened.page.locator("#example").focus()
         await opened.page.keyboard.press("Enter")
-        await opened.page.locator("#picture-facts", has_text="900 × 600").wait_for()
+        await opened.has_status("Complete.")
         await opened.page.locator("[value=query]").focus()
         for _ in range(2):
             await opened.page.keyboard.press("ArrowRight")
         await opened.page.keyboard.press("Tab")
-        await opened.page.keyboard.type("star")
         await opened.page.keyboard.press("Enter")
         await opened.has_status("Complete.")
         assert await opened.page.locator("#overlay circle").count() > 0

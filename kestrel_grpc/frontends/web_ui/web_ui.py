@@ -73,12 +73,14 @@ class WebUi:
         is_encrypted: bool,
         asks_for_tokens: bool,
         stores_images: bool,
+        fetches_images: bool,
     ) -> None:
         """`grpc_port` returns the port of gRPC once the server has started."""
         self._engine = engine
         self._grpc_port = grpc_port
         self._is_encrypted = is_encrypted
         self._stores_images = stores_images
+        self._fetches_images = fetches_images
         # A file of its own, so that the scripts learn it without a request that is refused.
         access = _StaticFile(to_json({"asks_for_tokens": asks_for_tokens}), _MEDIA_TYPES["json"])
         self.files: Mapping[str, App] = {**dict(_files()), f"{ROOT}access.json": access}
@@ -104,6 +106,7 @@ class WebUi:
             "grpc_port": self._grpc_port(),
             "is_encrypted": self._is_encrypted,
             "stores_images": self._stores_images,
+            "fetches_images": self._fetches_images,
         }
         return to_json(facts)
 

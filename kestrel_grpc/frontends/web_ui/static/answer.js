@@ -19,9 +19,9 @@ export class AnswerView {
     this.overlay = overlay;
     this.given = given;
     clear();
+    $("asked").textContent = inWords(request);
     $("answer").setAttribute("aria-busy", "true");
     overlay.show(given);
-    this.#bringIntoView($("result"));
   }
 
   /** An event of a stream. */
@@ -42,22 +42,29 @@ export class AnswerView {
     }
   }
 
-  /** The whole answer. */
+  /** The whole answer, which has just come. Returns the times that `show` takes. */
   complete(answer) {
     const wholeMs = performance.now() - this.#started;
+    const times = { firstMs: this.#firstMs ?? wholeMs, wholeMs };
+    this.show(answer, times);
+    return times;
+  }
+
+  /** The whole answer. */
+  show(answer, times) {
     const { skill } = this.request;
     if (answer.reasoning) this.#showReasoning(answer.reasoning);
     if (skill === "query" || skill === "caption") this.#showText(answer);
     else this.#showPlaces(answer);
-    showTimings(answer, this.#firstMs ?? wholeMs, wholeMs);
+    showTimings(answer, times);
+    $("keep").hidden = false;
     const endings = {
       stop: "Complete.",
-      length: "Cut short: it has as many tokens as the request allows.",
-      max_objects: "There may be more: it has as many objects as the request allows.",
+      length: "Cut short: it is as long as the settings allow.",
+      max_objects: "There may be more: as many are shown as the settings allow.",
       stop_sequence: `Ended by “${answer.stop_sequence}”.`,
     };
     this.end(endings[answer.finish_reason]);
-    this.#bringIntoView($("answer"));
   }
 
   /** Nothing more comes. */
@@ -66,25 +73,19 @@ export class AnswerView {
     $("answer").setAttribute("aria-busy", "false");
   }
 
-  /** On a phone the answer may be below the screen, or the picture above it. */
-  #bringIntoView(answer) {
-    const isText = ["query", "caption"].includes(this.request.skill);
-    (isText ? answer : $("stage")).scrollIntoView({ block: "nearest" });
-  }
-
   #showOutline() {
     const path = wholeCommands(this.#path);
     this.overlay.show([...this.given, { kind: "outline", box: this.#box, path }]);
   }
 
   #showText(answer) {
-    const text = answer.answer ?? answer.caption;
+    const text = textOf(answer);
     $("answer").replaceChildren(...spans(answer.logprobs, text));
     showConfidence(answer.logprobs);
     const others = answer.alternatives ?? [];
     if (others.length === 0) return;
     const list = document.createElement("ol");
-    list.append(...[text, ...others.map((other) => other.answer ?? other.caption)].map(item));
+    list.append(...[text, ...others.map(textOf)].map(item));
     $("answer").replaceChildren(list);
   }
 
@@ -127,26 +128,58 @@ export class AnswerView {
   }
 }
 
-/** Remove the answer before. */
-export function clear() {
-  for (const id of ["status", "error", "reasoning-text", "answer", "confidence", "timings"])
-    $(id).replaceChildren();
-  $("thoughts").hidden = true;
-  for (const control of document.querySelectorAll("[aria-invalid]")) {
-    control.removeAttribute("aria-invalid");
-    control.removeAttribute("aria-errormessage");
-  }
+/** What is asked, in a line. */
+export function inWords({ skill, body }) {
+  const object = `“${body.object}”`;
+  return {
+    query: body.question,
+    caption: body.length ? `A ${body.length} description` : "A description",
+    point: `Points at ${object}`,
+    detect: `Boxes around ${object}`,
+    segment: `The outline of ${object}`,
+    gaze: "Where this eye looks",
+  }[skill];
 }
 
-/** Show a failure of the server, and mark the controls that it is about. `again` is offered where a retry may help. */
+/** The answer in a line. */
+export function summary(request, answer) {
+  if (["query", "caption"].includes(request.skill)) return textOf(answer);
+  const count = marksOf(request, answer).length;
+  return count === 0 ? "nothing was found" : count === 1 ? "one was found" : `${count} were found`;
+}
+
+/** Remove the answer before. */
+export function clear() {
+  for (const id of ["status", "asked", "error", "reasoning-text", "answer", "confidence", "timings"])
+    $(id).replaceChildren();
+  $("thoughts").hidden = $("keep").hidden = true;
+  clearProblem();
+  for (const control of document.querySelectorAll("[aria-invalid]")) markValid(control);
+}
+
+/** On a phone the form may be on the screen, and the answer above it. */
+export function bringIntoView() {
+  const shown = $($("error").hasChildNodes() ? "error" : "answer");
+  const top = $("stage").getBoundingClientRect().top;
+  const bottom = shown.getBoundingClientRect().bottom;
+  if (top >= 0 && bottom <= innerHeight) return;
+  if (bottom - top <= innerHeight) $("stage").scrollIntoView({ block: "start" });
+  else $("result").scrollIntoView({ block: "start" });
+}
+
+/** Show a failure, and mark the controls that it is about. `again` is offered where a retry may help. */
 export function showFailure(failure, again) {
   const hasFields = failure.violations.length > 0;
-  const lines = [paragraph(hasFields ? `${failure.code}:` : `${failure.code}: ${failure.message}`)];
+  const lines = [paragraph(hasFields ? "The server does not accept this:" : sentence(failure.message))];
+  const facts = [["Reason", failure.code]];
   if (hasFields) {
     const list = document.createElement("ul");
     for (const { field, description } of failure.violations) {
-      list.append(item(field ? `${field} ${description}` : description));
-      if (field) markInvalid(controlOf(field));
+      const control = field ? controlOf(field) : null;
+      const name = control === null ? PARTS[field.replace(/[[.].*$/, "")] : nameOf(control);
+      list.append(item(name ? `${name}: ${description}` : `${field} ${description}`.trim()));
+      if (field) facts.push(["Field", field]);
+      markInvalid(control, "error");
     }
     lines.push(list);
   }
@@ -160,28 +193,57 @@ export function showFailure(failure, again) {
       button,
     );
   }
-  if (failure.requestId) {
-    const id = paragraph(`Request ${failure.requestId}`);
-    id.className = "soft";
-    lines.push(id);
-  }
-  $("error").replaceChildren(...lines);
+  if (failure.requestId) facts.push(["Request", failure.requestId]);
+  const [folded, name, list] = ["details", "summary", "dl"].map((tag) => document.createElement(tag));
+  name.textContent = "For a report";
+  list.append(...rows(facts));
+  folded.append(name, list);
+  $("error").replaceChildren(...lines, folded);
+  bringIntoView();
 }
 
-/** Show that the form lacks something, and go there. */
+/** Show that the form lacks something, where it lacks it, and go there. */
 export function showUnfilled(unfilled) {
-  $("error").replaceChildren(paragraph(unfilled.message));
+  clearProblem();
   const control = $(unfilled.id);
-  markInvalid(control);
+  const problem = paragraph(unfilled.message);
+  problem.id = "problem";
+  problem.setAttribute("role", "alert");
+  (control.closest(".buttons, .pair, .line") ?? control).after(problem);
+  markInvalid(control, "problem");
   control.focus();
+  control.scrollIntoView({ block: "nearest" });
 }
 
-function markInvalid(control) {
+/** Remove what `showUnfilled` has shown. */
+export function clearProblem() {
+  $("problem")?.remove();
+  for (const control of document.querySelectorAll("[aria-errormessage=problem]")) markValid(control);
+}
+
+/** What fields without a control are called. */
+const PARTS = { image: "Picture", image_url: "Picture" };
+
+function nameOf(control) {
+  const label = control.labels?.[0];
+  return (label?.textContent ?? control.ariaLabel).trim();
+}
+
+function markInvalid(control, message) {
   if (control === null || control.tagName === "BUTTON") return;
   control.setAttribute("aria-invalid", "true");
-  control.setAttribute("aria-errormessage", "error");
+  control.setAttribute("aria-errormessage", message);
   const folded = control.closest("details");
   if (folded) folded.open = true;
+}
+
+function markValid(control) {
+  control.removeAttribute("aria-invalid");
+  control.removeAttribute("aria-errormessage");
+}
+
+function textOf(answer) {
+  return answer.answer ?? answer.caption;
 }
 
 function marksOf({ skill, body }, answer) {
@@ -197,11 +259,11 @@ function marksOf({ skill, body }, answer) {
 }
 
 function describe({ kind, at, box, isPartial }) {
-  const number = (value) => value.toFixed(3);
-  if (kind === "point" || kind === "look")
-    return `at ${number(at[0])} from the left, ${number(at[1])} from the top`;
-  const [left, top, right, bottom] = box.map(number);
-  return `from ${left}, ${top} to ${right}, ${bottom}${isPartial ? "; the outline lacks something" : ""}`;
+  const part = (value) => (100 * value).toFixed(1);
+  if (kind === "point" || kind === "look") return `${part(at[0])} % from the left, ${part(at[1])} % from the top`;
+  const [left, top, right, bottom] = box;
+  const place = `${part(left)}–${part(right)} % across, ${part(top)}–${part(bottom)} % down`;
+  return `${place}${isPartial ? "; the outline lacks something" : ""}`;
 }
 
 /** The text in pieces, of which those that the model was unsure of are marked. */
@@ -222,32 +284,42 @@ function showConfidence(logprobs) {
   if (!logprobs?.length) return;
   const mean = logprobs.reduce((sum, { logprob }) => sum + logprob, 0) / logprobs.length;
   const least = logprobs.reduce((found, token) => (token.logprob < found.logprob ? token : found));
+  const piece = least.text.trim();
   $("confidence").textContent =
-    `Confidence: ${percent(Math.exp(mean))} for each token (geometric mean); ` +
-    `least for “${least.text.trim()}”: ${percent(Math.exp(least.logprob))}.`;
+    `Confidence: ${percent(Math.exp(mean))}` +
+    (piece && logprobs.length > 1 ? `; lowest at “${piece}”: ${percent(Math.exp(least.logprob))}` : "");
 }
 
-function showTimings({ metrics, model, request_id: id }, firstMs, wholeMs) {
+function showTimings({ metrics, model, request_id: id }, { firstMs, wholeMs }) {
   const ms = (value) => `${value < 10 ? value.toFixed(1) : Math.round(value)} ms`;
-  const rows = [
-    ["Until something came", ms(firstMs)],
-    ["Whole answer", ms(wholeMs)],
-    ["First token, in the server", ms(metrics.ttft_ms)],
-    ["Prefill", ms(metrics.prefill_time_ms)],
-    ["Decoding", ms(metrics.decode_time_ms)],
-    ["Tokens of the prompt", `${metrics.input_tokens}, of which ${metrics.cached_tokens} from the cache`],
-    ["Tokens of the answer", String(metrics.output_tokens)],
-    ["Model", model],
-    ["Request", id],
-  ];
   $("timings").replaceChildren(
-    ...rows.flatMap(([name, value]) => {
-      const [term, detail] = [document.createElement("dt"), document.createElement("dd")];
-      term.textContent = name;
-      detail.textContent = value;
-      return [term, detail];
-    }),
+    ...rows([
+      ["Until the first event", ms(firstMs)],
+      ["Whole answer", ms(wholeMs)],
+      ["First token, in the server", ms(metrics.ttft_ms)],
+      ["Prefill", ms(metrics.prefill_time_ms)],
+      ["Decoding", ms(metrics.decode_time_ms)],
+      ["Tokens of the prompt", `${metrics.input_tokens}, of which ${metrics.cached_tokens} from the cache`],
+      ["Tokens of the answer", String(metrics.output_tokens)],
+      ["Model", model],
+      ["Request", id],
+    ]),
   );
+}
+
+/** Names and values as the children of a list of descriptions. */
+function rows(pairs) {
+  return pairs.flatMap(([name, value]) => {
+    const [term, detail] = [document.createElement("dt"), document.createElement("dd")];
+    term.textContent = name;
+    detail.textContent = value;
+    return [term, detail];
+  });
+}
+
+function sentence(text) {
+  const begun = text.charAt(0).toUpperCase() + text.slice(1);
+  return /[.!?…]$/.test(begun) ? begun : `${begun}.`;
 }
 
 function sides({ x_min, y_min, x_max, y_max }) {
@@ -255,7 +327,7 @@ function sides({ x_min, y_min, x_max, y_max }) {
 }
 
 function percent(share) {
-  return `${(100 * share).toFixed(1)} %`;
+  return `${Math.round(100 * share)} %`;
 }
 
 function item(text) {

@@ -59,7 +59,7 @@ export class Server {
     throw new Failure(0, { code: "STREAM_ENDED", message: "the stream ended before the answer was complete" });
   }
 
-  /** Store a picture. Returns what the server tells about it. */
+  /** Store a picture. Returns what the server says about it. */
   async store(blob, signal) {
     const type = blob.type.startsWith("image/") ? blob.type : "application/octet-stream";
     const response = await this.#fetch("/v1/images", {

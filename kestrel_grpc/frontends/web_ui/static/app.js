@@ -1,11 +1,33 @@
 // The page: connects the form, the picture, the server and the answer.
 
 import { Failure, Server } from "./api.js";
-import { AnswerView, clear, showFailure, showUnfilled } from "./answer.js";
+import {
+  AnswerView,
+  bringIntoView,
+  clear,
+  clearProblem,
+  inWords,
+  showFailure,
+  showUnfilled,
+  summary,
+} from "./answer.js";
 import { Overlay } from "./drawing.js";
-import { Unfilled, addNumbers, eye, places, read, showSkill, skill } from "./form.js";
-import { Camera, Picture } from "./picture.js";
+import {
+  Unfilled,
+  addNumbers,
+  eye,
+  places,
+  read,
+  setValues,
+  showSkill,
+  showSubject,
+  skill,
+  values,
+} from "./form.js";
+import { Camera, Picture, RemotePicture, fileOf, save } from "./picture.js";
 import { sample } from "./samples.js";
+
+const MOST_ENTRIES = 30;
 
 const $ = (id) => document.getElementById(id);
 const server = new Server();
@@ -14,7 +36,15 @@ const overlay = new Overlay($("overlay"), $("frame"), mark);
 let facts = null;
 let asksForTokens = false;
 let picture = null;
+/** What is being asked: `{abort, isOpening}`. */
 let running = null;
+/** The answers of this tab, the newest first: `{picture, held, request, answer, times}`. */
+let entries = [];
+/** The one of them that is shown. */
+let shown = null;
+/** What the marks of the request are about; an answer to another request is stale. */
+let subject = "";
+let numTaken = 0;
 
 // The server
 
@@ -33,48 +63,104 @@ async function connect() {
     showFailure(error, connect);
     return;
   }
-  clear();
+  drop();
   $("server").textContent = `${facts.model}, served by Kestrel gRPC ${facts.version}`;
   for (const input of document.querySelectorAll("[name=skill]")) input.disabled = !(input.value in facts.skills);
+  if (!(skill() in facts.skills)) document.querySelector("[name=skill]:enabled")?.click();
+  $("address-row").hidden = !facts.fetches_images;
   for (const item of document.querySelectorAll("#adapter, [for=adapter]")) item.hidden = !facts.adapters.length;
   $("adapter").replaceChildren($("adapter").options[0], ...facts.adapters.map((name) => new Option(name, name)));
   update();
+  if (picture === null && entries.length === 0) await takeExample({ isOpening: true });
 }
 
 // The picture
 
-function take(file, fileName) {
+/** Show another picture, or none. */
+function take(taken) {
+  numTaken += 1;
   closeCamera();
-  picture?.close();
-  picture = file && new Picture(file, fileName || file.name || "picture.png");
-  clear();
-  overlay.show([]);
+  const before = picture;
+  picture = taken;
+  drop();
+  if (before !== taken) closeUnused([before]);
   $("stage").classList.toggle("empty", picture === null);
-  $("drop-hint").hidden = picture !== null;
-  $("frame").hidden = $("remove").hidden = picture === null;
-  $("picture-facts").textContent = picture === null ? "" : picture.fileName;
-  $("forget").hidden = true;
-  if (picture !== null) $("picture").src = picture.url;
+  $("frame").hidden = picture?.url == null;
+  if (picture?.url) $("picture").src = picture.url;
+  showNotShown(picture?.address ? "The server fetches this picture. The page may not load it, so it is not shown." : "");
+  showSubject(picture?.isExample);
   update();
 }
 
-async function takeExample() {
+/** Say why there is a picture that is not shown. */
+function showNotShown(reason) {
+  $("not-shown").textContent = reason;
+  $("not-shown").hidden = !reason;
+  $("stage").classList.toggle("empty", picture === null || Boolean(reason));
+}
+
+async function takeFile(file, fileName) {
+  const number = ++numTaken;
+  let taken;
   try {
-    take(await server.example(), "demo_picture.png");
+    taken = await Picture.of(file, fileName || file.name || "picture.png");
+  } catch (error) {
+    if (!(error instanceof Failure)) throw error;
+    drop();
+    showFailure(error);
+    return;
+  }
+  // Another may have been taken meanwhile.
+  if (number === numTaken) take(taken);
+}
+
+function takeAddress() {
+  clearProblem();
+  const address = $("address").value.trim();
+  if (!/^https?:$/.test(URL.parse(address)?.protocol)) {
+    showUnfilled(new Unfilled("address", "Write an address that begins with https://."));
+    return;
+  }
+  take(new RemotePicture(address));
+}
+
+/** Show the example, and ask about it. */
+async function takeExample({ isOpening = false } = {}) {
+  const number = ++numTaken;
+  try {
+    const file = await server.example();
+    if (number !== numTaken) return;
+    take(new Picture(file, "demo_picture.png", { isExample: true }));
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
     showFailure(error, takeExample);
+    return;
+  }
+  if (skill() !== "gaze") await ask({ isOpening });
+}
+
+/** Free pictures that neither are shown nor belong to an answer. */
+function closeUnused(pictures) {
+  for (const unused of pictures) {
+    if (unused !== picture && !entries.some((entry) => entry.picture === unused)) unused?.close();
   }
 }
 
 function showPictureFacts() {
-  if (picture === null) return;
-  const image = $("picture");
-  const facts = [picture.fileName, `${image.naturalWidth} × ${image.naturalHeight}`];
-  if (picture.stored) facts.push("stored on the server: further requests name it and do not send it again");
-  else if (picture.notStored) facts.push(`sent with each request, since ${picture.notStored}`);
-  $("picture-facts").textContent = facts.join(" · ");
-  $("forget").hidden = picture.stored === null;
+  for (const id of ["drop-hint", "remove", "forget"]) $(id).hidden = true;
+  const parts = [];
+  if (picture !== null && $("video").hidden) {
+    const image = $("picture");
+    parts.push(picture.original ? `${picture.original}, sent as JPEG` : (picture.address ?? picture.fileName));
+    if (picture.url && image.naturalWidth) parts.push(`${image.naturalWidth} × ${image.naturalHeight}`);
+    if (picture.stored) parts.push("kept on the server");
+    else if (picture.notStored) parts.push(`sent with each request, since ${picture.notStored}`);
+  }
+  $("picture-facts").textContent = parts.join(" · ");
+  if (!$("video").hidden) return;
+  $("drop-hint").hidden = picture !== null;
+  $("remove").hidden = picture === null;
+  $("forget").hidden = !picture?.stored;
 }
 
 async function openCamera() {
@@ -99,11 +185,11 @@ function closeCamera() {
 }
 
 function showCamera(isOpen) {
-  for (const id of ["video", "shoot", "camera-off"]) $(id).hidden = !isOpen;
-  for (const id of ["choose", "camera", "example"]) $(id).hidden = isOpen;
-  $("frame").hidden = isOpen || picture === null;
-  $("remove").hidden = isOpen || picture === null;
-  $("drop-hint").hidden = isOpen || picture !== null;
+  $("video").hidden = $("camera-buttons").hidden = !isOpen;
+  $("sources").hidden = isOpen;
+  $("frame").hidden = isOpen || picture?.url == null;
+  $("not-shown").hidden = isOpen || !$("not-shown").textContent;
+  showPictureFacts();
 }
 
 async function forget() {
@@ -150,72 +236,157 @@ function given() {
 
 // The request
 
-async function ask(event) {
-  event?.preventDefault();
-  if (running) return;
+/** Ask what the form says. When the page opens, nothing is scrolled, and nothing is said about what is missing. */
+async function ask({ isOpening = false } = {}) {
+  if (running && !running.isOpening) return;
+  drop();
   let request;
-  clear();
   try {
     request = read(facts?.model);
     requirePicture(request.skill);
   } catch (error) {
     if (!(error instanceof Unfilled)) throw error;
-    showUnfilled(error);
+    if (!isOpening) showUnfilled(error);
     return;
   }
-  running = new AbortController();
-  $("ask").disabled = true;
-  $("stop").hidden = false;
+  const run = { abort: new AbortController(), isOpening };
+  const entry = { picture, held: values(), request };
+  running = run;
+  showRunning();
   const view = new AnswerView(request, overlay, given());
+  if (!isOpening) bringIntoView();
   try {
-    view.complete(await sendWithPicture(request, view, running.signal));
+    const answer = await sendWithPicture(request, view, run);
+    // The answer to what is no longer asked is not shown.
+    if (running !== run) return;
+    remember({ ...entry, answer, times: view.complete(answer) });
+    if (!isOpening) bringIntoView();
   } catch (error) {
+    if (running !== run) return;
     if (error.name === "AbortError") {
       view.end("Stopped.");
     } else if (error instanceof Failure) {
       view.end("Failed.");
-      if (error.status === 401) $("token").focus();
       showFailure(error, ask);
+      if (error.status === 401) $("token").focus();
     } else {
       throw error;
     }
   } finally {
-    running = null;
-    $("ask").disabled = false;
-    if (document.activeElement === $("stop")) $("ask").focus();
-    $("stop").hidden = true;
-    showPictureFacts();
-    updateSample();
+    if (running === run) {
+      running = null;
+      showRunning();
+      showPictureFacts();
+      updateSample();
+    }
   }
+}
+
+/** End what is being asked, and remove the answer that is shown. */
+function drop() {
+  running?.abort.abort();
+  running = null;
+  shown = null;
+  clear();
+  overlay.show(given());
+  showRunning();
+  showEntries();
+}
+
+function showRunning() {
+  const isAsked = running !== null && !running.isOpening;
+  $("ask").disabled = isAsked;
+  if (!isAsked && document.activeElement === $("stop")) $("ask").focus();
+  $("stop").hidden = !isAsked;
 }
 
 /** Raises `Unfilled` where the skill needs a picture, or another one. */
 function requirePicture(asked) {
-  if (picture === null && asked !== "query") throw new Unfilled("choose", "a picture is needed");
+  if (picture === null && asked !== "query") throw new Unfilled("choose", "Choose a picture first.");
   const most = facts?.max_image_bytes ?? Infinity;
-  if (picture?.blob.size > most) throw new Unfilled("choose", `the picture may have at most ${most} bytes`);
+  if (picture?.blob?.size > most) throw new Unfilled("choose", `The picture may have at most ${most} bytes.`);
 }
 
 /** Send the request, and once more if the server has dropped the stored picture. */
-async function sendWithPicture(request, view, signal) {
+async function sendWithPicture(request, view, run) {
+  const { signal } = run.abort;
+  const asked = picture;
+  const say = (status) => {
+    if (running === run) $("status").textContent = status;
+  };
   const send = async () => {
     const body = { ...request.body };
-    const mayStore = facts?.stores_images && $("store").checked;
-    if (picture !== null) {
-      $("status").textContent = "The picture is sent.";
-      body.image_url = await picture.reference(server, mayStore, signal);
+    // What nobody chose to send is not stored.
+    const mayStore = facts?.stores_images && $("store").checked && !run.isOpening;
+    if (asked !== null) {
+      say("Sending the picture …");
+      body.image_url = await asked.reference(server, mayStore, signal);
     }
-    $("status").textContent = "The server works.";
-    const onEvent = (event) => view.add(event);
+    say("Working …");
+    const onEvent = (event) => {
+      if (running === run) view.add(event);
+    };
     return server.ask(request.skill, body, { signal, timeoutS: request.timeoutS, onEvent });
   };
   try {
     return await send();
   } catch (error) {
-    if (error.code !== "IMAGE_NOT_FOUND" || !picture?.stored) throw error;
-    picture.stored = null;
+    if (error.code !== "IMAGE_NOT_FOUND" || !asked?.stored) throw error;
+    asked.stored = null;
     return send();
   }
+}
+
+// The answers of this tab
+
+function remember(entry) {
+  const left = entries.splice(MOST_ENTRIES - 1);
+  entries.unshift(entry);
+  shown = entry;
+  closeUnused(left.map((old) => old.picture));
+  showEntries();
+}
+
+function showEntries() {
+  $("history").hidden = entries.length === 0;
+  const rows = entries.map((entry) => {
+    const [row, button, asked, answer] = ["li", "button", "span", "span"].map((tag) => document.createElement(tag));
+    button.type = "button";
+    if (entry === shown) button.setAttribute("aria-current", "true");
+    asked.textContent = inWords(entry.request);
+    answer.textContent = summary(entry.request, entry.answer);
+    button.append(asked, answer);
+    button.addEventListener("click", () => showEntry(entry));
+    row.append(button);
+    return row;
+  });
+  $("entries").replaceChildren(...rows);
+}
+
+/** Show an earlier answer again, with its picture and what was asked. */
+function showEntry(entry) {
+  take(entry.picture);
+  setValues(entry.held);
+  update();
+  new AnswerView(entry.request, overlay, given()).show(entry.answer, entry.times);
+  shown = entry;
+  showEntries();
+  $("entries").querySelector("[aria-current]").focus({ preventScroll: true });
+  bringIntoView();
+  updateSample();
+}
+
+async function savePicture() {
+  save(await fileOf(overlay.drawnOver($("picture")), "image/png"), `${stem()}-${skill()}.png`);
+}
+
+function saveJson() {
+  const text = JSON.stringify(shown.answer, null, 2);
+  save(new Blob([`${text}\n`], { type: "application/json" }), `${stem()}-${skill()}.json`);
+}
+
+function stem() {
+  return picture === null ? "answer" : picture.fileName.replace(/\.[^.]*$/, "");
 }
 
 // What the page shows
@@ -229,9 +400,14 @@ function update() {
   $("frame").classList.toggle("marking", overlay.marking !== "");
   $("mark-hint").hidden = overlay.marking === "";
   $("mark-hint").textContent =
-    overlay.marking === "point" ? "Click an eye of the one who looks." : "Click a point, or draw a box.";
-  if (!running) overlay.show(given());
+    overlay.marking === "point" ? "Click the eye whose gaze you want." : "Click a point, or draw a box.";
+  const now = JSON.stringify([asked, given()]);
+  if (now !== subject) {
+    subject = now;
+    drop();
+  }
   showPictureFacts();
+  $("save-picture").hidden = !picture?.url || !$("picture").naturalWidth;
   updateSample();
 }
 
@@ -258,8 +434,8 @@ function updateSample() {
 
 function imageOfSample() {
   if (picture === null) return null;
-  if (picture.stored) return { id: picture.stored.image_id };
-  return { file: picture.fileName, type: picture.blob.type || "image/png" };
+  if (picture.address) return { address: picture.address };
+  return { file: picture.fileName, type: picture.blob.type || "image/png", original: picture.original };
 }
 
 async function copy() {
@@ -277,9 +453,15 @@ async function copy() {
 // Events
 
 addNumbers();
-$("form").addEventListener("submit", ask);
+$("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  ask();
+});
 $("form").addEventListener("input", (event) => {
-  if (event.target.id !== "token") update();
+  if (event.target.id === "token") return;
+  clearProblem();
+  if (event.target.name === "skill") showSubject(picture?.isExample);
+  update();
 });
 $("token").addEventListener("change", () => {
   server.token = $("token").value.trim();
@@ -290,7 +472,7 @@ $("question").addEventListener("keydown", (event) => {
   event.preventDefault();
   ask();
 });
-$("stop").addEventListener("click", () => running?.abort());
+$("stop").addEventListener("click", () => running?.abort.abort());
 $("mark").addEventListener("click", () => {
   const isOn = $("mark").getAttribute("aria-pressed") !== "true";
   $("mark").setAttribute("aria-pressed", String(isOn));
@@ -306,25 +488,35 @@ $("camera-off").addEventListener("click", () => {
   $("camera").focus();
 });
 $("shoot").addEventListener("click", async () => {
-  take(await camera.shoot(), "camera.jpg");
+  take(new Picture(await camera.shoot(), "camera.jpg"));
   $("question").focus();
 });
-$("example").addEventListener("click", takeExample);
+$("example").addEventListener("click", () => takeExample());
+$("use-address").addEventListener("click", takeAddress);
+$("address").addEventListener("keydown", (event) => {
+  if (event.key === "Enter") takeAddress();
+});
+$("save-picture").addEventListener("click", savePicture);
+$("save-json").addEventListener("click", saveJson);
 $("remove").addEventListener("click", () => {
   take(null);
   $("choose").focus();
 });
 $("forget").addEventListener("click", forget);
-$("picture").addEventListener("load", showPictureFacts);
+$("picture").addEventListener("load", update);
+$("picture").addEventListener("error", () => {
+  $("frame").hidden = true;
+  showNotShown("This browser cannot show the picture. The server may still read it.");
+});
 for (const input of [$("file"), $("capture")]) {
   input.addEventListener("change", () => {
-    if (input.files.length) take(input.files[0]);
+    if (input.files.length) takeFile(input.files[0]);
     input.value = "";
   });
 }
 addEventListener("paste", (event) => {
   const [file] = [...(event.clipboardData?.files ?? [])].filter((item) => item.type.startsWith("image/"));
-  if (file) take(file);
+  if (file) takeFile(file);
 });
 addEventListener("dragover", (event) => {
   event.preventDefault();
@@ -335,7 +527,7 @@ addEventListener("drop", (event) => {
   event.preventDefault();
   $("stage").classList.remove("over");
   const [file] = event.dataTransfer.files;
-  if (file) take(file);
+  if (file) takeFile(file);
 });
 
 update();

@@ -52,6 +52,17 @@ export class Overlay {
     this.#draw();
   }
 
+  /** The picture with its marks, as large as the picture is. */
+  drawnOver(image) {
+    const canvas = document.createElement("canvas");
+    [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
+    const context = canvas.getContext("2d");
+    context.drawImage(image, 0, 0, canvas.width, canvas.height);
+    context.scale(canvas.width / this.frame.clientWidth, canvas.height / this.frame.clientHeight);
+    for (const shape of this.svg.querySelectorAll("rect, line, circle, path, text")) paint(context, shape);
+    return canvas;
+  }
+
   #place(event) {
     const area = this.frame.getBoundingClientRect();
     const within = (value) => Math.round(Math.min(Math.max(value, 0), 1) * 1000) / 1000;
@@ -107,6 +118,34 @@ export class Overlay {
 export function wholeCommands(path) {
   const last = path.search(/[A-DF-Za-df-z][^A-DF-Za-df-z]*$/);
   return last > 0 ? path.slice(0, last) : "";
+}
+
+/** Draw a shape of the overlay as its style says. */
+function paint(context, shape) {
+  const style = getComputedStyle(shape);
+  const size = (name) => shape[name].baseVal.value;
+  context.fillStyle = style.fill;
+  context.strokeStyle = style.stroke;
+  context.lineWidth = parseFloat(style.strokeWidth);
+  context.lineJoin = "round";
+  if (shape.tagName === "text") {
+    context.font = style.font;
+    const place = [shape.textContent, Number(shape.getAttribute("x")), Number(shape.getAttribute("y"))];
+    context.strokeText(...place);
+    context.fillText(...place);
+    return;
+  }
+  const outline = new Path2D();
+  if (shape.tagName === "rect") outline.rect(size("x"), size("y"), size("width"), size("height"));
+  else if (shape.tagName === "circle") outline.arc(size("cx"), size("cy"), size("r"), 0, 2 * Math.PI);
+  else if (shape.tagName === "line") {
+    outline.moveTo(size("x1"), size("y1"));
+    outline.lineTo(size("x2"), size("y2"));
+  } else outline.addPath(new Path2D(shape.getAttribute("d")), shape.transform.baseVal.consolidate().matrix);
+  context.globalAlpha = parseFloat(style.fillOpacity);
+  if (style.fill !== "none") context.fill(outline, style.fillRule === "nonzero" ? "nonzero" : "evenodd");
+  context.globalAlpha = 1;
+  if (style.stroke !== "none") context.stroke(outline);
 }
 
 function element(name, attributes) {

@@ -6,7 +6,7 @@ const $ = (id) => document.getElementById(id);
 const NUMBERS = [
   ["temperature", "Temperature", 0, 100],
   ["top_p", "top_p", 0, 1],
-  ["max_tokens", "Most tokens", 1, 32768],
+  ["max_tokens", "Longest answer, in tokens", 1, 32768],
   ["max_objects", "Most objects", 1, 1000, "point detect"],
   ["seed", "Seed", null, null],
   ["top_k", "top_k", 1, 100000, "query caption"],
@@ -14,11 +14,14 @@ const NUMBERS = [
   ["repetition_penalty", "Repetition penalty", 0.1, 10, "query caption"],
   ["presence_penalty", "Presence penalty", -2, 2, "query caption"],
   ["frequency_penalty", "Frequency penalty", -2, 2, "query caption"],
-  ["n", "Samples", 1, 16, "query caption"],
+  ["n", "Number of answers", 1, 16, "query caption"],
 ];
 const WHOLE = ["max_tokens", "max_objects", "seed", "top_k", "n"];
 const TEXT_SKILLS = ["query", "caption"];
 const STREAMED = ["query", "caption", "segment"];
+
+/** What is asked of the example, by the ids of controls. */
+const EXAMPLE = { question: "What color is the star?", object: "star" };
 
 /** What the form has no valid value for. `id` is that of the control. */
 export class Unfilled extends Error {
@@ -69,6 +72,35 @@ export function showSkill(skill, defaults) {
   $("constraint-text").hidden = !$("constraint").value;
 }
 
+/** Fill in what is asked of the example where nothing is written; of other pictures it is not asked. */
+export function showSubject(isExample) {
+  for (const [id, text] of Object.entries(EXAMPLE)) {
+    if (isExample) $(id).value ||= text;
+    else if ($(id).value === text) $(id).value = "";
+  }
+}
+
+/** What the controls hold, but for the token. */
+export function values() {
+  return controls().map((control) => (isChecked(control) ? control.checked : control.value));
+}
+
+/** Give the controls what they held before. */
+export function setValues(held) {
+  for (const [index, control] of controls().entries()) {
+    control[isChecked(control) ? "checked" : "value"] = held[index];
+  }
+}
+
+function controls() {
+  const named = (control) => control.id !== "token" && ["INPUT", "TEXTAREA", "SELECT"].includes(control.tagName);
+  return [...$("form").elements].filter(named);
+}
+
+function isChecked(control) {
+  return control.type === "checkbox" || control.type === "radio";
+}
+
 export function skill() {
   return document.querySelector("[name=skill]:checked").value;
 }
@@ -82,7 +114,7 @@ export function places() {
   return parts.map((part) => {
     const numbers = part.split(",").map(Number);
     if (![2, 4].includes(numbers.length) || numbers.some((side) => !(side >= 0 && side <= 1))) {
-      throw new Unfilled("places", `“${part}” must be two or four numbers from 0 to 1`);
+      throw new Unfilled("places", `“${part}” must be two or four numbers from 0 to 1.`);
     }
     return numbers;
   });
@@ -118,17 +150,17 @@ function subject(asked) {
   const refs = ["query", "point", "detect", "segment"].includes(asked) ? places() : [];
   const spatial = refs.length ? { spatial_refs: refs } : {};
   if (asked === "query") {
-    const question = required("question", "a question is needed");
+    const question = required("question", "Write a question.");
     const reasoning = $("reasoning").checked ? { reasoning: true } : {};
     return { question, ...reasoning, ...constraint(), ...spatial };
   }
   if (asked === "caption") return $("length").value === "normal" ? {} : { length: $("length").value };
   if (asked === "gaze") {
     const from = eye();
-    if (from === null) throw new Unfilled("eye-x", "the place of an eye is needed: click it in the picture");
+    if (from === null) throw new Unfilled("eye-x", "Click an eye in the picture, or write where it is.");
     return { eye: from };
   }
-  return { object: required("object", "say what to look for"), ...spatial };
+  return { object: required("object", "Write what to look for."), ...spatial };
 }
 
 function constraint() {
@@ -137,7 +169,7 @@ function constraint() {
   const text = $("constraint-text").value;
   if (kind === "choices") return { constraint: { choices: lines(text) } };
   if (kind === "regex") return { constraint: { regex: text } };
-  return { constraint: { json_schema: parsed("constraint-text", "the schema is not JSON") } };
+  return { constraint: { json_schema: parsed("constraint-text", "The schema is not JSON.") } };
 }
 
 function readSettings(asked) {
@@ -150,7 +182,7 @@ function readSettings(asked) {
   const stop = lines($("stop-strings").value);
   if (stop.length) settings.stop = stop;
   if (stop.length && $("include-stop").checked) settings.include_stop = true;
-  if ($("logit-bias").value.trim()) settings.logit_bias = parsed("logit-bias", "this is not JSON");
+  if ($("logit-bias").value.trim()) settings.logit_bias = parsed("logit-bias", "This is not JSON.");
   if ($("logprobs").checked) settings.logprobs = 0;
   return settings;
 }
@@ -163,7 +195,7 @@ function required(id, message) {
 
 function number(id) {
   const input = $(id);
-  if (input.validity.badInput) throw new Unfilled(id, "this is not a number");
+  if (input.validity.badInput) throw new Unfilled(id, "This is not a number.");
   return input.value === "" ? null : Number(input.value);
 }
 

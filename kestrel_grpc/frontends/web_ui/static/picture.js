@@ -2,18 +2,35 @@
 
 import { Failure } from "./api.js";
 
-/** An image file. `fileName` is what samples of code call it. */
+const JPEG_QUALITY = 0.95;
+
+/** The first bytes of the files that the server reads, one character for each. */
+const FORMATS = ["\xff\xd8\xff", "\x89PNG\r\n\x1a\n", "RIFF", "GIF87a", "GIF89a", "BM", "II*\0", "MM\0*"];
+
+/** An image file that the server reads. */
 export class Picture {
   #dataUrl = null;
 
-  constructor(blob, fileName) {
+  /** `fileName` is what samples of code call it; `original` is the name of the file that it was made of, if any. */
+  constructor(blob, fileName, { original = null, isExample = false } = {}) {
     this.blob = blob;
     this.fileName = fileName;
+    this.original = original;
+    this.isExample = isExample;
     this.url = URL.createObjectURL(blob);
-    /** What the server tells about it once it is stored there. */
+    /** What the server says about it once it is stored there. */
     this.stored = null;
     /** Why the server does not store it; empty if it may. */
     this.notStored = "";
+  }
+
+  /** The picture of any file that the browser reads: what the server does not read becomes a JPEG. Raises `Failure`. */
+  static async of(file, fileName) {
+    const begin = String.fromCharCode(...new Uint8Array(await file.slice(0, 8).arrayBuffer()));
+    const isRead = FORMATS.some((first) => begin.startsWith(first));
+    if (isRead) return new Picture(file, fileName);
+    const jpeg = await asJpeg(file, fileName);
+    return new Picture(jpeg, `${fileName.replace(/\.[^.]*$/, "")}.jpg`, { original: fileName });
   }
 
   /** The `image_url` of a request: a handle of a stored image, else the file itself. */
@@ -40,11 +57,74 @@ export class Picture {
   }
 }
 
+/** A picture that the server fetches. The page may not load it, so it is not shown. */
+export class RemotePicture {
+  blob = null;
+  url = null;
+  stored = null;
+  notStored = "";
+
+  constructor(address) {
+    this.address = address;
+    this.fileName = new URL(address).pathname.split("/").pop() || "picture";
+  }
+
+  async reference() {
+    return this.address;
+  }
+
+  close() {}
+}
+
+/** Offers something as a file to keep. */
+export function save(blob, fileName) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = fileName;
+  link.click();
+  // The browser reads it after this event.
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}
+
+/** A canvas as a file. */
+export function fileOf(canvas, type, quality) {
+  return new Promise((resolve, reject) => {
+    const made = (blob) => (blob ? resolve(blob) : reject(unreadable("the picture is too large for this browser")));
+    canvas.toBlob(made, type, quality);
+  });
+}
+
+async function asJpeg(file, fileName) {
+  const image = new Image();
+  image.src = URL.createObjectURL(file);
+  try {
+    await image.decode();
+  } catch {
+    const kind = /\.(heic|heif|avif|jxl|svg)$/i.exec(fileName)?.[1].toUpperCase();
+    const what = kind ? `this browser cannot read ${kind} files` : `this browser cannot read “${fileName}” as a picture`;
+    throw unreadable(`${what}; save it as JPEG or PNG and choose that`);
+  } finally {
+    URL.revokeObjectURL(image.src);
+  }
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
+  const context = canvas.getContext("2d");
+  // A JPEG is opaque: what can be seen through is white.
+  context.fillStyle = "#fff";
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(image, 0, 0);
+  return fileOf(canvas, "image/jpeg", JPEG_QUALITY);
+}
+
+function unreadable(message) {
+  return new Failure(0, { code: "FILE_UNREADABLE", message });
+}
+
 function asDataUrl(blob) {
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
-    reader.onerror = () => reject(new Failure(0, { code: "FILE", message: "the file cannot be read" }));
+    reader.onerror = () => reject(unreadable("the file cannot be read"));
     reader.readAsDataURL(blob);
   });
 }
@@ -74,7 +154,7 @@ export class Camera {
     canvas.width = this.video.videoWidth;
     canvas.height = this.video.videoHeight;
     canvas.getContext("2d").drawImage(this.video, 0, 0);
-    return new Promise((resolve) => canvas.toBlob(resolve, "image/jpeg", 0.92));
+    return fileOf(canvas, "image/jpeg", JPEG_QUALITY);
   }
 
   close() {

@@ -1,20 +1,27 @@
 // The same request as code. `request` is what `read` of form.js returns; `image` says how the picture is named.
 
 /**
- * `image` is null, `{id}` of a stored image, or `{file, type}`. `place` has `origin`, `grpcAddress`, `isEncrypted`,
+ * `image` is null, `{address}`, or `{file, type, original}`. `place` has `origin`, `grpcAddress`, `isEncrypted`,
  * `asksForTokens` and `model`.
  */
 export function sample(language, request, image, place) {
-  return { curl, python, grpcurl, openai }[language](request, image, place);
+  const text = { curl, python, grpcurl, openai }[language](chosen(request), image, place);
+  return image?.original ? `# ${image.file} is ${image.original} as JPEG.\n${text}` : text;
+}
+
+/** The request without what the page adds to show its answer. */
+function chosen({ body: { stream, settings = {}, ...body }, ...request }) {
+  const { logprobs, ...others } = settings;
+  return { ...request, body: Object.keys(others).length ? { ...body, settings: others } : body };
 }
 
 function curl({ skill, body, timeoutS }, image, place) {
   const headers = ["-H 'content-type: application/json'"];
   if (place.asksForTokens) headers.push('-H "authorization: Bearer $KESTREL_GRPC_TOKEN"');
   if (timeoutS) headers.push(`-H 'x-request-timeout: ${timeoutS}'`);
-  const name = image?.id ?? "$PICTURE";
+  const name = image?.address ? shellText(image.address) : "$PICTURE";
   const json = shellJson(body, image && `"image_url": "${name}"`);
-  const call = `curl -sN ${place.origin}/v1/${skill} ${headers.join(" \\\n    ")} -d @- <<END\n${json}\nEND\n`;
+  const call = `curl -s ${place.origin}/v1/${skill} ${headers.join(" \\\n    ")} -d @- <<END\n${json}\nEND\n`;
   return image?.file ? `PICTURE="data:${image.type};base64,${base64Of(image.file)}"\n${call}` : call;
 }
 
@@ -27,12 +34,11 @@ function grpcurl({ skill, body, adapter, timeoutS }, image, place) {
     segment: "Segment",
     gaze: "Gaze",
   };
-  const prefix =
-    skill === "segment" ? (body.stream ? "Stream" : "") : isText(skill) && !body.stream ? "Complete" : "";
+  const prefix = isText(skill) ? "Complete" : "";
   const options = [place.isEncrypted ? "" : " -plaintext"];
   if (place.asksForTokens) options.push(' -H "authorization: Bearer $KESTREL_GRPC_TOKEN"');
   if (timeoutS) options.push(` -max-time ${timeoutS}`);
-  const source = image?.id ? `"image_id": "${image.id}"` : `"data": "${image && base64Of(image.file)}"`;
+  const source = image?.address ? `"uri": "${shellText(image.address)}"` : `"data": "${image && base64Of(image.file)}"`;
   const json = shellJson(message(body, adapter), image && `"image": {${source}}`);
   const call = `kestrel.v1.VisionService/${prefix}${method[skill]}`;
   return `grpcurl${options.join("")} -d @ ${place.grpcAddress} ${call} <<END\n${json}\nEND\n`;
@@ -44,7 +50,7 @@ function python({ skill, body, adapter, timeoutS }, image, place) {
     if (!imported.includes(kind)) imported.push(kind);
     return `${kind}(${sides.join(", ")})`;
   };
-  const given = [image === null ? "None" : literal(image.id ?? image.file)];
+  const given = [image === null ? "None" : literal(image.address ?? image.file)];
   const { n, ...settings } = body.settings ?? {};
   const keywords = { ...settings, ...body.constraint };
   if (body.question) given.push(literal(body.question));
@@ -73,15 +79,12 @@ function python({ skill, body, adapter, timeoutS }, image, place) {
   }
   const address = place.isEncrypted ? `https://${place.grpcAddress}` : place.grpcAddress;
   const token = place.asksForTokens ? "# The token is in the variable KESTREL_GRPC_TOKEN.\n" : "";
-  const lines = pythonCall(skill, given.join(", "), Boolean(body.stream), n > 1);
+  const lines = pythonCall(skill, given.join(", "), n > 1);
   const block = lines.map((line) => `    ${line}\n`).join("");
   return `from kestrel_client import ${imported.sort().join(", ")}\n\n${token}with Client(${literal(address)}) as client:\n${block}`;
 }
 
-function pythonCall(skill, given, isStreamed, hasSamples) {
-  if (isText(skill) && isStreamed) {
-    return [`for piece in client.${skill}(${given}):`, '    print(piece, end="", flush=True)', "print()"];
-  }
+function pythonCall(skill, given, hasSamples) {
   if (isText(skill)) {
     const field = skill === "query" ? "answer" : "caption";
     const samples = hasSamples ? ["for other in result.alternatives:", `    print(other.${field})`] : [];
@@ -97,20 +100,18 @@ function pythonCall(skill, given, isStreamed, hasSamples) {
 
 function openai({ skill, body, adapter, timeoutS }, image, place) {
   if (skill !== "query") return "# OpenAI's API has questions only.\n";
-  const { settings = {}, question, stream, constraint, reasoning } = body;
-  const { logprobs, top_k, min_p, repetition_penalty, include_stop, ...standard } = settings;
+  const { settings = {}, question, constraint, reasoning } = body;
+  const { top_k, min_p, repetition_penalty, include_stop, ...standard } = settings;
   const extra = { reasoning, constraint, top_k, min_p, repetition_penalty, include_stop };
   for (const name of Object.keys(extra)) if (extra[name] === undefined) delete extra[name];
-  const url = image?.id ? literal(image.id) : `"data:${image?.type};base64," + picture`;
+  const url = image?.address ? literal(image.address) : `"data:${image?.type};base64," + picture`;
   const parts = [`{"type": "text", "text": ${literal(question)}}`];
   if (image) parts.push(`{"type": "image_url", "image_url": {"url": ${url}}}`);
   const given = [`model=${literal(adapter ? `${place.model}/${adapter}` : place.model)}`];
   given.push(`messages=[{"role": "user", "content": [${parts.join(", ")}]}]`);
   given.push(...Object.entries(standard).map(([name, value]) => `${name}=${literal(value)}`));
-  if (logprobs !== undefined) given.push("logprobs=True");
   if (Object.keys(extra).length) given.push(`extra_body=${literal(extra)}`);
   if (timeoutS) given.push(`timeout=${literal(timeoutS)}`);
-  if (stream) given.push("stream=True");
   const imports = ["import base64", "import os"].filter((line) =>
     line.endsWith("os") ? place.asksForTokens : image?.file,
   );
@@ -122,13 +123,7 @@ function openai({ skill, body, adapter, timeoutS }, image, place) {
     lines.push("    picture = base64.b64encode(file.read()).decode()");
   }
   lines.push("answer = client.chat.completions.create(", ...given.map((line) => `    ${line},`), ")");
-  if (stream)
-    lines.push(
-      "for chunk in answer:",
-      '    print(chunk.choices[0].delta.content or "", end="", flush=True)',
-      "print()",
-    );
-  else lines.push("for choice in answer.choices:", "    print(choice.message.content)");
+  lines.push("for choice in answer.choices:", "    print(choice.message.content)");
   const left = ["spatial_refs", "priority", "cache", "max_queue_seconds"].filter((name) => name in body);
   const note = left.length ? `# OpenAI's API has no ${left.join(", ")}.\n` : "";
   return `${note}${lines.join("\n")}\n`;
@@ -137,7 +132,6 @@ function openai({ skill, body, adapter, timeoutS }, image, place) {
 /** The body of a request over HTTP as a message of the gRPC contract, in JSON. */
 function message(body, adapter) {
   const {
-    stream,
     settings = {},
     constraint,
     eye,
@@ -183,9 +177,14 @@ function isText(skill) {
 
 /** An object as JSON in a here-document, in which a shell expands variables; `first` is a member in the shell's words. */
 function shellJson(value, first) {
-  const json = JSON.stringify(value, null, 2).replace(/[\\$`]/g, "\\$&");
+  const json = shellText(JSON.stringify(value, null, 2));
   if (!first) return json;
   return json === "{}" ? `{${first}}` : `{\n  ${first},${json.slice(1)}`;
+}
+
+/** A text in a here-document. */
+function shellText(text) {
+  return text.replace(/[\\$`]/g, "\\$&");
 }
 
 function base64Of(file) {

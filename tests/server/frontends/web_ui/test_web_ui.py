@@ -10,6 +10,7 @@ from pathlib import Path
 
 import trustme
 
+from kestrel_grpc.images.image_uris import parse_hosts
 from tests.fakes import FakeEngine
 from tests.server.certificates import Pair
 from tests.server.frontends.http.test_frontend import bearer, tokens_in
@@ -92,7 +93,10 @@ async def test_the_page_tells_what_the_server_offers() -> None:
         assert facts["grpc_port"] == rig.server.port
         assert (facts["is_encrypted"], facts["stores_images"]) == (False, True)
     async with serving_http(max_stored_image_bytes=0) as rig:
-        assert (await rig.ask("/page/server.json")).json["stores_images"] is False
+        facts = (await rig.ask("/page/server.json")).json
+        assert (facts["stores_images"], facts["fetches_images"]) == (False, False)
+    async with serving_http(image_hosts=parse_hosts("example.com")) as rig:
+        assert (await rig.ask("/page/server.json")).json["fetches_images"] is True
 
 
 async def test_the_files_need_no_token_and_what_they_ask_for_does(tmp_path: Path) -> None:
