@@ -23,6 +23,16 @@ WITHHELD = (
     b"POST /v1/query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
 )
 
+_FORM = (
+    b'--b\r\ncontent-disposition: form-data; name="question"\r\n\r\n?\r\n'
+    b'--b\r\ncontent-disposition: form-data; name="settings.max_tokens"\r\n\r\n1\r\n--b--\r\n'
+)
+FOREIGN_FORM = (
+    b"POST /v1/query HTTP/1.1\r\nhost: localhost\r\nsec-fetch-site: cross-site\r\n"
+    b"content-type: multipart/form-data; boundary=b\r\ncontent-length: %d\r\n" % len(_FORM)
+)
+"""The head of a form of another site's page without its last, empty line; as from old browsers, without `Origin`."""
+
 
 def _ask_at_once(number: int, request: bytes, victim: Victim, seconds: float, prepared: None) -> Outcome:
     """So many connections; each sends the request again as soon as it is answered, and connects anew if closed."""
@@ -63,6 +73,17 @@ def _ask_at_once(number: int, request: bytes, victim: Victim, seconds: float, pr
     return +outcome
 
 
+def _send_foreign_forms(number: int, victim: Victim, seconds: float, prepared: None) -> Outcome:
+    """Forms of a page of another site, with a token that is good, on so many connections."""
+    request = FOREIGN_FORM + b"authorization: Bearer %b\r\n\r\n" % victim.token.encode() + _FORM
+    return _ask_at_once(number, request, victim, seconds, prepared)
+
+
+def _forms_are_refused(outcome: Mapping[str, int], log: str) -> list[str]:
+    problems = [] if outcome.get("403", 0) else ["no form was refused"]
+    return [*problems, "forms of another site were answered"] if outcome.get("200", 0) else problems
+
+
 def _never_refused_for_connections(outcome: Mapping[str, int], log: str) -> list[str]:
     return [] if outcome.get("connections", 0) else ["nothing was attacked"]
 
@@ -85,6 +106,15 @@ ATTACKS = (
         server_options=_HTTP,
         leaves_half=True,
         check=_never_refused_for_connections,
+    ),
+    Attack(
+        "foreign-forms",
+        f"forms of a page of another site on {2 * NUM_CONNECTIONS} HTTP connections, two processes, with a token",
+        partial(_send_foreign_forms, NUM_CONNECTIONS),
+        num_processes=2,
+        server_options=_HTTP,
+        leaves_half=True,
+        check=_forms_are_refused,
     ),
     Attack(
         "withheld-bodies",

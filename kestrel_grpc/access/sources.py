@@ -10,11 +10,16 @@ connect to, or none in HTTP/1.0.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
+
+
+SITE_KEY = "sec-fetch-site"
+"""The header in which a browser says from which site a request comes; no script of a page can change it."""
+_OWN_SITES = frozenset(("same-origin", "none"))
 
 
 class SourceNotAllowed(Exception):
@@ -88,6 +93,17 @@ class SourceGuard:
         if name == "localhost" or name.endswith(".localhost") or _is_address(name):
             return True
         return self._hosts is None or name in self._hosts
+
+
+def require_own_site(values: Iterable[str]) -> None:
+    """Raises `SourceNotAllowed` if a browser says that a page of another site sends the request.
+
+    `values` are those of the header `SITE_KEY`. Requests that pages may send without asking the server first, such
+    as forms, need this check in addition to that of `SourceGuard`.
+    """
+    for value in values:
+        if value.lower() not in _OWN_SITES:
+            raise SourceNotAllowed("Sec-Fetch-Site", value)
 
 
 def _invalid(description: str) -> InvalidRequest:

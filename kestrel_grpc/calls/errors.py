@@ -232,6 +232,15 @@ def _overflow_text(error: NumbersOverflowed) -> str:
     return f"the numbers of the model{of_adapter} became too large to compute the answer"
 
 
+_SOURCE_REMEDIES: Mapping[str, str] = MappingProxyType(
+    {
+        "Origin": "its option --http-origins names them",
+        "Host": "its option --http-hosts names them",
+        "Sec-Fetch-Site": "pages of other sites send JSON, not forms and images",
+    }
+)
+
+
 def _engine_unavailable(
     reason: str, applies: Callable[[Any, EngineStatus | None], bool] = lambda error, engine_status: True
 ) -> ErrorRow:
@@ -490,8 +499,8 @@ ERRORS = (
         Code.PERMISSION_DENIED,
         403,
         lambda error: (
-            f"the {error.header} {error.value[:MAX_ECHO_CHARS]!r} is not one that this server answers; its option "
-            f"{'--http-origins' if error.header == 'Origin' else '--http-hosts'} names them"
+            f"the {error.header} {error.value[:MAX_ECHO_CHARS]!r} is not one that this server answers; "
+            f"{_SOURCE_REMEDIES[error.header]}"
         ),
     ),
     ErrorRow(

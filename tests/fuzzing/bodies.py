@@ -32,6 +32,7 @@ _IMAGE_NAMES = (f"sha256:{'0' * 64}", "sha256:", "%2e%2e%2f", "a" * 5000, "%00")
 _PAUSE_S = 0.05
 PATHS = {
     "rest": ("/v1/query", "/v1/caption", "/v1/point", "/v1/detect", "/v1/segment"),
+    "forms": ("/v1/query", "/v1/caption", "/v1/point", "/v1/detect", "/v1/segment", "/v1/gaze"),
     "images": ("/v1/images", *(f"/v1/images/{name}" for name in _IMAGE_NAMES)),
     "openai": ("/v1/chat/completions", "/v1/completions"),
 }
@@ -99,6 +100,37 @@ def body(path: str, draw: Draw) -> bytes:
     return text
 
 
+def form(path: str, draw: Draw) -> bytes:
+    """A form that may be anything; its boundary is `b`."""
+    fields: list[tuple[str, bytes]] = [("question", b"?")] if path == "/v1/query" else []
+    fields += [("object", b"bird")] if path in ("/v1/point", "/v1/detect", "/v1/segment") else []
+    fields += [("eye", b"[0.5, 0.5]")] if path == "/v1/gaze" else []
+    picture = draw.randbytes(draw.choice((1, 300, 300_000)))
+    fields.append((draw.choice(('image"; filename="x.png', 'image"\r\nContent-Type: "image/png')), picture))
+    kind = draw.randrange(8)
+    if kind == 0:
+        names = ("settings", "settings.temperature", "settings.logit_bias", "spatial_refs", "\ud800", "a" * 5000)
+        value = json.dumps(strange_value(draw)).encode()
+        fields.append((draw.choice(names), draw.choice((value, b"[" * 100_000, draw.randbytes(20), b"\r\n--b"))))
+    elif kind == 1:
+        fields *= draw.choice((2, 20, 500))
+    parts = [
+        b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
+        % (name.encode(errors="surrogatepass"), value)
+        for name, value in fields
+    ]
+    text = b"".join(parts) + b"--b--\r\n"
+    if kind == 2:
+        return text[: draw.randrange(len(text))]
+    if kind == 3:
+        places = [place for place in range(len(text)) if text[place] in b'\r\n-b";=:'][:200]
+        place = draw.choice(places)
+        return text[:place] + draw.choice((b"", b"\r", b"\n", b"--b\r\n", b'"', b"\0")) + text[place + 1 :]
+    if kind == 4:
+        return draw.choice((b"--b\r\n", b"--b", b"\r\n\r\n", b"\r\n--b\r\n\r\n")) * draw.choice((1, 50, 50_000))
+    return text
+
+
 @dataclass(frozen=True)
 class Conversation:
     """What is sent on one connection: `pieces`, with pauses between them if it `is_slow`.
@@ -115,12 +147,20 @@ def conversation(api: str, seed: int) -> Conversation:
     """Drawn from the seed."""
     draw = random.Random(f"{api} {seed}")
     path = draw.choice(PATHS[api])
-    content = body(path, draw)
+    content = form(path, draw) if api == "forms" else body(path, draw)
     headers = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(len(content))}
     verbs = ("POST",)
     if api == "images":
         headers["Content-Type"] = "image/png"
         verbs = ("PUT",) if path == "/v1/images" else ("GET", "DELETE")
+    elif api == "forms":
+        headers["Content-Type"] = draw.choice(
+            ("multipart/form-data; boundary=b",) * 8 + ('multipart/form-data; boundary="b', "image/png")
+        )
+        if draw.random() < 0.1:
+            headers["Sec-Fetch-Site"] = draw.choice(("cross-site", "same-site", "none", "same-origin", "\x7f"))
+        parameters = ("?question=?", "?object=bird", "?eye=[0.5,0.5]", "?" + "&x" * 100, "?settings.n=%ff")
+        path += draw.choice(("",) * 10 + parameters)
     sent = content
     kind = draw.randrange(16)
     if kind == 0:

@@ -118,7 +118,7 @@ def read(body_type: type[AnyBody], document: Mapping[str, Any], problems: Proble
 
 def example(body_type: type[Body]) -> dict[str, Any]:
     """Returns the smallest valid document."""
-    fields = _fields(body_type)
+    fields = fields_of(body_type)
     return {name: _example(field) for name, field in fields.items() if field.is_required()}
 
 
@@ -132,10 +132,10 @@ def _repaired(body_type: type[Body], document: Mapping[str, Any], errors: Iterab
     repaired = _copied(document, 3)
     for error in errors:
         name, *below = _place(error)
-        holder, known = repaired, _fields(body_type)
-        if below and isinstance(repaired.get(name), dict) and (nested := _body_types(known[name])):
+        holder, known = repaired, fields_of(body_type)
+        if below and isinstance(repaired.get(name), dict) and (nested := nested_types(known[name])):
             holder = repaired[name]
-            (name, *below), known = below, _fields(*nested)
+            (name, *below), known = below, fields_of(*nested)
         field = known.get(name)
         if field is not None and field.examples and below and isinstance(holder[name], list):
             holder[name][below[0]] = field.examples[0][0]
@@ -222,20 +222,20 @@ def _place(error: _Error) -> list[Any]:
 
 def _sibling_names(body_type: type[Body], error: _Error) -> Iterable[str]:
     """Returns the known names at the place of an unknown one."""
-    known = _fields(body_type)
+    known = fields_of(body_type)
     for name in _place(error)[:-1]:
         if isinstance(name, str):
-            known = _fields(*_body_types(known[name]))
+            known = fields_of(*nested_types(known[name]))
     return known
 
 
 @cache
-def _fields(*body_types: type[Body]) -> dict[str, FieldInfo]:
+def fields_of(*body_types: type[Body]) -> dict[str, FieldInfo]:
     """Returns the fields by their names in JSON."""
     return {field.alias or name: field for kind in body_types for name, field in kind.model_fields.items()}
 
 
-def _body_types(field: FieldInfo) -> list[type[Body]]:
+def nested_types(field: FieldInfo) -> list[type[Body]]:
     """Returns the models of the objects that the value of a field is or contains."""
     return list(_body_types_in(field.annotation))
 

@@ -104,6 +104,8 @@ class Operation:
     name."""
     serve: Callable[[Any, CallContext], Awaitable[Answer]]
     content_type: bytes = JSON
+    takes_forms: bool = False
+    """True if the body may be a form or an image in place of JSON: `parse` also gets the `Form`, None for JSON."""
     takes_file: bool = False
     """True if the body is a file, not JSON: `parse` also gets the parameters of the query."""
     group: Group = Group.INFERENCE
@@ -168,6 +170,8 @@ class Endpoint:
         if self._operation.takes_file:
             exchange.require_file(self._max_message_bytes)
             parse = partial(parse, parameters=exchange.parameters())
+        elif self._operation.takes_forms:
+            parse = partial(parse, form=exchange.form(self._max_message_bytes))
         else:
             exchange.require_json(self._max_message_bytes)
 

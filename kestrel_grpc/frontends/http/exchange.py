@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from typing import Any
 from urllib.parse import parse_qsl
 
+from kestrel_grpc.access.sources import SITE_KEY, require_own_site
 from kestrel_grpc.calls.call_context import REQUEST_ID_KEY
 from kestrel_grpc.calls.errors import MediaTypeUnsupported
 from kestrel_grpc.calls.message_gate import MessageTooLarge
 from kestrel_grpc.frontends.http.connection import CONNECTION_KEY, Connection
+from kestrel_grpc.frontends.http.forms import Form, boundary_of
 from kestrel_runtime.api.errors import EngineUnavailable, InvalidRequest, Violation
 
 Scope = MutableMapping[str, Any]
@@ -55,17 +57,41 @@ class Exchange:
         client = self._scope.get("client")
         return f"{client[0]}:{client[1]}" if client else ""
 
+    @property
+    def media_type(self) -> str:
+        """The media type that the headers announce, in lower case; empty if they announce none."""
+        return (self.header("content-type") or "").partition(";")[0].strip().lower()
+
     def require_json(self, limit_bytes: int) -> None:
         """Raises an error if the headers announce a body that is not JSON, is compressed or exceeds the limit."""
-        media_type = (self.header("content-type") or "").partition(";")[0].strip().lower()
-        if media_type != "application/json":
+        if self.media_type != "application/json":
             raise MediaTypeUnsupported("JSON, with the content type application/json")
         self.require_fit(limit_bytes)
 
+    def form(self, limit_bytes: int) -> Form | None:
+        """Returns what the headers say of a form; None if they announce JSON.
+
+        Raises an error if they announce another body, one that is compressed or exceeds the limit, or a form that a
+        page of another site may have sent.
+        """
+        media_type, boundary = self.media_type, None
+        if media_type == "application/json":
+            self.require_fit(limit_bytes)
+            return None
+        if media_type != "multipart/form-data" and not _is_file(media_type):
+            raise MediaTypeUnsupported("JSON, a form or an image: application/json, multipart/form-data or image/…")
+        require_own_site(value for name, value in self.headers if name == SITE_KEY)
+        self.require_fit(limit_bytes)
+        if media_type == "multipart/form-data":
+            boundary = boundary_of(self.header("content-type") or "")
+        # Some clients send bytes of UTF-8 in addresses without escapes.
+        query = self._scope["query_string"].decode(errors="surrogateescape")
+        pairs = parse_qsl(query, keep_blank_values=True, errors="surrogateescape")
+        return Form(boundary, [(_raw(name), _raw(value)) for name, value in pairs])
+
     def require_file(self, limit_bytes: int) -> None:
         """Raises an error if the headers announce a body that is not a file, is compressed or exceeds the limit."""
-        media_type = (self.header("content-type") or "").partition(";")[0].strip().lower()
-        if media_type != "application/octet-stream" and not media_type.startswith("image/"):
+        if not _is_file(self.media_type):
             raise MediaTypeUnsupported("a file, with the content type application/octet-stream or image/…")
         self.require_fit(limit_bytes)
 
@@ -208,6 +234,14 @@ class EventStream:
             self._beating = self._loop.create_task(self.write(_HEARTBEAT))
             silent_s = 0.0
         self._timer = self._loop.call_later(max(self._heartbeat_s - silent_s, 0.01), self._look)
+
+
+def _is_file(media_type: str) -> bool:
+    return media_type == "application/octet-stream" or media_type.startswith("image/")
+
+
+def _raw(text: str) -> bytes:
+    return text.encode(errors="surrogateescape")
 
 
 def encoded(headers: Mapping[str, str]) -> list[Header]:

@@ -40,7 +40,15 @@ def _image_text(value: Any) -> str | LongText:
     return value
 
 
+def _image_text_or_file(value: Any) -> str | LongText | bytes:
+    return value if isinstance(value, bytes) else _image_text(value)
+
+
 ImageText = Annotated[str | LongText, PlainValidator(_image_text), WithJsonSchema({"type": "string"})]
+ImageTextOrFile = Annotated[
+    str | LongText | bytes, PlainValidator(_image_text_or_file), WithJsonSchema({"type": "string"})
+]
+"""A text as `ImageText`, or the file itself, which forms have."""
 
 
 class GivenImage(NamedTuple):
@@ -50,8 +58,9 @@ class GivenImage(NamedTuple):
     reference: ImageReference | None = None
 
 
-def read_image(value: str | LongText, path: str, max_bytes: int, problems: Problems) -> GivenImage:
-    """Reads the image in the field at `path`: base64, a `data:` URI, an address, or the handle of a stored image.
+def read_image(value: str | LongText | bytes, path: str, max_bytes: int, problems: Problems) -> GivenImage:
+    """Reads the image in the field at `path`: base64, a `data:` URI, an address, the handle of a stored image, or
+    the file itself.
 
     Fetches nothing.
     """
@@ -79,7 +88,11 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _decoded(value: str | LongText, max_bytes: int) -> bytes:
+def _decoded(value: str | LongText | bytes, max_bytes: int) -> bytes:
+    if isinstance(value, bytes):
+        if len(value) > max_bytes:
+            raise ImageError(f"is larger than {max_bytes} bytes", too_large=True)
+        return value
     try:
         text = value.ascii_bytes() if isinstance(value, LongText) else value.encode("ascii")
     except ValueError:

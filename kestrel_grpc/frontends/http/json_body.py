@@ -117,6 +117,15 @@ def parse_json(body: bytes, report: Callable[[str, str], object]) -> dict[str, A
     return document
 
 
+def parse_value(text: str, path: str, report: Callable[[str, str], object]) -> Any:
+    """Returns the value that a text is as JSON, as `parse_json` does for a field at `path`. Raises `ValueError`."""
+    try:
+        value = _DECODER.decode(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return _without_halves(value, path, report) if _ESCAPED_HALF.search(text.encode()) else value
+
+
 def _without_halves(value: Any, path: str, report: Callable[[str, str], object]) -> Any:
     """Returns a value with halves of surrogate pairs written as their escapes."""
     if isinstance(value, dict):

@@ -10,9 +10,11 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from kestrel_grpc.frontends.http.bodies import Body
 from kestrel_grpc.frontends.http.endpoint import Description, Operation
+from kestrel_grpc.frontends.http.forms import IMAGE, IMAGE_URL
 
 _ANY_OBJECT: Mapping[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-_FILE: Mapping[str, Any] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_BINARY: Mapping[str, Any] = {"type": "string", "format": "binary"}
+_FILE: Mapping[str, Any] = {"application/octet-stream": {"schema": _BINARY}}
 
 
 class _Schemas(GenerateJsonSchema):
@@ -36,7 +38,10 @@ def document(operations: Iterable[tuple[Operation, str]], model: str) -> bytes:
         path = operation.path.replace(":path}", "}")
         content: Mapping[str, Any] | None = _FILE if operation.takes_file else None
         if what.body is not None:
-            content = {"application/json": {"schema": references[what.body, "validation"]}}
+            reference = references[what.body, "validation"]
+            content = {"application/json": {"schema": reference}}
+            if operation.takes_forms:
+                content |= _forms(schemas["$defs"][reference["$ref"].rpartition("/")[2]])
         paths.setdefault(path, {})[operation.verb.lower()] = _described(what, path, content, failure)
     found = {
         "openapi": "3.1.0",
@@ -45,6 +50,16 @@ def document(operations: Iterable[tuple[Operation, str]], model: str) -> bytes:
         "components": {"schemas": schemas.get("$defs", {})},
     }
     return json.dumps(found).encode()
+
+
+def _forms(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the forms that are accepted in place of a JSON body with this schema."""
+    properties = {**schema["properties"], IMAGE: {**_BINARY, "description": "The image file."}}
+    required = [IMAGE if name == IMAGE_URL else name for name in schema.get("required", ())]
+    del properties[IMAGE_URL]
+    form = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    alone = {**_BINARY, "description": "The image file; the other fields are parameters of the query."}
+    return {"multipart/form-data": {"schema": form}, "image/*": {"schema": alone}}
 
 
 def _described(what: Description, path: str, content: Mapping[str, Any] | None, failure: str) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from kestrel_grpc.frontends.http.fields import (
     EXAMPLE_IMAGE,
     ConstraintBody,
     GivenImage,
-    ImageText,
+    ImageTextOrFile,
     Sampling,
     read_image,
     setting,
 )
+from kestrel_grpc.frontends.http.forms import IMAGE_URL, Form
 from kestrel_grpc.frontends.http.json_body import parse_json
 from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.requests import (
@@ -136,7 +137,7 @@ def _is_list_of_numbers(value: Any, lengths: tuple[int, ...]) -> bool:
 
 
 class _ImageBody(SkillBody):
-    image_url: ImageText = Field(description=_IMAGE, examples=[EXAMPLE_IMAGE])
+    image_url: ImageTextOrFile = Field(description=_IMAGE, examples=[EXAMPLE_IMAGE])
 
 
 class _StreamBody(SkillBody):
@@ -166,7 +167,7 @@ class QueryBody(_StreamBody, _PlacesBody):
     """Answers a question, about an image or about nothing."""
 
     question: Text = Field(description="The question.", examples=["What is in this image?"])
-    image_url: ImageText | None = Field(None, description=f"{_IMAGE} None: a question about no image.")
+    image_url: ImageTextOrFile | None = Field(None, description=f"{_IMAGE} None: a question about no image.")
     reasoning: bool = Field(False, description="Whether the model reasons before it answers.")
     constraint: ConstraintBody | None = Field(
         None, description="What the answer must look like; one of its fields."
@@ -242,20 +243,27 @@ ROUTES: Mapping[str, type[SkillBody]] = MappingProxyType(
 # From bytes to the request of the engine
 
 
-def parse_request(body_type: type[SkillBody], max_image_bytes: int, data: bytes) -> ParsedRequest:
-    """Reads the body of a skill. Raises `InvalidRequest` with every mistake, or an `ImageError`.
+def parse_request(
+    body_type: type[SkillBody], max_image_bytes: int, data: bytes, form: Form | None = None
+) -> ParsedRequest:
+    """Reads the body of a skill, which is JSON or a `form`. Raises `InvalidRequest` with every mistake, or an
+    `ImageError`.
 
     `max_image_bytes` is the largest encoded image.
     """
-    problems = Problems()
-    body = read(body_type, parse_json(data, problems.add), problems)
+    problems, image_name = Problems(), IMAGE_URL
+    if form is None:
+        document = parse_json(data, problems.add)
+    else:
+        document, image_name = form.document(body_type, data, problems)
+    body = read(body_type, document, problems)
     fields = vars(body)  # routes have different ones
     is_streamed, url = fields.get("stream", False), fields["image_url"]
     if is_streamed and (body.settings.n or 1) > 1:
         problems.add("settings.n", "must be 1 in a stream")
-    image = _NO_IMAGE if url is None else read_image(url, "image_url", max_image_bytes, problems)
+    image = _NO_IMAGE if url is None else read_image(url, image_name, max_image_bytes, problems)
     # A single stop string is no list.
-    name = partial(field_name, has_stops=not isinstance(body.settings.stop, str))
+    name = partial(field_name, image_name=image_name, has_stops=not isinstance(body.settings.stop, str))
     request = None
     try:
         request = body.request(image.data, **body.shared())
@@ -268,8 +276,6 @@ def parse_request(body_type: type[SkillBody], max_image_bytes: int, data: bytes)
 
 _NAMES: Mapping[str, str] = MappingProxyType(
     {
-        "image": "image_url",
-        "image.uri": "image_url",
         "max_objects": "settings.max_objects",
         "options.model": "model",
         "options.adapter": "model",
@@ -292,8 +298,13 @@ _SIDES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def field_name(field: str, *, has_stops: bool = True) -> str:
-    """Returns the name in the body of a field of the engine's requests. `has_stops` is True if `stop` is a list."""
+def field_name(field: str, *, image_name: str = IMAGE_URL, has_stops: bool = True) -> str:
+    """Returns the name in the body of a field of the engine's requests.
+
+    `image_name` is the name of the image there. `has_stops` is True if `stop` is a list.
+    """
+    if field in ("image", "image.uri"):
+        return image_name
     if field == "sampling.stop[0]" and not has_stops:
         return "settings.stop"
     if field.startswith("sampling."):
