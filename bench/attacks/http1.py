@@ -31,7 +31,7 @@ FOREIGN_FORM = (
     b"POST /v1/query HTTP/1.1\r\nhost: localhost\r\nsec-fetch-site: cross-site\r\n"
     b"content-type: multipart/form-data; boundary=b\r\ncontent-length: %d\r\n" % len(_FORM)
 )
-"""The head of a form of another site's page without its last, empty line; as from old browsers, without `Origin`."""
+"""The head of a form of another site's page without its last, empty line; as from old browsers, no `Origin`."""
 
 
 def _ask_at_once(number: int, request: bytes, victim: Victim, seconds: float, prepared: None) -> Outcome:

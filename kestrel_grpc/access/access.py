@@ -1,17 +1,20 @@
 """Checks who may call which methods, and how often, by the bearer tokens that `token_file.py` reads.
 
     TokenInvalid     no token, an unknown one, or one that was revoked
+    TokenExpired     a token whose time has passed
     ScopeRequired    the token does not allow this method
     RateLimited      the token has reached one of its limits
 
-A token that is revoked while its calls run ends them.
+A token that is revoked or expires while its calls run ends them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -20,6 +23,9 @@ from kestrel_grpc.access.limits import AccessRefused, CountedCall, Limits, Token
 from kestrel_grpc.access.reloading import RELOAD_INTERVAL_S, ReloadedFiles
 from kestrel_grpc.access.token_file import Scope, Token, hash_of, read_tokens
 from kestrel_runtime.api.requests import Priority
+
+_log = logging.getLogger(__name__)
+_MAX_LOGGED_NAMES = 20
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -66,6 +72,15 @@ SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
 
 class TokenInvalid(AccessRefused):
     """The call has no token that the server knows."""
+
+
+class TokenExpired(TokenInvalid):
+    """The token is known, but its time has passed. `expires_at` is in UTC."""
+
+    def __init__(self, name: str, expires_at: datetime) -> None:
+        super().__init__()
+        self.name = name
+        self.expires_at = expires_at
 
 
 class ScopeRequired(AccessRefused):
@@ -168,9 +183,16 @@ class TokenAccess:
     `watch` follows the file. Belongs to one event loop.
     """
 
-    def __init__(self, path: Path, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        limits: Limits | None = None,
+        *,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
         """Reads the file. `limits` counts the calls of tokens that have limits; by default this process counts
-        them."""
+        them. `clock` returns the time by which tokens expire."""
+        self._clock = clock
         self._limits: Limits = limits or TokenLimits()
         self._file = ReloadedFiles((path,), lambda: read_tokens(path))
         # The calls that run, by the hash of their token.
@@ -206,10 +228,11 @@ class TokenAccess:
         self._callbacks.append(callback)
 
     def identify(self, metadata: Metadata) -> Token:
-        """Returns the token in the metadata, whatever its scopes. Raises `TokenInvalid`."""
+        """Returns the token in the metadata, whatever its scopes. Raises `TokenInvalid`, or `TokenExpired`."""
         token = self._tokens.get(hash_of(_secret(metadata)))
         if token is None:
             raise TokenInvalid
+        self._require_valid(token)
         return token
 
     def authorize(self, token: Token, method: str) -> None:
@@ -217,6 +240,21 @@ class TokenAccess:
         scopes = required_scopes(method)
         if token.scopes.isdisjoint(scopes):
             raise ScopeRequired(scopes, token.name)
+
+    def _require_valid(self, token: Token) -> None:
+        if token.expires_at is not None and self._clock() >= token.expires_at:
+            raise TokenExpired(token.name, token.expires_at)
+
+    def _end_expired(self) -> None:
+        """Ends the calls whose token has expired."""
+        for sha256, calls in list(self._calls.items()):
+            try:
+                self._require_valid(self._tokens[sha256])
+            except TokenExpired as refusal:
+                for call in tuple(calls):
+                    call.end(refusal)
+            except KeyError:  # its calls have been ended
+                continue
 
     def read_again(self) -> None:
         """Has `watch` read the file again, also if it looks unchanged."""
@@ -227,13 +265,16 @@ class TokenAccess:
         while True:
             await asyncio.sleep(RELOAD_INTERVAL_S)
             await self.reload()
+            self._end_expired()
 
     async def reload(self) -> None:
         """Reads the file again if it has changed, and ends the calls that are no longer allowed."""
         if not await self._file.refresh_in_thread():
             return
         # Not in the thread: a call that is being admitted must see tokens and namespaces of the same file.
-        tokens = self._tokens = self._file.value
+        former, tokens = self._tokens, self._file.value
+        self._tokens = tokens
+        _log.info("tokens: %s", changes(former, tokens))
         before, self._namespaces = self._namespaces, _namespaces(tokens)
         for sha256, calls in list(self._calls.items()):
             token = tokens.get(sha256)
@@ -253,6 +294,22 @@ class TokenAccess:
         for namespace in set(before.values()) - set(self._namespaces.values()):
             for callback in self._callbacks:
                 callback(namespace)
+
+
+def changes(before: Mapping[bytes, Token], after: Mapping[bytes, Token]) -> str:
+    """Returns a text that names the tokens which a file has in addition, no more, or with other settings."""
+    old, new = ({token.name: token for token in tokens.values()} for tokens in (before, after))
+    kinds = {
+        "added": [name for name in new if name not in old],
+        "removed": [name for name in old if name not in new],
+        "changed": [name for name in new if name in old and new[name] != old[name]],
+    }
+    return "; ".join(f"{kind} {_listed(names)}" for kind, names in kinds.items() if names) or "none changed"
+
+
+def _listed(names: Sequence[str]) -> str:
+    num_hidden = len(names) - _MAX_LOGGED_NAMES
+    return ", ".join(names[:_MAX_LOGGED_NAMES]) + (f" and {num_hidden} more" if num_hidden > 0 else "")
 
 
 def required_scopes(method: str) -> frozenset[Scope]:

@@ -15,6 +15,7 @@ import secrets
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, date, datetime
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from kestrel_runtime.api.requests import Priority
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_SETTINGS = ("sha256", "scopes", "rate", "burst", "concurrency", "namespace", "max_priority")
+_SETTINGS = ("sha256", "scopes", "rate", "burst", "concurrency", "namespace", "max_priority", "expires")
 
 
 class Scope(Enum):
@@ -54,6 +55,8 @@ class Token:
     other."""
     max_priority: Priority = Priority.NORMAL
     """The highest priority that its requests have compared with those of other tokens."""
+    expires_at: datetime | None = None
+    """The time from which the token is refused, in UTC; None if it does not expire."""
 
     @property
     def namespace(self) -> str:
@@ -68,11 +71,20 @@ class TokenFileError(ValueError):
 def read_tokens(path: Path) -> Mapping[bytes, Token]:
     """Returns the tokens of a file by their hash, at least one. Raises `TokenFileError`."""
     try:
-        table = tomllib.loads(read_regular_file(path).decode())
+        tokens = parse_tokens(read_regular_file(path).decode())
     except OSError as error:
         raise TokenFileError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # not UTF-8, or not TOML
+    except ValueError as error:  # not UTF-8, not TOML, or not of tokens
         raise TokenFileError(f"{path}: {error}") from error
+    if not tokens:
+        # Such a server would refuse every call: the file is being written, or its contents are lost.
+        raise TokenFileError(f"{path}: holds no tokens; `kestrel-grpc token new NAME` makes one")
+    return tokens
+
+
+def parse_tokens(text: str) -> Mapping[bytes, Token]:
+    """Returns the tokens in the text of a file by their hash. Raises `ValueError` with every violation."""
+    table = tomllib.loads(text)
     problems: list[str] = []
     tokens: dict[bytes, Token] = {}
     for name, settings in table.items():
@@ -84,11 +96,8 @@ def read_tokens(path: Path) -> Mapping[bytes, Token]:
         if token.sha256 in tokens:
             problems.append(f"{name}: is the same token as {tokens[token.sha256].name}")
         tokens[token.sha256] = token
-    if not table:
-        # Such a server would refuse every call: the file is being written, or its contents are lost.
-        problems.append("holds no tokens; `kestrel-grpc token new NAME` makes one")
     if problems:
-        raise TokenFileError(f"{path}: {'; '.join(problems)}")
+        raise TokenFileError("; ".join(problems))
     return tokens
 
 
@@ -107,13 +116,14 @@ def new_secret() -> str:
     return f"kestrel_{secrets.token_urlsafe(32)}"
 
 
-def line_for(name: str, secret: str, scopes: frozenset[Scope]) -> str:
-    """Returns the line of the file that makes a secret valid. Raises `ValueError` if the file cannot hold the
-    name."""
+def line_for(name: str, secret: str, scopes: frozenset[Scope], expires: date | datetime | None = None) -> str:
+    """Returns the line of the file that makes a secret valid, until `expires`. Raises `ValueError` if the file
+    cannot hold the name."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"a name is 1 to 64 letters, digits, underscores and hyphens, not {name!r}")
     listed = ", ".join(f'"{scope.value}"' for scope in Scope if scope in scopes)
-    return f'{name} = {{ sha256 = "{hash_of(secret).hex()}", scopes = [{listed}] }}'
+    until = "" if expires is None else f", expires = {expires.isoformat()}"
+    return f'{name} = {{ sha256 = "{hash_of(secret).hex()}", scopes = [{listed}]{until} }}'
 
 
 def _token(name: str, settings: Mapping[str, Any]) -> Token:
@@ -131,6 +141,7 @@ def _token(name: str, settings: Mapping[str, Any]) -> Token:
         limit=limit,
         shared_namespace=settings.get("namespace"),
         max_priority=Priority[settings.get("max_priority", "normal").upper()],
+        expires_at=_moment(settings["expires"]) if "expires" in settings else None,
     )
 
 
@@ -161,8 +172,20 @@ def _problems(name: str, settings: Any) -> Iterator[str]:
     priorities = [priority.name.lower() for priority in Priority]
     if settings.get("max_priority", "normal") not in priorities:
         yield f"max_priority must be one of {', '.join(priorities)}"
+    if "expires" in settings and _moment(settings["expires"]) is None:
+        yield "expires must be a date such as 2027-01-31, or a time with its offset such as 2027-01-31T12:00:00Z"
     if "burst" in settings and rate is None:
         yield "burst needs a rate"
+
+
+def _moment(value: Any) -> datetime | None:
+    """Returns the time that a date, at 00:00, or a time of TOML means, in UTC; None for other values."""
+    if isinstance(value, datetime):
+        try:
+            return None if value.tzinfo is None else value.astimezone(UTC)
+        except OverflowError:  # in the first or the last year
+            return None
+    return datetime(value.year, value.month, value.day, tzinfo=UTC) if isinstance(value, date) else None
 
 
 def _is_number(value: Any) -> bool:

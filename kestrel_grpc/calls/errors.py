@@ -12,7 +12,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from kestrel_grpc.access.access import ScopeRequired, TokenInvalid
+from kestrel_grpc.access.access import ScopeRequired, TokenExpired, TokenInvalid
 from kestrel_grpc.access.limits import RateLimited
 from kestrel_grpc.access.sources import SourceNotAllowed
 from kestrel_grpc.calls.call_context import RequestCancelled, StreamIdle
@@ -241,6 +241,12 @@ _SOURCE_REMEDIES: Mapping[str, str] = MappingProxyType(
 )
 
 
+def _token_text(error: TokenInvalid) -> str:
+    if isinstance(error, TokenExpired):
+        return f"the token {error.name!r} has expired; it was valid until {error.expires_at:%Y-%m-%d %H:%M} UTC"
+    return "`authorization: Bearer <token>` must bring a token that this server knows"
+
+
 def _engine_unavailable(
     reason: str, applies: Callable[[Any, EngineStatus | None], bool] = lambda error, engine_status: True
 ) -> ErrorRow:
@@ -413,14 +419,14 @@ ERRORS = (
         "TOKEN_INVALID",
         Code.UNAUTHENTICATED,
         401,
-        lambda error: "`authorization: Bearer <token>` must bring a token that this server knows",
+        _token_text,
     ),
     ErrorRow(
         ScopeRequired,
         "SCOPE_REQUIRED",
         Code.PERMISSION_DENIED,
         403,
-        lambda error: f"the token needs the scope {' or '.join(error.scopes)}",
+        lambda error: f"the token {error.name!r} needs the scope {' or '.join(error.scopes)}",
         facts=lambda error: {"scopes": ",".join(error.scopes)},
     ),
     ErrorRow(
@@ -428,7 +434,7 @@ ERRORS = (
         "RATE_LIMITED",
         Code.RESOURCE_EXHAUSTED,
         429,
-        lambda error: f"the token allows {error.limit}",
+        lambda error: f"the token {error.name!r} allows {error.limit}",
         lambda error: (QuotaExceeded(f"token:{error.name}", error.limit),),
         retry_after_s=lambda error: error.retry_after_s,
     ),

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any, TextIO
 
@@ -56,6 +56,16 @@ def show(*texts: object, end: str = "\n", file: TextIO | None = None) -> None:
 def show_json(value: Any) -> None:
     """Prints a value as a line of JSON, control characters as escapes."""
     print(printable_json(json.dumps(value, ensure_ascii=False, default=str)), flush=True)
+
+
+def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    """Prints a table; nothing without rows."""
+    table = [columns, *rows]
+    if len(table) == 1:
+        return
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        show("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:

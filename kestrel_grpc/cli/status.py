@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from kestrel_client import Adapter, Client, EngineLoad, MemoryPlan
-from kestrel_grpc.cli.common import add_client_arguments, run_with_client, show, show_json
+from kestrel_grpc.cli.common import add_client_arguments, print_table, run_with_client, show, show_json
 from kestrel_grpc.process.terminal import print_error
 
 _NOTHING = "-"
@@ -104,7 +104,7 @@ def _print_info(client: Client, arguments: argparse.Namespace) -> None:
         )
         for engine in info.engines
     )
-    _print_table(("engine", "device", "batch", "weights", "KV cache", "memory", "GPU"), rows)
+    _print_further_table(("engine", "device", "batch", "weights", "KV cache", "memory", "GPU"), rows)
 
 
 def _print_models(client: Client, arguments: argparse.Namespace) -> None:
@@ -124,12 +124,12 @@ def _print_load(client: Client, arguments: argparse.Namespace) -> None:
         return
     _print_facts({name: value for name, value in facts.items() if name not in ("engines", "frontends")})
     columns = ("engine", "device", "process", "status", "running", "waiting", "preparing", "pages", "tokens/s")
-    _print_table(columns, map(_engine_row, load.engines))
+    _print_further_table(columns, map(_engine_row, load.engines))
     rows = (
         (frontend.name or "(whole server)", str(frontend.process_id), f"{frontend.open_request_count:,}")
         for frontend in load.frontends
     )
-    _print_table(("front end", "process", "requests"), rows)
+    _print_further_table(("front end", "process", "requests"), rows)
 
 
 def _engine_row(engine: EngineLoad) -> tuple[str, ...]:
@@ -159,15 +159,12 @@ def _number(value: int | None) -> str:
     return _NOTHING if value is None else str(value)
 
 
-def _print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+def _print_further_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
     """Prints an empty line and a table; nothing without rows, which older servers do not report."""
-    table = [columns, *rows]
-    if len(table) == 1:
-        return
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    print()
-    for row in table:
-        show("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    table = tuple(rows)
+    if table:
+        print()
+    print_table(columns, table)
 
 
 def _print_facts(item: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ import struct
 import threading
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from kestrel_client.v1 import engine_service_pb2 as engine_wire
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.access import access as access_module
 from kestrel_grpc.access import reloading, token_file
-from kestrel_grpc.access.access import TokenAccess, TokenInvalid, required_scopes
+from kestrel_grpc.access.access import TokenAccess, TokenExpired, TokenInvalid, required_scopes
 from kestrel_grpc.access.limits import RateLimited, TokenLimit, TokenLimits
 from kestrel_grpc.access.reloading import read_regular_file
 from kestrel_grpc.access.token_file import Scope, line_for
+from kestrel_grpc.calls.errors import describe
 from kestrel_runtime.api.events import Started, TextChannel, TextDelta, Usage
 from tests.fakes import HOLD, FakeEngine
 from tests.journey import http2
@@ -187,15 +189,16 @@ async def test_each_scope_opens_its_own_methods(path):
             )
             assert await rig.engine_service.ListModels(engine_wire.ListModelsRequest(), metadata=bearing(name))
         assert await rig.engine_service.GetLoad(engine_wire.GetLoadRequest(), metadata=bearing("operator"))
-        for call, scope in (
-            (rig.engine_service.GetLoad(engine_wire.GetLoadRequest(), metadata=bearing("alice")), "admin"),
-            (rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=bearing("operator")), "infer"),
-            (rig.vision.Query(QUERY, metadata=bearing("operator")), "infer"),
+        alice, operator = bearing("alice"), bearing("operator")
+        for call, name, scope in (
+            (rig.engine_service.GetLoad(engine_wire.GetLoadRequest(), metadata=alice), "alice", "admin"),
+            (rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=operator), "operator", "infer"),
+            (rig.vision.Query(QUERY, metadata=operator), "operator", "infer"),
         ):
             error = await refusal(call)
             assert error.code() is grpc.StatusCode.PERMISSION_DENIED
             assert reason_of(error) == "SCOPE_REQUIRED"
-            assert error.details() == f"the token needs the scope {scope}"
+            assert error.details() == f"the token {name!r} needs the scope {scope}"
 
 
 def test_every_method_asks_for_a_scope_and_new_ones_for_that_of_operators():
@@ -280,6 +283,54 @@ async def test_a_token_that_loses_its_scope_ends_its_streams(path):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stream.read()
         assert reason_of(caught.value) == "SCOPE_REQUIRED"
+
+
+async def test_a_token_is_refused_from_the_time_at_which_it_expires(path: Path) -> None:
+    now = [datetime(2027, 1, 30, 23, 59, 59, tzinfo=UTC)]
+    write_tokens(path, ["alice"], ", expires = 2027-01-31")
+    access = TokenAccess(path, clock=lambda: now[0])
+    ended: asyncio.Queue[Exception] = asyncio.Queue()
+    call = await access.admit(VISION + "Query", bearing("alice"), ended.put_nowait)
+    watching = asyncio.create_task(access.watch())
+    now[0] = datetime(2027, 1, 31, tzinfo=UTC)
+    with pytest.raises(TokenExpired) as caught:
+        await access.admit(VISION + "Query", bearing("alice"), unended)
+    assert isinstance(await ended.get(), TokenExpired)
+    call.leave()
+    watching.cancel()
+    failure = describe(caught.value)
+    assert (failure.reason, failure.http_status) == ("TOKEN_INVALID", 401)
+    assert failure.message == "the token 'alice' has expired; it was valid until 2027-01-31 00:00 UTC"
+
+
+@pytest.mark.parametrize(
+    ("lines", "logged"),
+    [
+        (["carol", "bob"], "tokens: added carol; removed alice, operator; changed bob"),
+        (["alice", "bob", "operator"], "tokens: changed alice, bob, operator"),
+    ],
+)
+async def test_a_reload_logs_the_names_of_what_has_changed(
+    path: Path, caplog: Any, lines: Any, logged: str
+) -> None:
+    caplog.set_level("INFO")
+    access = TokenAccess(path)
+    access.read_again()
+    await access.reload()
+    assert "tokens: none changed" in caplog.text
+    replace(path, "\n".join(line_for(name, f"new {name}", frozenset((Scope.INFER,))) for name in lines).encode())
+    await access.reload()
+    assert logged in caplog.text
+    assert "new alice" not in caplog.text
+
+
+async def test_a_log_of_many_changes_is_short(path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    access = TokenAccess(path)
+    lines = (line_for(f"t{number}", f"s{number}", frozenset((Scope.INFER,))) for number in range(100))
+    replace(path, "\n".join(lines).encode())
+    await access.reload()
+    assert "t19 and 80 more; removed alice, bob, operator" in caplog.text
 
 
 async def test_a_new_token_is_let_in_without_a_restart(path):

@@ -77,7 +77,7 @@ async def test_each_request_of_a_stream_counts_for_its_token(tmp_path: Path) -> 
         responses = await answers(call)
     assert sorted(bool(response.error_message) for response in responses) == [False, False, True, True]
     (text,) = {response.error_message for response in responses if response.error_message}
-    assert text == "the token allows at most 0.001 requests per second, and 2 at once"
+    assert text == "the token 'alice' allows at most 0.001 requests per second, and 2 at once"
 
 
 async def test_a_stream_takes_nothing_of_the_concurrency_of_its_token(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ async def test_a_stream_takes_nothing_of_the_concurrency_of_its_token(tmp_path: 
         second = await call.read()
         assert (second.infer_response.id, second.error_message) == (
             "second",
-            "the token allows at most 1 requests at a time",
+            "the token 'alice' allows at most 1 requests at a time",
         )
         rig.engine.release()
         assert (await call.read()).infer_response.id == "first"
