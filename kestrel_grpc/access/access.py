@@ -1,7 +1,6 @@
 """Checks who may call which methods, and how often, by the bearer tokens that `token_file.py` reads.
 
-    TokenInvalid     no token, an unknown one, or one that was revoked
-    TokenExpired     a token whose time has passed
+    TokenInvalid     no token, an unknown one, or one that was revoked or has expired
     ScopeRequired    the token does not allow this method
     RateLimited      the token has reached one of its limits
 
@@ -71,13 +70,10 @@ SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
 
 
 class TokenInvalid(AccessRefused):
-    """The call has no token that the server knows."""
+    """The call has no token that the server knows. A token that has expired, at `expires_at` in UTC, or was revoked
+    while the call ran has its name."""
 
-
-class TokenExpired(TokenInvalid):
-    """The token is known, but its time has passed. `expires_at` is in UTC."""
-
-    def __init__(self, name: str, expires_at: datetime) -> None:
+    def __init__(self, name: str = "", expires_at: datetime | None = None) -> None:
         super().__init__()
         self.name = name
         self.expires_at = expires_at
@@ -228,7 +224,7 @@ class TokenAccess:
         self._callbacks.append(callback)
 
     def identify(self, metadata: Metadata) -> Token:
-        """Returns the token in the metadata, whatever its scopes. Raises `TokenInvalid`, or `TokenExpired`."""
+        """Returns the token in the metadata, whatever its scopes. Raises `TokenInvalid`."""
         token = self._tokens.get(hash_of(_secret(metadata)))
         if token is None:
             raise TokenInvalid
@@ -243,14 +239,14 @@ class TokenAccess:
 
     def _require_valid(self, token: Token) -> None:
         if token.expires_at is not None and self._clock() >= token.expires_at:
-            raise TokenExpired(token.name, token.expires_at)
+            raise TokenInvalid(token.name, token.expires_at)
 
     def _end_expired(self) -> None:
         """Ends the calls whose token has expired."""
         for sha256, calls in list(self._calls.items()):
             try:
                 self._require_valid(self._tokens[sha256])
-            except TokenExpired as refusal:
+            except TokenInvalid as refusal:
                 for call in tuple(calls):
                     call.end(refusal)
             except KeyError:  # its calls have been ended
@@ -280,7 +276,7 @@ class TokenAccess:
             token = tokens.get(sha256)
             for call in tuple(calls):
                 if token is None:
-                    call.end(TokenInvalid())
+                    call.end(TokenInvalid(call.name))
                     continue
                 if token.limit is not None and call.is_uncounted:
                     call.counted = self._limits.adopt(token.limit)

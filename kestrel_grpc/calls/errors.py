@@ -12,7 +12,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from kestrel_grpc.access.access import ScopeRequired, TokenExpired, TokenInvalid
+from kestrel_grpc.access.access import ScopeRequired, TokenInvalid
 from kestrel_grpc.access.limits import RateLimited
 from kestrel_grpc.access.sources import SourceNotAllowed
 from kestrel_grpc.calls.call_context import RequestCancelled, StreamIdle
@@ -242,8 +242,10 @@ _SOURCE_REMEDIES: Mapping[str, str] = MappingProxyType(
 
 
 def _token_text(error: TokenInvalid) -> str:
-    if isinstance(error, TokenExpired):
+    if error.expires_at is not None:
         return f"the token {error.name!r} has expired; it was valid until {error.expires_at:%Y-%m-%d %H:%M} UTC"
+    if error.name:
+        return f"the token {error.name!r} was revoked"
     return "`authorization: Bearer <token>` must bring a token that this server knows"
 
 

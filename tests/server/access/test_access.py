@@ -18,7 +18,7 @@ from kestrel_client.v1 import engine_service_pb2 as engine_wire
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.access import access as access_module
 from kestrel_grpc.access import reloading, token_file
-from kestrel_grpc.access.access import TokenAccess, TokenExpired, TokenInvalid, required_scopes
+from kestrel_grpc.access.access import TokenAccess, TokenInvalid, required_scopes
 from kestrel_grpc.access.limits import RateLimited, TokenLimit, TokenLimits
 from kestrel_grpc.access.reloading import read_regular_file
 from kestrel_grpc.access.token_file import Scope, line_for
@@ -259,6 +259,7 @@ async def test_a_token_that_is_taken_back_ends_its_streams_and_no_others(path):
                 await revoked.read()
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
             assert reason_of(caught.value) == "TOKEN_INVALID"
+            assert caught.value.details() == "the token 'alice' was revoked"
             assert not kept.done()
         again = await refusal(rig.vision.Query(QUERY, metadata=bearing("alice")))
         assert reason_of(again) == "TOKEN_INVALID"
@@ -293,9 +294,9 @@ async def test_a_token_is_refused_from_the_time_at_which_it_expires(path: Path) 
     call = await access.admit(VISION + "Query", bearing("alice"), ended.put_nowait)
     watching = asyncio.create_task(access.watch())
     now[0] = datetime(2027, 1, 31, tzinfo=UTC)
-    with pytest.raises(TokenExpired) as caught:
+    with pytest.raises(TokenInvalid) as caught:
         await access.admit(VISION + "Query", bearing("alice"), unended)
-    assert isinstance(await ended.get(), TokenExpired)
+    assert isinstance(await ended.get(), TokenInvalid)
     call.leave()
     watching.cancel()
     failure = describe(caught.value)
