@@ -21,6 +21,7 @@ from uvicorn.server import ServerState
 from kestrel_grpc.cli.batch.callers import ServerAddress
 from kestrel_grpc.cli.bench.http import HttpConnection
 from kestrel_grpc.frontends.openai.rendering import ChatRenderer
+from kestrel_grpc.frontends.openai.requests import Style
 from kestrel_grpc.frontends.rest.rendering import Renderer
 from kestrel_runtime.api.events import Event, Finished
 
@@ -123,7 +124,7 @@ def _bare_app(events: Mapping[str, Sequence[Event]]) -> Any:
         request = json.loads(body)
         _decode_image(request)
         renderer: Any = (
-            ChatRenderer(_REQUEST_ID, "empty", 0, includes_usage=False)
+            ChatRenderer(_REQUEST_ID, "empty", 0, Style())
             if scope["path"] == _CHAT
             else Renderer(_REQUEST_ID, "empty", "moondream")
         )

@@ -1,8 +1,8 @@
 """Reads the messages of OpenAI's API as a conversation with at most one image.
 
 One message of a user alone is a question, a `Query` of the engine. Anything longer is a `Chat`, which has neither
-tools nor developers: a developer's message is one of the system, the result of a tool is a text of the user, `Result
-of NAME: TEXT`, and calls of the assistant are their JSON, each on a line of its own.
+tools nor developers: a developer's message is one of the system, the result of a tool is a text of the user,
+`Result of NAME: TEXT`, and calls of the assistant are their JSON, each on a line of its own.
 """
 
 from __future__ import annotations

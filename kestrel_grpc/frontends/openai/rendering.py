@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -11,6 +12,8 @@ from typing import Any
 from kestrel_grpc.calls.errors import BadFields, CallFailure
 from kestrel_grpc.frontends.http.output_json import encoder_for, grounding, pairs, sent_event, to_json
 from kestrel_grpc.frontends.openai.conversation import MANY_IMAGES, NOT_SUPPORTED
+from kestrel_grpc.frontends.openai.requests import Style
+from kestrel_grpc.frontends.openai.tools import CallReader
 from kestrel_runtime.api.events import (
     Event,
     Finished,
@@ -46,9 +49,11 @@ _CODES: Mapping[str, str] = MappingProxyType(
 class ChatRenderer:
     """Formats the answers of `/v1/chat/completions` to one request; `created_s` is in seconds since the epoch."""
 
-    def __init__(self, request_id: str, model: str, created_s: int, *, includes_usage: bool) -> None:
+    def __init__(self, request_id: str, model: str, created_s: int, style: Style) -> None:
         self._facts = {"id": f"chatcmpl-{request_id}", "created": created_s, "model": model}
-        self._includes_usage = includes_usage
+        self._includes_usage = includes_usage = style.includes_usage
+        self._functions = style.functions
+        self._calls = defaultdict[int, _Call](lambda: _Call(CallReader(style.functions)))  # by sample
         # Each token has a chunk; the parts that all chunks share are encoded once.
         head = to_json({"id": f"chatcmpl-{request_id}", "object": "chat.completion.chunk"})[:-1]
         rest = to_json({"created": created_s, "model": model})[1:-1]
@@ -58,13 +63,16 @@ class ChatRenderer:
 
     def answer(self, finished: Finished) -> bytes:
         """Returns the whole answer."""
-        choices = [_chat_choice(index, sample) for index, sample in enumerate((finished, *finished.alternatives))]
+        samples = enumerate((finished, *finished.alternatives))
+        choices = [_chat_choice(index, sample, self._functions) for index, sample in samples]
         facts = {"object": "chat.completion", "choices": choices, "usage": _usage(finished.usage)}
         return encoder_for(finished)({**self._facts, **facts})
 
     def events(self, event: Event, sample: int) -> bytes:
         """Returns the server-sent events for an event of a sample; empty if there are none."""
         head = b'%b%d,"delta":' % (self._head, sample)
+        if self._functions and not (isinstance(event, TextDelta) and event.channel is not TextChannel.ANSWER):
+            return self._events_of_call(event, sample)
         if isinstance(event, TextDelta):
             is_answer = event.channel is TextChannel.ANSWER
             name = b'{"content":' if is_answer else b'{"reasoning":'
@@ -79,6 +87,41 @@ class ChatRenderer:
         usage = ',"usage":null' if self._includes_usage else ""
         return head + f'{{}},"logprobs":null,"finish_reason":"{reason}"}}]{usage}}}\n\n'.encode()
 
+    def _events_of_call(self, event: Event, sample: int) -> bytes:
+        """Returns the server-sent events for an event of a sample that is a call, but for its reasoning."""
+        if isinstance(event, Started):
+            return self._chunk(sample, {"role": "assistant", "content": None})
+        call = self._calls[sample]
+        if isinstance(event, TextDelta):
+            call.logprobs += event.logprobs
+            arguments, is_over, reason = call.reader.push(event.text), False, None
+        else:
+            assert isinstance(event, Finished), "answers to a chat are text"
+            reason = _call_reason(event)
+            arguments, is_over = call.reader.end(is_complete=reason == "tool_calls"), True
+        chunks = b""
+        if call.reader.name is not None and not call.is_begun:
+            call.is_begun = True
+            chunks += self._chunk(sample, {"tool_calls": [{"index": 0, **_call(call.reader.name, "")}]})
+        if arguments:
+            delta = {"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]}
+            chunks += self._chunk(sample, delta, call.taken_logprobs())
+        if is_over:
+            chunks += self._chunk(sample, {}, call.taken_logprobs(), reason)
+        return chunks
+
+    def _chunk(
+        self, sample: int, delta: dict[str, Any], logprobs: Sequence[TokenLogprob] = (), reason: str | None = None
+    ) -> bytes:
+        choice = {
+            "index": sample,
+            "delta": delta,
+            "logprobs": _chat_logprobs(logprobs) if logprobs else None,
+            "finish_reason": reason,
+        }
+        facts = {**self._facts, "object": "chat.completion.chunk", "choices": [choice]}
+        return sent_event({**facts, "usage": None} if self._includes_usage else facts)
+
     def end(self, finished: Finished) -> bytes:
         """Returns the last server-sent events of all samples."""
         if not self._includes_usage:
@@ -90,14 +133,14 @@ class ChatRenderer:
 class CompletionRenderer:
     """Formats the answers of `/v1/completions` to one request; `created_s` is in seconds since the epoch."""
 
-    def __init__(self, request_id: str, model: str, created_s: int, *, includes_usage: bool) -> None:
+    def __init__(self, request_id: str, model: str, created_s: int, style: Style) -> None:
         self._facts = {
             "id": f"cmpl-{request_id}",
             "object": "text_completion",
             "created": created_s,
             "model": model,
         }
-        self._includes_usage = includes_usage
+        self._includes_usage = style.includes_usage
         self._num_chars = defaultdict[int, int](int)  # of the text sent so far, by sample
 
     def answer(self, finished: Finished) -> bytes:
@@ -153,9 +196,51 @@ def failure_json(failure: CallFailure) -> bytes:
     return to_json({"error": error})
 
 
-def _chat_choice(index: int, finished: Finished) -> dict[str, Any]:
-    output = _query_output(finished)
+class _Call:
+    """Holds what a stream knows about the call of a sample."""
+
+    def __init__(self, reader: CallReader) -> None:
+        self.reader = reader
+        self.is_begun = False
+        self.logprobs: tuple[TokenLogprob, ...] = ()
+
+    def taken_logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Returns the logprobs that no chunk has had."""
+        taken, self.logprobs = self.logprobs, ()
+        return taken
+
+
+def new_call_id() -> str:
+    """Returns an id for a call, which is new."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def read_call(finished: Finished, functions: Sequence[str]) -> tuple[str, str] | None:
+    """Returns the name of the function that an answer calls and the arguments; None if the answer is too short."""
+    reader = CallReader(functions)
+    arguments = reader.push(query_output(finished).answer)
+    arguments += reader.end(is_complete=_call_reason(finished) == "tool_calls")
+    return None if reader.name is None else (reader.name, arguments)
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": new_call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _call_reason(finished: Finished) -> str:
+    reason = _FINISH_REASONS[finished.finish_reason]
+    return "tool_calls" if reason == "stop" else reason
+
+
+def _chat_choice(index: int, finished: Finished, functions: Sequence[str]) -> dict[str, Any]:
+    output = query_output(finished)
     message: dict[str, Any] = {"role": "assistant", "content": output.answer, "refusal": None}
+    reason = _FINISH_REASONS[finished.finish_reason]
+    if functions:
+        call, reason = read_call(finished, functions), _call_reason(finished)
+        message["content"] = None
+        if call is not None:
+            message["tool_calls"] = [_call(*call)]
     if output.reasoning is not None:
         message["reasoning"] = output.reasoning.text
         message["reasoning_details"] = grounding(output.reasoning, pairs)
@@ -163,7 +248,7 @@ def _chat_choice(index: int, finished: Finished) -> dict[str, Any]:
         "index": index,
         "message": message,
         "logprobs": None if output.logprobs is None else _chat_logprobs(output.logprobs),
-        "finish_reason": _FINISH_REASONS[finished.finish_reason],
+        "finish_reason": reason,
     }
 
 
@@ -177,7 +262,7 @@ def _token(token: TokenLogprob | TopLogprob) -> dict[str, Any]:
 
 
 def _whole_text(index: int, finished: Finished) -> dict[str, Any]:
-    output = _query_output(finished)
+    output = query_output(finished)
     logprobs = None if output.logprobs is None else _text_logprobs(output.logprobs, 0)
     return _text_choice(output.answer, _FINISH_REASONS[finished.finish_reason], logprobs, index)
 
@@ -204,7 +289,8 @@ def _text_logprobs(tokens: Iterable[TokenLogprob], num_chars: int) -> dict[str, 
     }
 
 
-def _query_output(finished: Finished) -> QueryOutput:
+def query_output(finished: Finished) -> QueryOutput:
+    """Returns the output of an answer in text."""
     assert isinstance(finished.output, QueryOutput)
     return finished.output
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, PlainValidator
 from pydantic.json_schema import JsonSchemaValue
@@ -31,6 +31,15 @@ from kestrel_grpc.frontends.openai.conversation import (
     Message,
     read_conversation,
 )
+from kestrel_grpc.frontends.openai.tools import (
+    CHOICE_DESCRIPTION,
+    MAX_TOOLS,
+    ForcedCall,
+    Function,
+    FunctionFields,
+    ToolChoiceField,
+    forced_call,
+)
 from kestrel_runtime.api.constraints import MAX_CHOICES, Constraint
 from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.requests import ChatMessage, RequestOptions, Role
@@ -38,6 +47,8 @@ from kestrel_runtime.api.sampling_params import SamplingParams
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _NO_SEED = -1
+NOT_IN_CALLS: Mapping[str, Any] = MappingProxyType({"stop": (), "include_stop": False})
+"""The settings of sampling of a forced call: a stop string would end its arguments anywhere."""
 _SIGN = 2**63
 
 
@@ -101,6 +112,23 @@ class StructuredOutputs(Body):
             return None
         json_schema = _ANY_OBJECT if self.json_ is None and self.json_object else self.json_
         return new_constraint(self.choice, self.regex, json_schema)
+
+
+class Tool(Body):
+    """A tool of a chat."""
+
+    type: Literal["function"] = Field(description="What it is.", examples=["function"])
+    function: FunctionFields = Field(description="The function.", examples=[{"name": "find"}])
+    cache_control: Any = Field(None, description="Without effect: the caches find equal prompts by themselves.")
+
+
+class Style(NamedTuple):
+    """Says what form the answer to a request has."""
+
+    includes_usage: bool = False
+    """True if the last chunk of a stream has the numbers of tokens."""
+    functions: tuple[str, ...] = ()
+    """The names of functions one of which the answer calls; empty for an answer in text."""
 
 
 # Fields that are refused unless they ask for nothing
@@ -180,7 +208,14 @@ class ChatBody(_OpenAiBody):
     top_logprobs: int | None = setting(
         "logprobs", "The number of likeliest tokens whose logprobs are added for each token; needs `logprobs`."
     )
-    parallel_tool_calls: bool | None = Field(None, description="Without effect: there are no tools.")
+    tools: list[Tool] | None = Field(
+        None,
+        description=f"Functions, at most {MAX_TOOLS}. Without a forced call they have no effect.",
+        max_length=MAX_TOOLS,
+        examples=[[{"type": "function", "function": {"name": "find"}}]],
+    )
+    tool_choice: ToolChoiceField | None = Field(None, description=CHOICE_DESCRIPTION)
+    parallel_tool_calls: bool | None = Field(None, description="Without effect: an answer has one call at most.")
     prediction: dict[str, Any] | None = Field(
         None, description="Without effect: it may speed an answer up, and changes none."
     )
@@ -188,8 +223,6 @@ class ChatBody(_OpenAiBody):
         None, description="Without effect: `reasoning` says whether the model reasons."
     )
     verbosity: Text | None = Field(None, description="Without effect: the models know no such setting.")
-    tools: Annotated[None, Only([])] = None
-    tool_choice: Annotated[None, Only("none", "auto")] = None
     functions: Annotated[None, Only([])] = None
     function_call: Annotated[None, Only("none", "auto")] = None
     modalities: Annotated[None, Only(["text"])] = None
@@ -224,7 +257,13 @@ def parse_chat(max_image_bytes: int, data: bytes) -> ParsedRequest:
     conversation = read_conversation(body.messages, problems)
     if body.top_logprobs is not None and not body.logprobs:
         problems.add("top_logprobs", "needs logprobs")
+    functions = [
+        Function(tool.function.name, tool.function.parameters, f"tools[{index}].function.parameters")
+        for index, tool in enumerate(body.tools or ())
+    ]
+    call = forced_call(functions, body.tool_choice, problems)
     sampling = body.params(
+        **({} if call is None else NOT_IN_CALLS),
         seed=_seed(body, problems),
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -232,7 +271,7 @@ def parse_chat(max_image_bytes: int, data: bytes) -> ParsedRequest:
     image = None
     if conversation.image is not None:
         image = read_image(conversation.image, conversation.image_path, max_image_bytes, problems)
-    return _parsed(body, conversation, image, sampling, problems, "messages", reasoning=body.reasoning)
+    return _parsed(body, conversation, image, sampling, problems, "messages", call, reasoning=body.reasoning)
 
 
 def parse_completion(data: bytes) -> ParsedRequest:
@@ -264,11 +303,12 @@ def _parsed(
     sampling: SamplingParams,
     problems: Problems,
     text_name: str,
+    call: ForcedCall | None = None,
     *,
     reasoning: bool = False,
 ) -> ParsedRequest:
     """Returns the request for the engine. `text_name` is the field that has the question."""
-    constraint, constraint_name = _constraint(body, problems)
+    constraint, constraint_name = _constraint(body, call, problems)
     name = partial(
         _name,
         body=body,
@@ -290,10 +330,13 @@ def _parsed(
     problems.require_none()
     assert query is not None
     reference = None if image is None else image.reference
-    return ParsedRequest(query, reference, body.stream, body.stream_options.include_usage, name)
+    style = Style(body.stream_options.include_usage, () if call is None else call.names)
+    return ParsedRequest(query, reference, body.stream, style, name)
 
 
-def _constraint(body: ChatBody | CompletionBody, problems: Problems) -> tuple[Constraint | None, str]:
+def _constraint(
+    body: ChatBody | CompletionBody, call: ForcedCall | None, problems: Problems
+) -> tuple[Constraint | None, str]:
     """Returns the constraint of the answer, None if it may be any text, and the name of its field."""
     response_format = body.response_format if isinstance(body, ChatBody) else None
     given = {
@@ -304,6 +347,11 @@ def _constraint(body: ChatBody | CompletionBody, problems: Problems) -> tuple[Co
     names = [name for name, value in given.items() if value is not None]
     for name in names[1:]:
         problems.add(name, f"cannot be combined with {names[0]}")
+    if call is not None:
+        for name in names:
+            if name != "response_format":  # which is the form of a text
+                problems.add(name, "cannot be combined with a tool_choice that forces a call")
+        return call.constraint, call.path
     first = names[0] if names else "constraint"
     return given[first], first
 
@@ -324,7 +372,7 @@ def _name(
         return rest
     if group == "constraint":
         kind, bracket, index = rest.partition("[")
-        name = _CONSTRAINT_NAMES[constraint_name].get(kind, "")
+        name = _CONSTRAINT_NAMES.get(constraint_name, {}).get(kind, "")
         return f"{constraint_name}{name}{bracket}{index}"
     if group == "options":
         return "model"

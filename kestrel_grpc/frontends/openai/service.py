@@ -22,6 +22,7 @@ from kestrel_grpc.frontends.openai.rendering import (
 from kestrel_grpc.frontends.openai.requests import (
     ChatBody,
     CompletionBody,
+    Style,
     parse_chat,
     parse_completion,
 )
@@ -106,13 +107,13 @@ class OpenAiService:
 
     def _new_renderer_of(
         self, kind: type[ChatRenderer] | type[CompletionRenderer]
-    ) -> Callable[[str, RequestSummary, bool], ChatRenderer | CompletionRenderer]:
+    ) -> Callable[[str, RequestSummary, Style], ChatRenderer | CompletionRenderer]:
         def new_renderer(
-            request_id: str, request: RequestSummary, includes_usage: bool
+            request_id: str, request: RequestSummary, style: Style
         ) -> ChatRenderer | CompletionRenderer:
             # The name in the list of models.
             model = request.adapter or self._models[0]
-            return kind(request_id, model, int(time.time()), includes_usage=includes_usage)
+            return kind(request_id, model, int(time.time()), style)
 
         return new_renderer
 

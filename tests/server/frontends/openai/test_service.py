@@ -218,9 +218,8 @@ async def test_a_name_of_no_model_is_not_found(rig: HttpServing, name: str):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
         ("functions", [{}]),
+        ("function_call", {"name": "find"}),
         ("modalities", ["audio"]),
         ("audio", {}),
         ("web_search_options", {}),
