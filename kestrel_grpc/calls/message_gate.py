@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from kestrel_grpc.calls.call_context import Interruptible
 from kestrel_runtime.api.errors import EngineUnavailable
-from kestrel_runtime.fairness.eviction import oldest_of_largest_tenant
 from kestrel_runtime.fairness.fair_limit import FairLimit
+from kestrel_runtime.fairness.largest_tenant import oldest_of_largest_tenant
 
 _RETRY_S = 1.0
 _SLOW_SENDER_S = 60.0

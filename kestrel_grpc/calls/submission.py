@@ -45,8 +45,7 @@ class Submission:
         self._large_answers = asyncio.Lock()
 
     async def submit(self, request: Request, image: ImageReference | None, call: CallContext) -> Stream:
-        """Returns the events of a request. If `image` is given, it names the image, and `request.image` is a
-        placeholder. If `image` is given, it names the image, and `request.image` is a placeholder.
+        """Returns the events of a request. If `image` is given, `request.image` is only a placeholder for it.
 
         A stored image is read now: the request keeps its bytes even if the stored image is deleted afterwards. When
         this returns, only the engine refers to the image, apart from the store and the caller.

@@ -38,7 +38,7 @@ class Steps:
         self._allowed = threading.Semaphore(0)
         self._ended = asyncio.Event()
         self._is_free = False
-        step, cancel = EngineLoop.step, EngineLoop.cancel
+        step, cancel = EngineLoop.run_turn, EngineLoop.cancel
 
         def held_step(engine_loop: EngineLoop) -> None:
             if not self._is_free:
@@ -50,7 +50,7 @@ class Steps:
             cancel(engine_loop, stream)
             self._loop.call_soon_threadsafe(self.cancelled.set)
 
-        monkeypatch.setattr(EngineLoop, "step", held_step)
+        monkeypatch.setattr(EngineLoop, "run_turn", held_step)
         monkeypatch.setattr(EngineLoop, "cancel", noted_cancel)
 
     async def run_one(self) -> None:

@@ -5,8 +5,9 @@ stage, in whatever process, gets that moment and asks `deadline_error` whether t
 
     receive   calls/call_context.py        while the message arrives, and to name the outcome of a cancelled call
     submit    engine/engine.py             before the request enters the queue
+    wait      engine/engine.py             by a timer, while the request waits for a worker
     prepare   engine/preprocessing.py      before a worker decodes its image, and while it does
-    run       engine/loop.py               once a turn, for every request that is due (`Deadlines`)
+    run       engine/loop.py               once a turn, for every request that is due (`engine/deadlines.py`)
 
 Between processes the moment travels as it is (`multiprocess/engine_channel/messages.py`).
 """

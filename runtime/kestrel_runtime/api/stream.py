@@ -156,13 +156,13 @@ class Delivery(NamedTuple):
 
 
 class Outbox:
-    """The events of one step, collected by destination and posted together. One thread fills and posts it."""
+    """Collects the events of one turn by destination, and posts them together. One thread fills and posts it."""
 
     def __init__(self) -> None:
         self._pending: dict[Hashable, list[Delivery]] = {}
 
     def put(self, stream: Stream, events: list[Event]) -> None:
-        """Adds a stream's events of this step."""
+        """Adds a stream's events of this turn."""
         self._pending.setdefault(stream.destination, []).append(Delivery(stream, events))
 
     def post(self) -> None:

@@ -46,10 +46,10 @@ from kestrel_runtime.memory.host_limits import available_processors
 from kestrel_runtime.memory.plan import MemoryReading
 from kestrel_runtime.models.family import config_of
 from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.scheduling.cache_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys, key_parts
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_manager import PageManager
-from kestrel_runtime.scheduling.prefix_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys, key_parts
 from kestrel_runtime.scheduling.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)

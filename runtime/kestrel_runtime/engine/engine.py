@@ -1,4 +1,4 @@
-"""Implements the engine: it takes requests and returns streams of events. Other packages use this module only.
+"""Implements the engine in this process: it takes requests and returns streams of events.
 
 `build` creates the parts and `LocalEngine` keeps the state; `QueueAdmission`, `Preprocessor` and `EngineLoop`
 process requests.
@@ -327,8 +327,7 @@ class LocalEngine:
             await asyncio.wait(own)
 
     def guard_steps(self) -> None:
-        """Stops the engine from now on if it makes no progress for the configured step timeout, and count the
-        kernels that are compiled.
+        """Ends the engine from now on if it makes no progress for the step timeout, and counts compiled kernels.
 
         Call it after the first steps: these compile kernels and allocate buffers, without a time limit.
         """
@@ -401,7 +400,7 @@ class LocalEngine:
         )
 
     def _adapters_for(self, name: str) -> AdapterStore:
-        """Raises `AdapterNotFound` where the engine has no adapters at all."""
+        """Returns the store of adapters. Raises `AdapterNotFound` if the server was started without one."""
         if self._adapters is None:
             raise AdapterNotFound(name, "; the server was started without --adapters and --adapter-repositories")
         return self._adapters

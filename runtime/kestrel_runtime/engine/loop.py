@@ -61,6 +61,7 @@ from kestrel_runtime.api.errors import (
 from kestrel_runtime.api.events import Event, Finished, Started, Timing, Usage
 from kestrel_runtime.api.stream import Outbox, Stream
 from kestrel_runtime.constraints.masks import MaskRequest, step_masks
+from kestrel_runtime.engine.deadlines import Deadlines
 from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.open_streams import CacheClearings
 from kestrel_runtime.engine.poison_requests import PoisonRequests
@@ -70,7 +71,7 @@ from kestrel_runtime.output.output_parser import OVERFLOWED
 from kestrel_runtime.scheduling.batch import Batch, Plan
 from kestrel_runtime.scheduling.page_manager import StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import AdapterLease, Deadlines, PreparedImage, Sequence
+from kestrel_runtime.scheduling.sequence import AdapterLease, PreparedImage, Sequence
 
 _MAX_PREFILLS = 2
 """The most prefill steps in flight: one that runs, and one that begins when it ends."""
@@ -189,7 +190,7 @@ class EngineLoop:
         """Queues a prepared sequence. May be called from any thread."""
         if self._is_finished:
             self._admission.leave(stream)
-            _end_lease(sequence)
+            _end_adapter_lease(sequence)
             stream.fail(EngineUnavailable("the engine has stopped"))
         else:
             self._arriving.add(stream)
@@ -282,7 +283,7 @@ class EngineLoop:
         except Exception:  # the thread may have ended in the middle of a change
             _log.warning("the engine's books are inconsistent after its end", exc_info=True)
 
-    def step(self) -> None:
+    def run_turn(self) -> None:
         """Run one turn."""
         self._take_inbox()
         if self._clearings.pending:
@@ -322,7 +323,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                self.step()
+                self.run_turn()
         except BaseException:  # SystemExit and KeyboardInterrupt too: whatever it is, the engine has ended
             # `Isolation` handles errors of the model. The rest is a broken device or a bug of ours; the books of
             # who owns what cannot be trusted any more.
@@ -417,7 +418,7 @@ class EngineLoop:
         elif item is not None and item.stream.is_cancelled:
             self._arriving.discard(item.stream)
             self._admission.leave(item.stream)
-            _end_lease(item.sequence)
+            _end_adapter_lease(item.sequence)
         elif item is not None:
             self._arriving.discard(item.stream)
             self._clearings.apply_to(item.sequence)
@@ -439,8 +440,8 @@ class EngineLoop:
     def _note_starts(self, batch: Batch) -> None:
         now = time.monotonic()
         for item in (*batch.encode, *batch.prefill):
-            if item.sequence.clock.admitted is None:
-                item.sequence.clock.admitted = now
+            if item.sequence.clock.started is None:
+                item.sequence.clock.started = now
                 self._admission.start(self._streams[item.sequence], now)
 
     def _promote(self) -> bool:
@@ -612,7 +613,7 @@ class EngineLoop:
     def _remove(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
         self._runner.release(sequence)
-        _end_lease(sequence)
+        _end_adapter_lease(sequence)
         if sequence in self._adapter_leases:
             self._adapter_leases.pop(sequence).cancel()
         self._deadlines.forget(sequence)
@@ -621,7 +622,7 @@ class EngineLoop:
         self._admission.leave(stream)
 
 
-def _end_lease(sequence: Sequence) -> None:
+def _end_adapter_lease(sequence: Sequence) -> None:
     """Release the sequence's adapter: steps in flight may still read it, but their tokens are dropped."""
     if sequence.adapter is not None:
         sequence.adapter.end()
@@ -660,12 +661,12 @@ def _usage(sequence: Sequence) -> Usage:
 
 def _timing(sequence: Sequence, now: float) -> Timing:
     clock = sequence.clock
-    moments = (clock.preprocess_started, clock.prepared, clock.admitted, clock.first_token)
-    started, prepared, admitted, first_token = (now if moment is None else moment for moment in moments)
+    moments = (clock.preprocess_started, clock.prepared, clock.started, clock.first_token)
+    preprocess_started, prepared, started, first_token = (now if moment is None else moment for moment in moments)
     return Timing(
-        queue_s=(started - clock.submitted) + (admitted - prepared),
-        preprocess_s=prepared - started,
-        prefill_s=first_token - admitted,
+        queue_s=(preprocess_started - clock.submitted) + (started - prepared),
+        preprocess_s=prepared - preprocess_started,
+        prefill_s=first_token - started,
         time_to_first_token_s=first_token - clock.submitted,
         decode_s=now - first_token,
     )

@@ -29,7 +29,7 @@ from kestrel_runtime.api.errors import (
 from kestrel_runtime.api.images import Image as RequestImage
 from kestrel_runtime.api.images import RemoteImage, image_digest, is_hashed_at_once
 from kestrel_runtime.api.requests import CachePolicy, Request
-from kestrel_runtime.engine.end_check import EndCheck
+from kestrel_runtime.engine.answer_end_check import EndCheck
 from kestrel_runtime.engine.poison_requests import PoisonRequests, fingerprint_of
 from kestrel_runtime.engine.recent import LruCache, Matchers, Prompts
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
@@ -39,7 +39,7 @@ from kestrel_runtime.imaging.decoding import decode_image, image_of, inspect_ima
 from kestrel_runtime.imaging.header import ImageHeader
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.family import ModelConfig, Skill
-from kestrel_runtime.scheduling.prefix_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys
+from kestrel_runtime.scheduling.cache_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys
 from kestrel_runtime.scheduling.sequence import AdapterLease, Sequence, SequenceClock
 
 _MAX_TEXT_LENGTH_AT_ONCE = 512
@@ -312,7 +312,7 @@ class Preprocessor:
             return sequence
         if shared is not None and shared.decoded is not None:
             sequence.crops, sequence.image_size_px = shared.decoded
-        elif not self._leaves_out_crops(sequence, request, facts):
+        elif not self._try_leaving_out_crops(sequence, request, facts):
             decoded = self._decode(request.image, tenant, check_wanted)
             sequence.crops, sequence.image_size_px = decoded
             if shared is not None:
@@ -342,7 +342,7 @@ class Preprocessor:
             raise
         except Exception:  # a bug of ours: the worker raises it again, into its future
             return None
-        return sequence if self._leaves_out_crops(sequence, request, facts) else None
+        return sequence if self._try_leaving_out_crops(sequence, request, facts) else None
 
     def _without_crops(
         self,
@@ -421,9 +421,9 @@ class Preprocessor:
         )
         return sequence, digest
 
-    def _leaves_out_crops(self, sequence: Sequence, request: Request, facts: ImageFacts | None) -> bool:
-        """Returns True if the image is cached, and need not be decoded unless it is evicted before the sequence
-        starts."""
+    def _try_leaving_out_crops(self, sequence: Sequence, request: Request, facts: ImageFacts | None) -> bool:
+        """Returns True if the image is cached, and then sets the job that decodes it if it is evicted before the
+        sequence starts."""
         image = request.image
         assert image is not None, "asked for requests with one"
         if request.options.cache is not CachePolicy.USE or sequence.image_size_px is None:

@@ -21,7 +21,7 @@ from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)
-class GraphCapture:
+class CaptureResources:
     """The resources of captures: a `StreamCapture` for each stream, and the memory that all graphs share."""
 
     prefill: StreamCapture
@@ -40,7 +40,7 @@ class DeviceMemory:
     """Image embeddings [entries, positions, dim], an image in each entry."""
     inputs: InputBuffers
     bounds: StepBounds
-    graphs: GraphCapture | None
+    graphs: CaptureResources | None
     """None where steps run without captured graphs."""
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes, largest_prefill
 from kestrel_runtime.execution.cuda_stream import CudaStream
-from kestrel_runtime.execution.executor import DeviceMemory, Executor, GraphCapture
+from kestrel_runtime.execution.executor import CaptureResources, DeviceMemory, Executor
 from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.execution.graph_policy import GraphBudget
 from kestrel_runtime.execution.kv_cache import KVCache
@@ -140,10 +140,10 @@ class StepRunner:
         self._max_pages = -(-shape.max_context // cache.page_size)
         self._prefill_stream = CudaStream(self._device)
         self._decode_stream = CudaStream(self._device, is_urgent=True)
-        self._graphs: GraphCapture | None = None
+        self._graphs: CaptureResources | None = None
         if max_graph_bytes is not None:
             stream_captures = StreamCapture(self._prefill_stream), StreamCapture(self._decode_stream)
-            self._graphs = GraphCapture(*stream_captures, GraphBudget(max_bytes=max_graph_bytes))
+            self._graphs = CaptureResources(*stream_captures, GraphBudget(max_bytes=max_graph_bytes))
             self._decode_sizes = batch_sizes(bounds.max_batch_size)
             self._largest_prefill = largest_prefill(
                 bounds.max_prefill_tokens,
@@ -183,7 +183,7 @@ class StepRunner:
         with stream.entered():
             for handle in after:
                 stream.wait_for(handle.done)
-            inputs = self._inputs_of(batch)
+            inputs = self._launch_images_and_lay_out(batch)
             if inputs is None:
                 return StepHandle(None, stream, self._shape.values_per_token)
             if batch.is_restricted:
@@ -204,7 +204,7 @@ class StepRunner:
     def last_hidden(self, batch: Batch) -> Tensor:
         """Runs a prefill step without sampling: [prompts that end, dim], before the final LayerNorm."""
         with self._prefill_stream.entered():
-            inputs = self._inputs_of(batch)
+            inputs = self._launch_images_and_lay_out(batch)
             assert isinstance(inputs, PrefillInputs), "a step with chunks"
             hidden = self._executor.prefill_hidden(inputs)
         self._prefill_stream.synchronize()  # the caller may read it on another stream
@@ -275,8 +275,8 @@ class StepRunner:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # all of this was launched on no stream in particular
 
-    def _inputs_of(self, batch: Batch) -> PrefillInputs | DecodeInputs | None:
-        """Returns the inputs of a step, once its copies and images are launched; None if there is no more."""
+    def _launch_images_and_lay_out(self, batch: Batch) -> PrefillInputs | DecodeInputs | None:
+        """Launches the page copies and crops of a step; returns the rest, or None if no prompt chunk is left."""
         if batch.kind == "decode":
             return self._decode_inputs(list(batch.decode))
         self._copy_and_encode(batch)

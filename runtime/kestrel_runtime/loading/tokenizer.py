@@ -1,4 +1,4 @@
-"""Converts text to token ids and back, also one token at a time.
+"""Converts text to token ids and back. `output/text_decoder.py` decodes token by token.
 
 Reads a `tokenizer.json` with byte-level BPE. Text of callers never becomes a control token, even if it spells one.
 Control tokens decode to an empty text.
@@ -6,7 +6,6 @@ Control tokens decode to an empty text.
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
@@ -19,11 +18,9 @@ MAX_TOKEN_ID = 2**24
 """Up to it float32 holds every id, as the output of a step does."""
 _MAX_ECHO_CHARS = 200
 
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
-
 
 class Tokenizer:
-    """Encodes and decodes whole texts; `text_decoder()` decodes token by token. Thread-safe."""
+    """Encodes and decodes whole texts. Thread-safe."""
 
     def __init__(self, library: tokenizers.Tokenizer, bytes_of_token: Sequence[bytes]) -> None:
         self._library = library
@@ -66,30 +63,6 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """Returns the bytes of this id in a text: empty for a control token or an unknown id."""
         return self._bytes_of_token[token] if token < len(self._bytes_of_token) else b""
-
-    def text_decoder(self) -> TextDecoder:
-        """Returns a decoder for one stream of tokens."""
-        return TextDecoder(self)
-
-
-class TextDecoder:
-    """Turns one stream of tokens into characters, each as soon as its last byte has come.
-
-    The results of `push` and `flush`, joined, equal `Tokenizer.decode` of the same ids. The time per token does not
-    depend on its position.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._utf8 = _Utf8Decoder(errors="replace")
-
-    def push(self, token: int) -> str:
-        """Returns the characters that this token completes, possibly none."""
-        return self._utf8.decode(self._tokenizer.token_bytes(token))
-
-    def flush(self) -> str:
-        """Ends the text: U+FFFD for an incomplete character, else an empty text."""
-        return self._utf8.decode(b"", final=True)
 
 
 def _bytes_of_token(library: tokenizers.Tokenizer) -> tuple[bytes, ...]:

@@ -21,8 +21,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from kestrel_runtime.scheduling.cache_keys import Digest, EmbeddingKey
 from kestrel_runtime.scheduling.page_manager import SequenceId, StepId
-from kestrel_runtime.scheduling.prefix_keys import Digest, EmbeddingKey
 
 EntryId: TypeAlias = int
 """Index of an entry of the image embeddings on the device."""

@@ -22,7 +22,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, TypeAlias, cast
 
-from kestrel_runtime.scheduling.prefix_keys import EVERYBODY, CacheScope, Digest, PrefixKeys
+from kestrel_runtime.scheduling.cache_keys import EVERYBODY, CacheScope, Digest, PrefixKeys
 
 PageId: TypeAlias = int
 """Index of a page of the KV cache."""

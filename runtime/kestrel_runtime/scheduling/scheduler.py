@@ -46,9 +46,9 @@ from kestrel_runtime.fairness.tenant_shares import TenantShares
 from kestrel_runtime.fairness.waiting_queue import WaitingQueue
 from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
+from kestrel_runtime.scheduling.cache_keys import Digest
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.page_manager import PageId, PageManager, PrefixMatch, StepId
-from kestrel_runtime.scheduling.prefix_keys import Digest
 from kestrel_runtime.scheduling.sequence import PreparedImage, Sequence, SequenceState
 
 _NO_MATCH = PrefixMatch()
@@ -71,7 +71,7 @@ class _Isolated(NamedTuple):
 
 
 class Scheduler:
-    """Schedules waiting and active sequences.
+    """Divides the rows of the batch and the pages of the KV cache between waiting and active sequences.
 
     For each step, `schedule` plans it and allocates pages, `commit` records its launch, and `complete` takes the
     tokens that it sampled.
@@ -283,7 +283,7 @@ class Scheduler:
         self._pages.forget_cached()  # it is unknown what the failed step has written
         self._embeddings.reset()
         for sequence in self._waiting:
-            self._end_lease(sequence)
+            self._release_embedding(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a finished, cancelled or failed sequence and releases its pages, as I1 requires."""
@@ -295,7 +295,7 @@ class Scheduler:
             self._without_adapter.discard(sequence)
         else:
             self._deactivate(sequence)
-        self._end_lease(sequence)
+        self._release_embedding(sequence)
         sequence.move_to(SequenceState.FINISHED)
         self._isolated = deque(item for item in self._isolated if item.sequence is not sequence)
         self._alone = [other for other in self._alone if other is not sequence]
@@ -334,7 +334,7 @@ class Scheduler:
             if sequence.state is not SequenceState.WAITING:
                 self._preempt(sequence)
             self._waiting.remove(sequence)
-            self._end_lease(sequence)  # others may start meanwhile, and need entries
+            self._release_embedding(sequence)  # others may start meanwhile, and need entries
             sequence.move_to(SequenceState.PARKED)
         self._without_adapter.add(sequence)
         return True
@@ -364,7 +364,7 @@ class Scheduler:
     def release_probe(self, probe: Sequence) -> None:
         """Releases the pages and the entry of a probe."""
         self._release(probe)
-        self._end_lease(probe)
+        self._release_embedding(probe)
 
     def _grow_running(self) -> None:
         for sequence in list(self._active):
@@ -401,12 +401,12 @@ class Scheduler:
         sequence.num_cached = sequence.num_matched = match.num_positions
         if match.num_positions < sequence.prefix_length and sequence.embedding_entry is None:
             if not self._embeddings.num_leases_left:
-                self._end_lease(next(item for item in self._waiting if item.embedding_entry is not None))
+                self._release_embedding(next(item for item in self._waiting if item.embedding_entry is not None))
             sequence.embedding_entry, sequence.has_cached_embeddings = self._embeddings.lease(
                 sequence.id, sequence.embedding_key, computes_anew=sequence.computes_anew
             )
 
-    def _end_lease(self, sequence: Sequence) -> None:
+    def _release_embedding(self, sequence: Sequence) -> None:
         """Ends the sequence's lease of an entry for embeddings."""
         self._embeddings.release(sequence.id)
         sequence.embedding_entry, sequence.has_cached_embeddings, sequence.num_encoded_crops = None, False, 0
@@ -477,7 +477,7 @@ class Scheduler:
         if share_point is None or sequence.computes_anew or not self._shared_prefills.is_filled(share_point):
             return False
         self._waiting.start(sequence)
-        self._end_lease(sequence)  # others may start meanwhile, and need entries
+        self._release_embedding(sequence)  # others may start meanwhile, and need entries
         sequence.move_to(SequenceState.PARKED)
         self._shared_prefills.park(share_point, sequence)
         return True

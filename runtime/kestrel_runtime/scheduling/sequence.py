@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
-from heapq import heapify, heappop, heappush
 from typing import Any, Protocol
 
 from kestrel_runtime.api.deadlines import deadline_error
@@ -15,9 +13,9 @@ from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.fairness.tenant_shares import MIN_TOKENS
 from kestrel_runtime.output.output_parser import OutputParser, Token
+from kestrel_runtime.scheduling.cache_keys import Digest, EmbeddingKey, PrefixKeys
 from kestrel_runtime.scheduling.embedding_cache import EntryId
 from kestrel_runtime.scheduling.page_manager import PageCopy, PageId, StepId
-from kestrel_runtime.scheduling.prefix_keys import Digest, EmbeddingKey, PrefixKeys
 
 
 class SequenceState(IntEnum):
@@ -63,7 +61,7 @@ class SequenceClock:
     """After it the request must not start any more."""
     preprocess_started: float | None = None
     prepared: float | None = None
-    admitted: float | None = None
+    started: float | None = None
     first_token: float | None = None
 
     def expiry(self, now: float) -> KestrelError | None:
@@ -71,7 +69,7 @@ class SequenceClock:
         passed = deadline_error(self.deadline, now)
         if passed is not None:
             return passed
-        if self.admitted is None and self.queue_deadline is not None and now >= self.queue_deadline:
+        if self.started is None and self.queue_deadline is not None and now >= self.queue_deadline:
             return QueueTimeout(now - self.submitted)
         return None
 
@@ -309,34 +307,3 @@ class Sequence:
         """Enters another state. An illegal transition is a bug of the engine."""
         assert state in _TRANSITIONS[self.state], f"{self.state.name} → {state.name}"
         self.state = state
-
-
-class Deadlines:
-    """The deadlines of sequences, soonest first."""
-
-    def __init__(self) -> None:
-        self._moments: list[tuple[float, int]] = []  # a heap of (moment, sequence id)
-        self._sequences: dict[int, Sequence] = {}
-
-    def watch(self, sequence: Sequence) -> None:
-        """Has `due` yield the sequence once for each of its deadlines."""
-        clock = sequence.clock
-        self._sequences[sequence.id] = sequence
-        for moment in (clock.deadline, clock.queue_deadline):
-            if moment is not None:
-                heappush(self._moments, (moment, sequence.id))
-
-    def forget(self, sequence: Sequence) -> None:
-        """Removes a sequence that has ended: `due` no longer yields it."""
-        del self._sequences[sequence.id]
-        # Else distant deadlines of ended sequences would accumulate: a caller may set one years ahead.
-        if len(self._moments) > 64 + 4 * len(self._sequences):
-            self._moments = [item for item in self._moments if item[1] in self._sequences]
-            heapify(self._moments)
-
-    def due(self, now: float) -> Iterator[Sequence]:
-        """Sequences with a deadline at or before `now`, once for each deadline."""
-        while self._moments and self._moments[0][0] <= now:
-            sequence = self._sequences.get(heappop(self._moments)[1])
-            if sequence is not None:
-                yield sequence

@@ -68,7 +68,7 @@ class Bench:
 
     def turn_until_idle(self) -> None:
         for _ in range(200):
-            self.loop.step()
+            self.loop.run_turn()
             if not (self.loop.num_active or self.loop.num_waiting):
                 assert self._pages.num_held == 0
                 return
@@ -221,9 +221,9 @@ async def test_a_device_that_does_not_recover_quarantines_no_request() -> None:
     bench = Bench(lambda _: RuntimeError("gone"))
     bench.is_device_well = False
     bench.add("bystander")
-    bench.loop.step()
+    bench.loop.run_turn()
     with pytest.raises(DeviceLost):
-        bench.loop.step()
+        bench.loop.run_turn()
     assert "bystander" not in bench.poison_requests
 
 
@@ -232,7 +232,7 @@ async def test_an_isolated_request_that_has_left_is_not_kept_alive(caplog: pytes
     bench = Bench(lambda _: RuntimeError("poison"))
     stream = bench.add("poison")
     for _ in range(2):  # in company and once alone
-        bench.loop.step()
+        bench.loop.run_turn()
     bench.loop.cancel(stream)
     bench.turn_until_idle()
     gc.collect()

@@ -87,7 +87,7 @@ def tell(num_tokens: int, question: str = "hello") -> Query:
 async def test_a_step_samples_one_token_for_each_sequence(bench: Bench) -> None:
     streams = [bench.add(tell(3)) for _ in range(4)]
     for _ in range(3):
-        bench.loop.step()
+        bench.loop.run_turn()
     for stream in streams:
         finished = await stream.result()
         assert finished.usage.num_output_tokens == 3
@@ -101,21 +101,21 @@ async def test_a_request_is_counted_once_wherever_it_is(bench: Bench) -> None:
 
     stream = bench.add(tell(20))
     assert counts() == (1, 0)
-    bench.loop.step()
+    bench.loop.run_turn()
     assert counts() == (0, 1)
     stream.cancel()  # as where its deadline passes
     assert counts() == (0, 1), "the engine thread has not heard of it"
-    bench.loop.step()
+    bench.loop.run_turn()
     assert counts() == (0, 0)
 
 
 async def test_a_newcomer_joins_a_running_batch_and_leaves_it_first(bench: Bench) -> None:
     old = bench.add(tell(20))
     for _ in range(5):
-        bench.loop.step()
+        bench.loop.run_turn()
     young = bench.add(tell(2))
     for _ in range(2):
-        bench.loop.step()
+        bench.loop.run_turn()
     assert (await young.result()).usage.num_output_tokens == 2
     assert bench.loop.num_active == 1
     assert sum(event.num_tokens for event in await bench.events(old) if isinstance(event, TextDelta)) > 5
@@ -123,13 +123,13 @@ async def test_a_newcomer_joins_a_running_batch_and_leaves_it_first(bench: Bench
 
 async def test_a_long_prefill_does_not_hold_up_those_who_decode(bench: Bench) -> None:
     decoding = bench.add(tell(40))
-    bench.loop.step()
+    bench.loop.run_turn()
     picture = bench.add(Caption(IMAGE, sampling=SamplingParams(max_tokens=1)))
     for _ in range(3):  # nine crops, three a step; the prompt follows the last of them
-        bench.loop.step()
+        bench.loop.run_turn()
     long = bench.add(tell(1, "word " * 80))
     for _ in range(2):
-        bench.loop.step()
+        bench.loop.run_turn()
     drawn = [event for event in await bench.events(decoding) if isinstance(event, TextDelta)]
     assert isinstance((await picture.result()), Finished)
     assert sum(delta.num_tokens for delta in drawn) >= 5  # one a step, but for bytes of unfinished characters
@@ -143,15 +143,15 @@ async def test_beside_a_prompt_on_its_way_others_get_their_tokens(
     monkeypatch.setattr(StepHandle, "is_complete", lambda _: False)
     decoding = bench.add(tell(40))
     for _ in range(3):
-        bench.loop.step()
+        bench.loop.run_turn()
     young = bench.add(tell(5))
     for _ in range(20):
-        bench.loop.step()
+        bench.loop.run_turn()
     drawn = [event for event in await bench.events(decoding) if isinstance(event, TextDelta)]
     assert sum(delta.num_tokens for delta in drawn) > 10
     monkeypatch.setattr(StepHandle, "is_complete", lambda _: True)
     for _ in range(20):
-        bench.loop.step()
+        bench.loop.run_turn()
     assert (await young.result()).usage.num_output_tokens == 5
 
 
@@ -162,33 +162,33 @@ async def test_a_cancelled_prompt_keeps_its_pages_until_its_step_has_completed(
     monkeypatch.setattr(StepHandle, "is_complete", lambda _: False)
     bench.add(tell(40))
     for _ in range(3):
-        bench.loop.step()
+        bench.loop.run_turn()
     others = bench.pages.num_held
     young = bench.add(tell(5, "word " * 20))
-    bench.loop.step()
+    bench.loop.run_turn()
     held = bench.pages.num_held - others
     young.cancel()
-    bench.loop.step()
+    bench.loop.run_turn()
     assert bench.loop.num_active == 1
     assert bench.pages.num_held >= others + held > others
     monkeypatch.setattr(StepHandle, "is_complete", lambda _: True)
-    bench.loop.step()
+    bench.loop.run_turn()
     assert bench.pages.num_held < others + held
 
 
 async def test_a_cancelled_sequence_is_dropped_before_the_next_step(bench: Bench) -> None:
     stream = bench.add(tell(50))
-    bench.loop.step()
+    bench.loop.run_turn()
     assert bench.pages.num_held > 0
     stream.cancel()
-    bench.loop.step()
+    bench.loop.run_turn()
     assert bench.pages.num_held == 0
     assert bench.loop.num_active == 0
 
 
 async def test_a_deadline_that_has_passed_ends_a_request_before_it_costs_anything(bench: Bench) -> None:
     stream = bench.add(tell(50), deadline=time.monotonic() - 1)
-    bench.loop.step()
+    bench.loop.run_turn()
     assert bench.pages.num_held == 0
     with pytest.raises(Exception, match="deadline"):
         await stream.result()
@@ -196,7 +196,7 @@ async def test_a_deadline_that_has_passed_ends_a_request_before_it_costs_anythin
 
 async def test_the_first_event_is_the_start_and_carries_the_prompts_usage(bench: Bench) -> None:
     stream = bench.add(tell(5))
-    bench.loop.step()
+    bench.loop.run_turn()
     first = (await bench.events(stream))[0]
     assert isinstance(first, Started)
     assert first.usage.num_output_tokens == 0
@@ -216,7 +216,7 @@ async def test_who_waits_for_the_result_is_sent_nothing_before_it(bench: Bench) 
     result = asyncio.ensure_future(stream.result())
     await asyncio.sleep(0)  # it waits
     for _ in range(3):
-        bench.loop.step()
+        bench.loop.run_turn()
     finished = await result
     assert finished.usage.num_output_tokens == 3
     assert [events[-1] for events in delivered] == [finished]
@@ -227,9 +227,9 @@ async def test_the_rates_count_tokens_and_whole_answers_of_the_last_seconds(benc
     for _ in range(4):
         bench.add(tell(5))
     for _ in range(4):
-        bench.loop.step()
+        bench.loop.run_turn()
     assert bench.loop.requests_per_second() == 0
-    bench.loop.step()
+    bench.loop.run_turn()
     assert bench.loop.tokens_per_second() == pytest.approx(4 * 5 / 5.0)
     assert bench.loop.requests_per_second() == pytest.approx(4 / 5.0)
 
@@ -241,7 +241,7 @@ async def test_graphs_are_captured_when_there_has_been_no_work_for_a_while(
     wanted = [True, True, False]
     monkeypatch.setattr(bench.loop._runner, "capture_wanted", lambda: wanted.pop(0))
     stream = bench.add(tell(1))
-    bench.loop.step()
+    bench.loop.run_turn()
     await stream.result()
     bench.loop._wait_for_work()
     assert wanted == []
@@ -267,7 +267,7 @@ async def test_a_request_that_comes_during_a_capture_waits_for_that_one_alone(
 ) -> None:
     monkeypatch.setattr(loop_module, "_QUIET_S", 0.0)
     first = bench.add(tell(1))
-    bench.loop.step()
+    bench.loop.run_turn()
     await first.result()
     streams: list[Stream] = []
 
@@ -278,7 +278,7 @@ async def test_a_request_that_comes_during_a_capture_waits_for_that_one_alone(
     monkeypatch.setattr(bench.loop._runner, "capture_wanted", capture_wanted)
     bench.loop._wait_for_work()
     assert bench.loop.num_captures_awaited == len(streams) == 1
-    bench.loop.step()
+    bench.loop.run_turn()
     assert (await streams[0].result()).usage.num_output_tokens == 1
 
 
@@ -358,7 +358,7 @@ async def test_no_token_is_sampled_that_a_parser_does_not_take() -> None:
         sequence.parser = ShortParser(limit)
         loop.add(sequence, Stream())
     for _ in range(20):
-        loop.step()
+        loop.run_turn()
     assert [sampled.count(sequence) for sequence in sequences] == limits
 
 
@@ -374,7 +374,7 @@ async def test_a_prefill_step_waits_for_the_tail_steps_and_for_no_other_decode_s
         sequence.parser = ShortParser(3 + number % 5)
         loop.add(sequence, Stream())
         for _ in range(1 + number % 4):
-            loop.step()
+            loop.run_turn()
     for batch, after, tails in runner.seen:
         assert all(chunk.start == 0 for chunk in batch.prefill)
         assert after == tails

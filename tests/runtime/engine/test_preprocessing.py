@@ -35,7 +35,7 @@ from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.imaging.crops import DecodedImage, keep_decoded
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker
+from kestrel_runtime.scheduling.cache_keys import PrefixKeyMaker
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
 from tests import hostile_images
 from tests.reference_fixtures import MD3_SMALL

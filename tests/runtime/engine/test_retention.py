@@ -72,7 +72,7 @@ async def test_a_steady_load_retains_neither_sequences_nor_images_nor_steps(num_
                 loop.add(sequence, Stream())
                 num_sent += 1
                 del sequence
-            loop.step()
+            loop.run_turn()
             await asyncio.sleep(0)  # the event loop delivers what the turn posted
             if turn >= NUM_TURNS - NUM_LAST_TURNS:
                 now = census()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.output.text_decoder import TextDecoder
 from tests.reference_fixtures import MD2_SMALL, SMALL_FOLDERS, expected, shared_folders
 
 FILE = MD2_SMALL / "tokenizer.json"
@@ -27,7 +28,7 @@ some_bytes = st.lists(
 
 
 def stream(ids: list[int]) -> str:
-    decoder = TOKENIZER.text_decoder()
+    decoder = TextDecoder(TOKENIZER.token_bytes)
     return "".join([decoder.push(id) for id in ids]) + decoder.flush()
 
 
@@ -81,7 +82,7 @@ def test_pieces_of_a_stream_join_to_the_whole_text(ids):
 @given(st.text(), st.data())
 def test_stream_of_whole_characters_never_shows_a_broken_one(text, data):
     pieces = []
-    decoder = TOKENIZER.text_decoder()
+    decoder = TextDecoder(TOKENIZER.token_bytes)
     for byte in text.encode():
         pieces.append(decoder.push(ID_OF_BYTE[byte]))
         pieces.append(decoder.push(data.draw(st.sampled_from(CONTROL))))
@@ -91,7 +92,7 @@ def test_stream_of_whole_characters_never_shows_a_broken_one(text, data):
 
 
 def test_unfinished_character_shows_only_when_the_stream_ends():
-    decoder = TOKENIZER.text_decoder()
+    decoder = TextDecoder(TOKENIZER.token_bytes)
     assert [decoder.push(ID_OF_BYTE[byte]) for byte in b"a\xe2\x82"] == ["a", "", ""]
     assert decoder.flush() == "\ufffd"
 

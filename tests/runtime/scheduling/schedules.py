@@ -19,9 +19,9 @@ from typing import Any
 
 from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch
+from kestrel_runtime.scheduling.cache_keys import PrefixKeyMaker
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.page_manager import PageManager, StepId
-from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
 from tests.runtime.scheduling.simulated_device import (

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
+from kestrel_runtime.scheduling.cache_keys import EmbeddingKey, PrefixKeyMaker
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.page_manager import StepId
-from kestrel_runtime.scheduling.prefix_keys import EmbeddingKey, PrefixKeyMaker
 
 MAKER = PrefixKeyMaker({}, 4)
 CAT, DOG, COW = (MAKER.embedding_key(name * 32, "mine") for name in (b"c", b"d", b"w"))

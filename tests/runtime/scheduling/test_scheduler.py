@@ -3,7 +3,7 @@
 import pytest
 
 from kestrel_runtime.api.requests import Priority
-from kestrel_runtime.scheduling.prefix_keys import Digest
+from kestrel_runtime.scheduling.cache_keys import Digest
 from kestrel_runtime.scheduling.scheduler import SharedPrefills
 from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.sequences import new_sequence

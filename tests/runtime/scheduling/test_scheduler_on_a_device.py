@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from kestrel_runtime.scheduling.cache_keys import PrefixKeyMaker
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.page_manager import PageManager
-from kestrel_runtime.scheduling.prefix_keys import PrefixKeyMaker
 from kestrel_runtime.scheduling.scheduler import Scheduler
 from tests.runtime.scheduling.schedules import IMAGES, NUM_OPERATIONS, Schedule, run_schedules
 

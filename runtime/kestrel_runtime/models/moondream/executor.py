@@ -223,7 +223,7 @@ class MoondreamExecutor:
         return self._prefill_graphs.run(key, partial(self._prefill, inputs))
 
     def sample(self, hidden: Tensor, inputs: PrefillInputs | DecodeInputs) -> Tensor:
-        """Samples; returns float32 [N or B, 4]: id, number of values and values of each token."""
+        """Samples a token for each row; returns float32 [N or B, width], laid out as `TokenSampler` writes it."""
         if isinstance(inputs, DecodeInputs) and self._decode_graphs is not None:
             graphs, places, num_rows = self._decode_graphs, self._decoded, inputs.size.num_rows
         elif isinstance(inputs, PrefillInputs) and self._first_token_graphs is not None and inputs.is_in_place:

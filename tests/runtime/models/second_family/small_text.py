@@ -31,6 +31,7 @@ from kestrel_runtime.loading.checkpoint import Checkpoint
 from kestrel_runtime.memory.plan import MemoryNeeds, MemoryReading, plan_memory
 from kestrel_runtime.models.family import LoadedWeights, Verification
 from kestrel_runtime.output.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
+from kestrel_runtime.output.text_decoder import TextDecoder
 from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
@@ -118,7 +119,7 @@ class SmallTextParser(OutputParser):
     grammar = Grammar((GrammarState(TokenRule(), 0),))
 
     def __init__(self, tokenizer: Any, max_tokens: int) -> None:
-        self._decoder, self.max_tokens, self._text = tokenizer.text_decoder(), max_tokens, ""
+        self._decoder, self.max_tokens, self._text = TextDecoder(tokenizer.token_bytes), max_tokens, ""
 
     def parse(self, token: Token) -> list[TextDelta]:
         text = self._decoder.push(token.id)

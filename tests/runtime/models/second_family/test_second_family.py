@@ -16,6 +16,7 @@ from kestrel_runtime.api.events import QueryOutput
 from kestrel_runtime.api.requests import Caption, Query, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.output.text_decoder import TextDecoder
 from tests.reference_fixtures import MD2_SMALL
 from tests.runtime.models.second_family.checkpoint import HEADS, NANO_TOKENIZER, write_checkpoint
 
@@ -58,7 +59,7 @@ def written_out(checkpoint: Path, question: str) -> str:
         query, key, value = (rows @ weights["qkv"].T).unflatten(-1, (3, HEADS, -1)).permute(1, 2, 0, 3)
         attended = scaled_dot_product_attention(query, key, value, is_causal=True).transpose(0, 1).flatten(1)
         ids.append(int(((rows + attended)[-1] @ weights["head"].T).argmax()))
-    decoder = tokenizer.text_decoder()
+    decoder = TextDecoder(tokenizer.token_bytes)
     return "".join(decoder.push(id) for id in ids[count:]) + decoder.flush()
 
 

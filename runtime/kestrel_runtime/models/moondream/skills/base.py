@@ -16,6 +16,7 @@ from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.output.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 from kestrel_runtime.output.stop_strings import StopMatcher
+from kestrel_runtime.output.text_decoder import TextDecoder
 
 DEFAULT_MAX_TOKENS = 768
 DEFAULT_MAX_OBJECTS = 150
@@ -60,7 +61,7 @@ class TextEmitter:
         self._logprobs: list[TokenLogprob] = []
         self._is_counting = stop is not None or num_logprobs is not None
         self._stop = stop
-        self._decoder = tokenizer.text_decoder()
+        self._decoder = TextDecoder(tokenizer.token_bytes)
         self._channel = channel
         self._parts: list[str] = []
         self._num_emitted = 0

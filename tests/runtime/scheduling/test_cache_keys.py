@@ -10,7 +10,7 @@ import pytest
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.output.output_parser import Token
-from kestrel_runtime.scheduling.prefix_keys import (
+from kestrel_runtime.scheduling.cache_keys import (
     FIELDS_WITHOUT_EFFECT,
     CacheScope,
     PrefixKeyMaker,

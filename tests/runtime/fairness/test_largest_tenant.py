@@ -2,7 +2,7 @@
 
 import pytest
 
-from kestrel_runtime.fairness.eviction import oldest_of_largest_tenant
+from kestrel_runtime.fairness.largest_tenant import oldest_of_largest_tenant
 
 
 @pytest.mark.parametrize(
