@@ -12,33 +12,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast
 
-from kestrel_client import (
-    Box,
-    CachePolicy,
-    CallOptions,
-    CaptionAlternative,
-    CaptionResult,
-    Client,
-    DetectResult,
-    GazeResult,
-    Job,
-    Length,
-    Point,
-    PointResult,
-    Priority,
-    QueryAlternative,
-    QueryResult,
-    Result,
-    Segment,
-    SegmentResult,
-    StoredImage,
-    TextChannel,
-    TextDelta,
-    draw,
-)
-from kestrel_client.images import is_on_server
 from kestrel_grpc.cli.common import (
     PICTURE_SUFFIXES,
     add_client_arguments,
@@ -49,9 +24,34 @@ from kestrel_grpc.cli.common import (
 )
 from kestrel_grpc.process.terminal import print_error
 
+# The client imports gRPC, which no help needs: what uses it imports it when it runs.
+if TYPE_CHECKING:
+    from kestrel_client import (
+        Box,
+        CallOptions,
+        CaptionAlternative,
+        CaptionResult,
+        Client,
+        DetectResult,
+        GazeResult,
+        Job,
+        Point,
+        PointResult,
+        QueryAlternative,
+        QueryResult,
+        Result,
+        Segment,
+        SegmentResult,
+        StoredImage,
+        TextDelta,
+    )
+
 NO_IMAGE = "-"
 """The value of IMAGE for a question without an image."""
-Found = PointResult | DetectResult | SegmentResult | GazeResult
+LENGTHS = ("short", "normal", "long")
+CACHE_POLICIES = ("use", "refresh", "bypass")
+PRIORITIES = ("interactive", "normal", "batch")
+"""The values that the client takes for a length, a cache policy and a priority."""
 IMAGE_HELP = "an image file, its address (https://…), or the name of a stored one (sha256:…)"
 
 
@@ -74,7 +74,7 @@ def add_client_commands(subparsers: argparse._SubParsersAction[argparse.Argument
         "--reasoning", action="store_true", help="let the model reason first, and print its reasoning on stderr"
     )
     caption = _add(subparsers, _caption, "describe an image")
-    caption.add_argument("--length", choices=get_args(Length), help="length of the caption (normal)")
+    caption.add_argument("--length", choices=LENGTHS, help="length of the caption (normal)")
     for command in (query, caption):
         _add_sampling_of_text(command)
     point = _add(subparsers, _point, "find the place of each object of a kind")
@@ -140,7 +140,7 @@ def _add_sampling_of_text(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}-penalty", metavar="X", type=float, help=f"{name} penalty of tokens")
 
 
-AskingCommand = Callable[[Client, argparse.Namespace, str], None]
+AskingCommand = Callable[["Client", argparse.Namespace, str], None]
 
 
 def _add(
@@ -169,9 +169,9 @@ def _add(
     parser.add_argument("--adapter", metavar="NAME", help="adapter (LoRA) to use, such as name or name@step")
     parser.add_argument("--model", metavar="NAME", help="the model (the one that is served)")
     parser.add_argument(
-        "--priority", choices=get_args(Priority), help="start before or after other requests that wait (normal)"
+        "--priority", choices=PRIORITIES, help="start before or after other requests that wait (normal)"
     )
-    parser.add_argument("--cache", choices=get_args(CachePolicy), help="what to do with the server's caches (use)")
+    parser.add_argument("--cache", choices=CACHE_POLICIES, help="what to do with the server's caches (use)")
     parser.add_argument(
         "--max-queue", metavar="SECONDS", type=float, dest="max_queue_s", help="the longest wait for a start"
     )
@@ -233,11 +233,16 @@ def _segment(client: Client, arguments: argparse.Namespace, image: str) -> None:
 
 
 def _gaze(client: Client, arguments: argparse.Namespace, image: str) -> None:
+    from kestrel_client import Point
+
     _show(arguments, image, client.gaze(image, Point(arguments.eye_x, arguments.eye_y), **_options(arguments)))
 
 
 def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) -> int:
     """Asks about one picture, or about several at a time; returns the exit status."""
+    from kestrel_client import DetectResult, GazeResult, PointResult, SegmentResult
+    from kestrel_client.images import is_on_server
+
     images = list(_images(arguments.image))
     draws = getattr(arguments, "draw", None) is not None
     if draws and any(map(is_on_server, images)):
@@ -258,13 +263,15 @@ def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) 
             show_json({"image": image, **dataclasses.asdict(outcome.result)})
         for line in () if arguments.json else _lines(outcome.result):
             show(f"{image}: {line}")
-        if isinstance(outcome.result, Found):
+        if isinstance(outcome.result, PointResult | DetectResult | SegmentResult | GazeResult):
             _draw(target, image, outcome.result)
     return status
 
 
 def _job(arguments: argparse.Namespace, image: str) -> Job:
     """Returns the question of the arguments about one picture."""
+    from kestrel_client import Job, Point
+
     given = None if image == NO_IMAGE else image
     options: dict[str, Any] = {**_options(arguments)}
     for name in ("max_objects", "length", "reasoning"):
@@ -280,6 +287,8 @@ def _job(arguments: argparse.Namespace, image: str) -> Job:
 def _images(names: Sequence[str]) -> Iterator[str]:
     """Yields the pictures of the names: for a folder the pictures in it, otherwise the name itself. Raises
     ValueError."""
+    from kestrel_client.images import is_on_server
+
     for name in names:
         if is_on_server(name) or name == NO_IMAGE or not Path(name).is_dir():
             yield name
@@ -329,6 +338,8 @@ def _print_image(image: StoredImage, arguments: argparse.Namespace, line: str) -
 
 def _options(arguments: argparse.Namespace) -> CallOptions:
     """Returns the options of the call that the flags name. Raises ValueError or OSError for an invalid schema."""
+    from kestrel_client import CallOptions
+
     given: dict[str, Any] = {
         name: getattr(arguments, name)
         for name in CallOptions.__annotations__
@@ -346,6 +357,8 @@ def _is_whole(arguments: argparse.Namespace) -> bool:
 
 
 def _print_text(deltas: Iterator[TextDelta]) -> None:
+    from kestrel_client import TextChannel
+
     channel = None
     for delta in deltas:
         if channel is TextChannel.REASONING and delta.channel is not channel:
@@ -368,6 +381,8 @@ def _print_outline(segments: Iterator[Segment]) -> None:
 
 
 def _print_answer(arguments: argparse.Namespace, result: QueryResult | CaptionResult) -> None:
+    from kestrel_client import QueryResult
+
     if arguments.json:
         _print_json(result)
         return
@@ -381,11 +396,15 @@ def _print_answer(arguments: argparse.Namespace, result: QueryResult | CaptionRe
 
 
 def _text(sample: QueryResult | CaptionResult | QueryAlternative | CaptionAlternative) -> str:
+    from kestrel_client import CaptionAlternative, CaptionResult
+
     return sample.caption if isinstance(sample, CaptionResult | CaptionAlternative) else sample.answer
 
 
 def _lines(result: Result) -> list[str]:
     """Returns the lines that show a result."""
+    from kestrel_client import CaptionResult, DetectResult, GazeResult, PointResult, QueryResult, SegmentResult
+
     match result:
         case QueryResult() | CaptionResult():
             return [" ".join(_text(sample).splitlines()) for sample in (result, *result.alternatives)]
@@ -402,6 +421,8 @@ def _lines(result: Result) -> list[str]:
 
 
 def _show(arguments: argparse.Namespace, image: str, result: PointResult | DetectResult | GazeResult) -> None:
+    from kestrel_client import GazeResult
+
     lines = _lines(result)
     if arguments.json:
         _print_json(result)
@@ -432,6 +453,8 @@ def _draw(target: Path | None, image: str, result: PointResult | DetectResult | 
     """Draws a result into a file, in the format of its name."""
     if target is None:
         return
+    from kestrel_client import draw
+
     drawn = draw(image, result)
     try:
         drawn.save(target)

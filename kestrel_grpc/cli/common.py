@@ -8,18 +8,25 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from kestrel_client import Client, KestrelClientError, ServerError
-from kestrel_client.connection import DEFAULT_TIMEOUT_S, ClientTls, address_of
 from kestrel_grpc.config.options import ConfigurationError
 from kestrel_grpc.config.sources import environment_name
 from kestrel_grpc.process.terminal import print_error, printable, printable_json
 
+# The client imports gRPC, which no help needs: what uses it imports it when it runs.
+if TYPE_CHECKING:
+    from kestrel_client import Client
+    from kestrel_client.connection import ClientTls
+
 _ENGINE_PACKAGES = ("torch", "tokenizers", "safetensors", "llguidance", "huggingface_hub")
 """The packages of the extra `server`, without which no model is loaded."""
 
-Command = Callable[[Client, argparse.Namespace], int | None]
+DEFAULT_ADDRESS = "localhost:50051"
+DEFAULT_TIMEOUT_S = 120.0
+"""Both are the defaults of the client."""
+
+Command = Callable[["Client", argparse.Namespace], int | None]
 """Runs with a client; returns the exit status, None for 0."""
 Flags = argparse.ArgumentParser | argparse._ArgumentGroup
 """The types to which flags are added."""
@@ -72,7 +79,7 @@ def add_client_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `run_with_client` reads."""
     add_connection_arguments(
         parser,
-        address=address_of(None),
+        address=os.environ.get("KESTREL_GRPC_ADDRESS") or DEFAULT_ADDRESS,
         address_help="where the server is (%(default)s; KESTREL_GRPC_ADDRESS sets another default)",
         timeout_s=DEFAULT_TIMEOUT_S,
     )
@@ -90,6 +97,8 @@ def add_token_argument(parser: Flags) -> None:
 
 def run_with_client(command: Command, arguments: argparse.Namespace) -> int:
     """Runs a command with a client of the server that the flags name; returns the exit status."""
+    from kestrel_client import Client, KestrelClientError
+
     try:
         with Client(
             arguments.address,
@@ -113,6 +122,8 @@ def run_with_client(command: Command, arguments: argparse.Namespace) -> int:
 
 def explain(error: Exception) -> str:
     """Returns one line that describes an error and, if known, its remedy."""
+    from kestrel_client import ServerError
+
     if isinstance(error, ServerError) and error.request_id:
         return f"{error} (see request {error.request_id} in the log of the server)"
     if isinstance(error, OSError) and error.filename is not None:
@@ -133,6 +144,8 @@ def add_connection_arguments(parser: Flags, *, address: str | None, address_help
 
 def tls_of(arguments: argparse.Namespace) -> ClientTls | None:
     """Returns the TLS settings of the flags and their variables; None without any. Raises `ValueError`."""
+    from kestrel_client.connection import ClientTls
+
     return ClientTls.named(arguments.tls_ca, arguments.tls_client_certificate, arguments.tls_client_key)
 
 

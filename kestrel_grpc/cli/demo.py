@@ -10,9 +10,12 @@ import asyncio
 import sys
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kestrel_client import AsyncClient, Box, Point, draw
 from kestrel_grpc.cli.common import require_engine
+
+if TYPE_CHECKING:
+    from kestrel_client import AsyncClient, Box, Point
 
 PICTURE = "demo_picture.png"
 QUESTIONS = (
@@ -61,6 +64,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 async def _demonstrate(target: Path) -> None:
+    from kestrel_client import AsyncClient
     from kestrel_grpc.config.options import ServerConfig
     from kestrel_grpc.server import Server
     from kestrel_runtime.api.config import EngineConfig
@@ -74,6 +78,8 @@ async def _demonstrate(target: Path) -> None:
 
 
 async def _ask(client: AsyncClient, picture: bytes, target: Path) -> None:
+    from kestrel_client import draw
+
     for question in QUESTIONS:
         print(f"\nquery    {question}\n         ", end="", flush=True)
         async for piece in client.query(picture, question, temperature=0.0):

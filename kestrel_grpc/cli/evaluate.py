@@ -14,14 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kestrel_client import Client, DetectResult, Job, Outcome, PointResult, Progress, QueryResult
-from kestrel_client.errors import KestrelClientError
 from kestrel_grpc.cli.common import add_client_arguments, explain, run_with_client, show
 from kestrel_grpc.process.terminal import print_error
 
 if TYPE_CHECKING:
     from PIL import Image
 
+    from kestrel_client import Client, Job, Outcome, Progress
     from kestrel_grpc.evaluation.tasks import Answer, Call, Case, Report, Score, Task
 
 _FAILED, _MISUSED = 1, 2
@@ -185,6 +184,7 @@ def _open_picture(file: Path | bytes) -> Image.Image:
     """Returns a copy in RGB, as the model sees it. Raises `OSError` or `ValueError` for a file that is not a
     picture."""
     from kestrel_client.drawing import draw
+    from kestrel_client.errors import KestrelClientError
 
     try:
         return draw(file)  # draws nothing on it
@@ -210,6 +210,8 @@ def _ask(client: Client, calls: Sequence[Call], arguments: argparse.Namespace) -
 
 
 def _job(call: Call, options: dict[str, Any], arguments: argparse.Namespace) -> Job:
+    from kestrel_client import Job
+
     if call.skill == "query":
         options = {"reasoning": arguments.reasoning, "is_streamed": arguments.stream, **options}
     else:
@@ -218,6 +220,7 @@ def _job(call: Call, options: dict[str, Any], arguments: argparse.Namespace) -> 
 
 
 def _answer(outcome: Outcome) -> Answer:
+    from kestrel_client import DetectResult, PointResult, QueryResult
     from kestrel_grpc.evaluation.tasks import Answer
 
     match outcome.result:

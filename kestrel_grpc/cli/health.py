@@ -15,16 +15,18 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import grpc
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-
-from kestrel_client.connection import ADDRESS_VARIABLE, ClientTls, Connection, why_no_answer
-from kestrel_client.this_machine import proxy_options
 from kestrel_grpc.cli.common import add_connection_arguments, refuse, tls_of
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
 from kestrel_grpc.process.free_ports import address_of
 from kestrel_grpc.process.terminal import print_error
+
+# `--help` needs no gRPC: what uses it imports it when it runs.
+if TYPE_CHECKING:
+    import grpc
+
+    from kestrel_client.connection import ClientTls
 
 _CONNECT_TIMEOUT_S = 2.0
 
@@ -59,6 +61,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _target(arguments: argparse.Namespace) -> Target:
+    from kestrel_client.connection import ADDRESS_VARIABLE, Connection
+
     tls = tls_of(arguments)
     given = arguments.address or os.environ.get(ADDRESS_VARIABLE)
     if not given:
@@ -69,6 +73,9 @@ def _target(arguments: argparse.Namespace) -> Target:
 
 
 def _ask(target: Target, arguments: argparse.Namespace) -> int:
+    import grpc
+    from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
     with _channel(target.address, target.tls) as channel:
         try:
             check = channel.unary_unary(
@@ -87,12 +94,20 @@ def _ask(target: Target, arguments: argparse.Namespace) -> int:
 
 
 def _channel(address: str, tls: ClientTls | None) -> grpc.Channel:
+    import grpc
+
+    from kestrel_client.this_machine import proxy_options
+
     if tls is None:
         return grpc.insecure_channel(address, proxy_options(address))
     return grpc.secure_channel(address, tls.credentials(), (*tls.channel_options(), *proxy_options(address)))
 
 
 def _explain(code: grpc.StatusCode, target: Target, timeout_s: float) -> str:
+    import grpc
+
+    from kestrel_client.connection import why_no_answer
+
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"no answer from {target.address} within {timeout_s:g} s"
     why = why_no_answer(target.address, target.tls) if code is grpc.StatusCode.UNAVAILABLE else None
@@ -113,6 +128,8 @@ def own_server(environment: Mapping[str, str], given: ClientTls | None = None) -
     On an encrypted port the server's own certificate is trusted, whatever name is in it, unless `given` names
     others. Raises `ConfigurationError`.
     """
+    from kestrel_client.connection import ClientTls
+
     # Whether others may reach the server is checked where it starts; a flag may have allowed it there.
     config = ServerConfig.parse({"insecure_public": "on"}, environment)
     if config.unix_socket is not None:

@@ -6,11 +6,13 @@ import argparse
 import dataclasses
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kestrel_client import Adapter, Client, EngineLoad, MemoryPlan
 from kestrel_grpc.cli.common import add_client_arguments, print_table, run_with_client, show, show_json
 from kestrel_grpc.process.terminal import print_error
+
+if TYPE_CHECKING:
+    from kestrel_client import Adapter, Client, EngineLoad, MemoryPlan
 
 _NOTHING = "-"
 """Stands for a value that the server does not report."""

@@ -73,9 +73,10 @@ def test_a_checkpoint_that_cannot_be_served_ends_a_start_before_torch_is_importe
     config["text"]["n_layers"] = 10**30
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     code = (
-        "import sys; sys.modules['torch'] = None\n"
+        "import sys\n"
         "from kestrel_grpc.__main__ import main\n"
-        "sys.exit(main(sys.argv[1:]))"
+        "status = main(sys.argv[1:])\n"
+        "sys.exit('torch is imported' if 'torch' in sys.modules else status)"
     )
     command = [sys.executable, "-c", code, "serve", "--port", "0", "--model", str(tmp_path / "model"), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

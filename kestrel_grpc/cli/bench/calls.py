@@ -27,8 +27,6 @@ from kestrel_client.v1 import generation_pb2, media_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.cli.bench.loops import Sample
 
-APIS = ("grpc", "rest", "openai", "triton")
-SKILLS = ("query", "caption", "point", "detect", "segment")
 STREAMED = frozenset(("query", "caption"))
 """The skills whose answers are streamed in pieces."""
 _MAX_MESSAGE_BYTES = 64 * 2**20

@@ -16,17 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kestrel_client.errors import KestrelClientError
-from kestrel_grpc.cli.bench.calls import APIS, SKILLS, Target
 from kestrel_grpc.cli.common import add_connection_arguments, add_token_argument, explain, show, tls_of
 from kestrel_grpc.process.signals import Interruption
 from kestrel_grpc.process.terminal import print_error
 
 if TYPE_CHECKING:
+    from kestrel_grpc.cli.bench.calls import Target
     from kestrel_grpc.cli.bench.numbers import Objective
     from kestrel_grpc.cli.bench.processes import LoadProcesses, Recording
     from kestrel_grpc.cli.bench.workload import Workload
 
+APIS = ("grpc", "rest", "openai", "triton")
+SKILLS = ("query", "caption", "point", "detect", "segment")
 _FAILED, _MISUSED = 1, 2
 _DURATION_S, _WARM_UP_S, _TIMEOUT_S = 30.0, 10.0, 120.0
 _CONCURRENCY = 8
@@ -245,6 +246,7 @@ def _doubled(first: float, last: float) -> Iterator[float]:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    from kestrel_client.errors import KestrelClientError
     from kestrel_grpc.cli.bench.numbers import Objective
     from kestrel_grpc.cli.bench.processes import LoadFailed
     from kestrel_grpc.cli.bench.report import document
@@ -398,6 +400,7 @@ def _target(arguments: argparse.Namespace) -> Target:
     """
     from kestrel_client import Client
     from kestrel_client.connection import address_of
+    from kestrel_grpc.cli.bench.calls import Target
 
     tls = tls_of(arguments)
     if arguments.api in ("rest", "openai"):

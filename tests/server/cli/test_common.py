@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from kestrel_client.connection import ClientTls
+from kestrel_client.connection import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, ClientTls
+from kestrel_client.requests import CachePolicy, Length, Priority
+from kestrel_grpc.cli import ask, common
 from kestrel_grpc.cli.commands import run
-from kestrel_grpc.cli.common import add_connection_arguments, tls_of
+from kestrel_grpc.cli.common import EngineNotInstalled, add_connection_arguments, require_engine, tls_of
 from kestrel_grpc.config.options import ServerConfig
 
 
@@ -64,3 +69,40 @@ def test_every_help_text_is_filled_in(capsys: pytest.CaptureFixture[str]):
         shown = capsys.readouterr().out
         assert shown.startswith("usage: ")
         assert [place for place in ("%%", "%(") if place in shown] == [], name
+
+
+# In one process, so that nothing which one of them loads escapes.
+HELP_OF_ALL = """
+import contextlib, io, re, sys
+from kestrel_grpc.__main__ import main
+
+def help_of(*words):
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+    return printed.getvalue()
+
+commands = re.findall(r"^    ([a-z]+) ", help_of(), re.MULTILINE)
+assert all(f"kestrel-grpc {name}" in help_of(name) for name in commands)
+print(len(commands), *sorted({"grpc", "google.protobuf", "numpy", "pydantic", "PIL", "torch"} & set(sys.modules)))
+"""
+
+
+def test_help_loads_no_large_library():
+    done = subprocess.run((sys.executable, "-c", HELP_OF_ALL), capture_output=True, text=True, check=True)
+    number, *loaded = done.stdout.split()
+    assert (int(number) >= 20, loaded) == (True, [])
+
+
+def test_flags_have_the_values_of_the_client():
+    assert (common.DEFAULT_ADDRESS, common.DEFAULT_TIMEOUT_S) == (DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S)
+    assert get_args(Length) == ask.LENGTHS
+    assert get_args(CachePolicy) == ask.CACHE_POLICIES
+    assert get_args(Priority) == ask.PRIORITIES
+
+
+@pytest.mark.parametrize("missing", ["torch", "tokenizers", "safetensors", "llguidance", "huggingface_hub"])
+def test_a_missing_library_of_the_engine_is_named(missing, monkeypatch):
+    require_engine()
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(EngineNotInstalled, match=rf"{missing} is not installed: .*'kestrel-grpc\[server\]'"):
+        require_engine()
