@@ -118,6 +118,7 @@ class Server:
             engine,
             config,
             CacheLoad if self._own_images is None else self._own_images.load,
+            lambda: self._groups.usage.by_caller,
             instance_id=self.instance_id,
             reads_engine=supervisor is None,
         )

@@ -10,6 +10,7 @@ from kestrel_grpc.calls.call_admission import CallAdmission, Observer
 from kestrel_grpc.calls.call_context import CANCELLED, DEADLINE_EXCEEDED, OK, CallContext, Outcome
 from kestrel_grpc.calls.message_gate import Gate, GateLimits, MessageGate, StreamGate
 from kestrel_grpc.calls.refusals import Refusals
+from kestrel_grpc.calls.usage import Usage
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_runtime.api.engine import Engine, EngineInfo
 
@@ -42,14 +43,17 @@ class CallGroups:
         self._stream_gate = StreamGate(MAX_WAITING_STREAMS)
         self.refusals = Refusals()
         """The delays of refusals, shared by all groups."""
+        self.usage = Usage()
+        """The counts of requests to the model, by caller."""
+        requests = (*observers, self.usage.record)
         self._groups: list[CallAdmission] = []
-        self.inference = self._group(access, self._request_gate, _max_calls(engine.info), observers)
+        self.inference = self._group(access, self._request_gate, _max_calls(engine.info), requests)
         """The group of requests to the model."""
         self.streams = self._group(
             access,
             self._stream_gate,
             MAX_STREAMS,
-            tuple(_record_failures(observe) for observe in observers),
+            tuple(_record_failures(observe) for observe in requests),
             counts_calls=False,
             keeps_connections=False,
         )

@@ -1,4 +1,4 @@
-"""Implements the commands info, models, load and adapter, which describe a running server and its load."""
+"""Implements the commands info, models, load, usage, adapter, clear-cache and cancel, for operators of a server."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ def add_status_commands(subparsers: argparse._SubParsersAction[argparse.Argument
         ("info", "show which server this is, its engines, and what it accepts", _print_info),
         ("models", "show the models that are served", _print_models),
         ("load", "show how busy a server is, each of its engines and of its processes", _print_load),
+        ("usage", "show the requests and tokens of each caller since the server was started", _print_usage),
     ):
         parser = subparsers.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         add_client_arguments(parser)
         parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
         parser.set_defaults(run=partial(run_with_client, command))
     _add_adapter_command(subparsers)
+    _add_commands_of_operators(subparsers)
 
 
 def _add_adapter_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,6 +51,51 @@ def _add_adapter_command(subparsers: argparse._SubParsersAction[argparse.Argumen
         add_client_arguments(parser)
         parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
         parser.set_defaults(run=partial(run_with_client, act))
+
+
+def _add_commands_of_operators(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "remove what a server has cached, of all callers or of some"
+    clear = subparsers.add_parser("clear-cache", help=summary, description=f"{summary.capitalize()}.")
+    owner = clear.add_mutually_exclusive_group()
+    owner.add_argument("--caller", metavar="NAME", help="only what is cached for the token of this name")
+    owner.add_argument("--namespace", metavar="NAME", help="only what is cached for tokens with this namespace")
+    summary = "cancel requests that run or wait on a server"
+    cancel = subparsers.add_parser("cancel", help=summary, description=f"{summary.capitalize()}.")
+    chosen = cancel.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--request", metavar="ID", help="requests with this x-request-id")
+    chosen.add_argument("--caller", metavar="NAME", help="all requests of the token of this name")
+    for parser, act in ((clear, _print_cleared), (cancel, _print_cancelled)):
+        add_client_arguments(parser)
+        parser.add_argument("--json", action="store_true", help="print JSON instead of a sentence")
+        parser.set_defaults(run=partial(run_with_client, act))
+
+
+def _print_cleared(client: Client, arguments: argparse.Namespace) -> None:
+    cleared = client.clear_cache(token=arguments.caller, namespace=arguments.namespace)
+    if arguments.json:
+        show_json(dataclasses.asdict(cleared))
+    else:
+        show(f"removed {cleared.page_count:,} pages and {cleared.image_count:,} images")
+
+
+def _print_cancelled(client: Client, arguments: argparse.Namespace) -> None:
+    count = client.cancel_requests(request_id=arguments.request, token=arguments.caller)
+    if arguments.json:
+        show_json({"cancelled_request_count": count})
+    else:
+        show(f"cancelled {'1 request' if count == 1 else f'{count:,} requests'}")
+
+
+def _print_usage(client: Client, arguments: argparse.Namespace) -> None:
+    callers = client.usage()
+    if arguments.json:
+        show_json([dataclasses.asdict(caller) for caller in callers])
+        return
+    columns = ("caller", "answered", "failed", "refused", "tokens in", "of these cached", "tokens out")
+    rows = (dataclasses.astuple(caller) for caller in callers)
+    print_table(columns, ((name or "(no token)", *(f"{count:,}" for count in counts)) for name, *counts in rows))
+    if not callers:
+        print_error("no caller has sent a request since the server was started")
 
 
 def _print_adapters(client: Client, arguments: argparse.Namespace) -> None:

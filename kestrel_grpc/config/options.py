@@ -314,6 +314,11 @@ class ServerConfig:
         one_of("on", "off", "token"),
         "who may use server reflection: on (any caller), off (no caller) or token (callers with a token)",
     )
+    caller_metrics: bool = option(
+        False,
+        on_or_off,
+        "whether metrics have the requests and tokens of each caller, by the names of tokens: on or off",
+    )
     load_reports: bool = option(
         False,
         on_or_off,

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from kestrel_grpc import __version__
 from kestrel_grpc.calls.call_context import CallContext, Outcome, RequestSummary
+from kestrel_grpc.calls.usage import CallerUsage
 from kestrel_grpc.telemetry.device_reading import DeviceReading, device_reader
 from kestrel_grpc.telemetry.histograms import Histogram, Series
 from kestrel_grpc.telemetry.logs import dropped_lines
@@ -31,6 +32,10 @@ PROVIDER = "kestrel"
 _MAX_NAMED_ADAPTERS = 64
 """The most adapters with series of their own; requests of further adapters are counted together under `_OTHER`."""
 _OTHER = "other"
+_MAX_NAMED_CALLERS = 64
+"""The most callers with series of their own; further callers are counted together under `_OTHER_CALLERS`."""
+_NO_CALLER, _OTHER_CALLERS = "(none)", "(other)"
+"""Labels that no token has as its name."""
 
 
 class Kind(Enum):
@@ -68,6 +73,8 @@ class Reading:
     failed: Mapping[tuple[str, ...], int] = field(default_factory=dict)
     """The numbers of calls that failed, by method and reason."""
     adapter_requests: Mapping[str, int] = field(default_factory=dict)
+    callers: Mapping[str, CallerUsage] | None = None
+    """The counts by caller; None if the metrics of callers are off."""
     restarts: Mapping[str, int] | None = None
     """The numbers of restarts of child processes, by name; None in a process without children."""
 
@@ -354,6 +361,28 @@ METRICS = (
         read=lambda now: now.adapter_requests,
     ),
     Metric(
+        "kestrel.caller.requests",
+        Kind.COUNTER,
+        "1",
+        "Requests by the name of the caller's token and by outcome (answered, failed, refused), with "
+        "`--caller-metrics on`; (none) has no token, and from the 65th caller on they are counted as (other).",
+        ("caller", "outcome"),
+        read=lambda now: _by_caller(
+            now, {"answered": "num_answered", "failed": "num_failed", "refused": "num_refused"}
+        ),
+    ),
+    Metric(
+        "kestrel.caller.tokens",
+        Kind.COUNTER,
+        "1",
+        "Tokens of answered requests by the name of the caller's token, with `--caller-metrics on`: of prompt and "
+        "image (input), those of them that were cached (cached), generated (output).",
+        ("caller", "type"),
+        read=lambda now: _by_caller(
+            now, {"input": "num_input_tokens", "cached": "num_cached_tokens", "output": "num_output_tokens"}
+        ),
+    ),
+    Metric(
         "kestrel.engine.ready",
         Kind.GAUGE,
         "1",
@@ -403,6 +432,18 @@ METRICS = (
         read=lambda now: now.restarts,
     ),
 )
+
+
+def _by_caller(now: Reading, fields: Mapping[str, str]) -> Mapping[tuple[str, ...], float] | None:
+    """Returns sums of fields of `CallerUsage` by caller and by the label of the field."""
+    if now.callers is None:
+        return None
+    sums: Counter[tuple[str, ...]] = Counter()
+    for index, (name, usage) in enumerate(now.callers.items()):  # in the order of their first requests
+        caller = (name or _NO_CALLER) if index < _MAX_NAMED_CALLERS else _OTHER_CALLERS
+        for label, field_name in fields.items():
+            sums[caller, label] += getattr(usage, field_name)
+    return sums
 
 
 def _served(info: EngineInfo) -> tuple[str, ...]:
@@ -456,12 +497,19 @@ class ServerMetrics:
     """Records calls as they end, in `registry`, and reads the engine and `stored_images` at each scrape.
 
     `record` belongs to the event loop; the registry may be read in any thread. If `reads_engine` is False, other
-    processes report the metrics of the engine and of stored images.
+    processes report the metrics of the engine and of stored images. `usage` reads the counts by caller; None if
+    they have no metrics.
     """
 
     def __init__(
-        self, engine: Engine, stored_images: Callable[[], CacheLoad] = CacheLoad, *, reads_engine: bool = True
+        self,
+        engine: Engine,
+        stored_images: Callable[[], CacheLoad] = CacheLoad,
+        usage: Callable[[], Mapping[str, CallerUsage]] | None = None,
+        *,
+        reads_engine: bool = True,
     ) -> None:
+        self._usage = usage
         self.registry = new_registry(self._read)
         self._model = engine.info.model
         self._engine = EngineReader(engine) if reads_engine else None
@@ -506,6 +554,7 @@ class ServerMetrics:
             caches={} if engine is None else {"stored_images": self._stored_images(), **engine.caches()},
             failed=dict(self._failed),
             adapter_requests=dict(self._adapter_requests),
+            callers=None if self._usage is None else self._usage(),
         )
 
     def _record_adapter(self, name: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kestrel_grpc.calls.call_admission import Observer
 from kestrel_grpc.calls.caller_address import CallerAddresses
+from kestrel_grpc.calls.usage import CallerUsage
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.telemetry.logs import CallLog
 from kestrel_grpc.telemetry.metrics import ServerMetrics
@@ -29,12 +30,13 @@ class Telemetry:
         engine: Engine,
         config: ServerConfig,
         stored_images: Callable[[], CacheLoad] = CacheLoad,
+        usage: Callable[[], Mapping[str, CallerUsage]] | None = None,
         *,
         instance_id: str,
         reads_engine: bool = True,
     ) -> None:
-        """`stored_images` reads the store of images. `reads_engine` is False if other processes report the metrics
-        of the engine and of stored images. Raises `TracingUnavailable`."""
+        """`stored_images` reads the store of images, `usage` the counts by caller. `reads_engine` is False if other
+        processes report the metrics of the engine and of stored images. Raises `TracingUnavailable`."""
         self._export: TraceExport | None = None
         if config.tracing and (reason := switched_off_by(os.environ)) is not None:
             _log.info("no traces are sent: %s", reason)
@@ -55,7 +57,9 @@ class Telemetry:
             observers.append(tracer.record)
         self._registry = CollectorRegistry()
         if config.metrics_port is not None or config.http_port is not None:
-            metrics = ServerMetrics(engine, stored_images, reads_engine=reads_engine)
+            metrics = ServerMetrics(
+                engine, stored_images, usage if config.caller_metrics else None, reads_engine=reads_engine
+            )
             observers.append(metrics.record)
             self._registry = metrics.registry
         self.observers: Sequence[Observer] = (*observers, self._call_log.record)

@@ -271,6 +271,18 @@ class CannedEngine(engine_service_pb2_grpc.EngineServiceServicer):
         frontend = engine_service_pb2.FrontendLoad(name="frontend-0", process_id=4711, open_request_count=8)
         return engine_service_pb2.GetLoadResponse(load=load, engines=engines, frontends=[frontend])
 
+    def GetUsage(self, request: Any, context: Any) -> Any:
+        usage = engine_service_pb2.CallerUsage(
+            token="alice",
+            answered_request_count=1,
+            failed_request_count=2,
+            refused_request_count=3,
+            input_token_count=4,
+            cached_token_count=5,
+            output_token_count=6,
+        )
+        return engine_service_pb2.GetUsageResponse(callers=[usage])
+
     def ClearCache(self, request: Any, context: Any) -> Any:
         pages = {"alice": 1, "yard": 2}.get(request.token or request.namespace, 3)
         return engine_service_pb2.ClearCacheResponse(page_count=pages, image_count=4)

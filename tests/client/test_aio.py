@@ -60,6 +60,7 @@ async def test_every_skill_returns_what_the_blocking_client_returns(
     assert await async_client.server_info() == client.server_info()
     assert await async_client.list_models() == client.list_models()
     assert await async_client.load() == client.load()
+    assert await async_client.usage() == client.usage()
     assert await async_client.clear_cache(token="alice") == client.clear_cache(token="alice")
     assert await async_client.cancel_requests(token="alice") == client.cancel_requests(token="alice")
     assert await async_client.list_adapters() == client.list_adapters()

@@ -11,6 +11,7 @@ from google.rpc import code_pb2
 from kestrel_client import (
     Adapter,
     Box,
+    CallerUsage,
     Cancelled,
     ClearedCache,
     Client,
@@ -149,6 +150,10 @@ def test_the_server_tells_about_its_engines_and_processes(client: Client) -> Non
     assert load.engines[0] == EngineLoad(0, "cuda", EngineStatus.SERVING, 4712, whole)
     assert load.engines[2] == EngineLoad(2, "", EngineStatus.RECOVERING, None, None)
     assert load.frontends == (FrontendLoad("frontend-0", 4711, 8),)
+
+
+def test_usage_is_that_of_each_caller(client: Client) -> None:
+    assert client.usage() == (CallerUsage("alice", 1, 2, 3, 4, 5, 6),)
 
 
 def test_operators_clear_caches_and_cancel_requests(client: Client) -> None:

@@ -27,6 +27,7 @@ from kestrel_client.images import ImageInput, StoredImage
 from kestrel_client.requests import CallOptions, Length, SpatialRef
 from kestrel_client.results import (
     Adapter,
+    CallerUsage,
     CaptionResult,
     ClearedCache,
     DetectResult,
@@ -466,6 +467,17 @@ class Client:
             self._calls.engine.GetLoad, engine_pb2.GetLoadRequest, CallOptions(timeout_s=timeout_s)
         )
         return results.load(response)
+
+    def usage(self, *, timeout_s: float | None = None) -> tuple[CallerUsage, ...]:
+        """Returns what each caller has asked of the model since the server was started. Needs the scope `admin`.
+
+        Args:
+            timeout_s: The longest time for the call, in seconds.
+        """
+        response = self._calls.call(
+            self._calls.engine.GetUsage, engine_pb2.GetUsageRequest, CallOptions(timeout_s=timeout_s)
+        )
+        return results.usage(response)
 
     def clear_cache(
         self, *, token: str | None = None, namespace: str | None = None, timeout_s: float | None = None

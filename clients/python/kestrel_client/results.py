@@ -512,6 +512,23 @@ class ServerLoad(Load):
     """The processes by name; only the one that answered if another did not in time. Empty from an older server."""
 
 
+@dataclass(frozen=True, slots=True)
+class CallerUsage:
+    """Counts what a caller has asked of the model since the server was started."""
+
+    token: str
+    """The name of the token; empty for all callers without one that the server knows."""
+    answered_request_count: int
+    failed_request_count: int
+    """Requests that ended without an answer: invalid, cancelled, late or failed."""
+    refused_request_count: int
+    """Requests that were not let in, for the token or for a limit."""
+    input_token_count: int
+    """Tokens of the prompts and images of answered requests, with those that were cached."""
+    cached_token_count: int
+    output_token_count: int
+
+
 def query_result(message: vision_service_pb2.QueryResult) -> QueryResult:
     """Reads an answer."""
     return QueryResult(
@@ -604,6 +621,11 @@ def load(message: engine_service_pb2.GetLoadResponse) -> ServerLoad:
         engines=tuple(map(_engine_load, message.engines)),
         frontends=tuple(_same(FrontendLoad, frontend) for frontend in message.frontends),
     )
+
+
+def usage(message: engine_service_pb2.GetUsageResponse) -> tuple[CallerUsage, ...]:
+    """Reads what each caller has asked."""
+    return tuple(_same(CallerUsage, caller) for caller in message.callers)
 
 
 def cleared_cache(message: engine_service_pb2.ClearCacheResponse) -> ClearedCache:

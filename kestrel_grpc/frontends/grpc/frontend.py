@@ -113,6 +113,7 @@ class GrpcFrontend:
             engine,
             access,
             groups.inference,
+            groups.usage,
             peers,
             instance_id=instance_id,
             max_message_bytes=config.max_message_bytes,

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kestrel_grpc.calls.call_context import OK, CallContext, Outcome, RequestSummary
 from kestrel_grpc.calls.submission import with_alternatives
+from kestrel_grpc.calls.usage import CallerUsage
 from kestrel_grpc.telemetry.device_reading import DeviceReading
 from kestrel_grpc.telemetry.metrics import (
     METRICS,
@@ -184,7 +185,9 @@ async def test_the_text_holds_every_metric_of_the_list_under_its_name_and_kind(e
     monkeypatch.setattr("kestrel_grpc.telemetry.metrics.device_reader", lambda uuid: lambda: reading)
     terms = (item.name for item in fields(MemoryPlan))
     engine.info = replace(engine.info, memory=MemoryPlan(**dict.fromkeys(terms, 1)))
-    metrics = ServerMetrics(engine, lambda: CacheLoad(oldest_age_s=0.0))
+    metrics = ServerMetrics(
+        engine, lambda: CacheLoad(oldest_age_s=0.0), lambda: {"alice": CallerUsage(num_answered=1)}
+    )
     metrics.record(answered_call(), OK)
     metrics.record(answered_call(), BUSY)
     supervisor = new_registry(lambda: Reading(restarts={"core-0": 1}))

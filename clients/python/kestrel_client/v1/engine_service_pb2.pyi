@@ -204,6 +204,34 @@ class Load(_message.Message):
     requests_per_second: float
     def __init__(self, running_request_count: _Optional[int] = ..., waiting_request_count: _Optional[int] = ..., preprocessing_request_count: _Optional[int] = ..., used_page_count: _Optional[int] = ..., page_count: _Optional[int] = ..., output_tokens_per_second: _Optional[float] = ..., requests_per_second: _Optional[float] = ...) -> None: ...
 
+class GetUsageRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetUsageResponse(_message.Message):
+    __slots__ = ("callers",)
+    CALLERS_FIELD_NUMBER: _ClassVar[int]
+    callers: _containers.RepeatedCompositeFieldContainer[CallerUsage]
+    def __init__(self, callers: _Optional[_Iterable[_Union[CallerUsage, _Mapping]]] = ...) -> None: ...
+
+class CallerUsage(_message.Message):
+    __slots__ = ("token", "answered_request_count", "failed_request_count", "refused_request_count", "input_token_count", "cached_token_count", "output_token_count")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FAILED_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    INPUT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    answered_request_count: int
+    failed_request_count: int
+    refused_request_count: int
+    input_token_count: int
+    cached_token_count: int
+    output_token_count: int
+    def __init__(self, token: _Optional[str] = ..., answered_request_count: _Optional[int] = ..., failed_request_count: _Optional[int] = ..., refused_request_count: _Optional[int] = ..., input_token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., output_token_count: _Optional[int] = ...) -> None: ...
+
 class ClearCacheRequest(_message.Message):
     __slots__ = ("token", "namespace")
     TOKEN_FIELD_NUMBER: _ClassVar[int]

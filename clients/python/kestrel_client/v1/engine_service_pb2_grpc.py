@@ -50,6 +50,11 @@ class EngineServiceStub(object):
                 request_serializer=kestrel_dot_v1_dot_engine__service__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_engine__service__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/kestrel.v1.EngineService/GetUsage',
+                request_serializer=kestrel_dot_v1_dot_engine__service__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_engine__service__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
         self.ClearCache = channel.unary_unary(
                 '/kestrel.v1.EngineService/ClearCache',
                 request_serializer=kestrel_dot_v1_dot_engine__service__pb2.ClearCacheRequest.SerializeToString,
@@ -97,6 +102,13 @@ class EngineServiceServicer(object):
 
     def GetLoad(self, request, context):
         """Measures how busy the server is now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetUsage(self, request, context):
+        """Counts what each caller has asked of the model since the server was started.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,6 +168,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=kestrel_dot_v1_dot_engine__service__pb2.GetLoadRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_engine__service__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=kestrel_dot_v1_dot_engine__service__pb2.GetUsageRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_engine__service__pb2.GetUsageResponse.SerializeToString,
             ),
             'ClearCache': grpc.unary_unary_rpc_method_handler(
                     servicer.ClearCache,
@@ -265,6 +282,33 @@ class EngineService(object):
             '/kestrel.v1.EngineService/GetLoad',
             kestrel_dot_v1_dot_engine__service__pb2.GetLoadRequest.SerializeToString,
             kestrel_dot_v1_dot_engine__service__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.EngineService/GetUsage',
+            kestrel_dot_v1_dot_engine__service__pb2.GetUsageRequest.SerializeToString,
+            kestrel_dot_v1_dot_engine__service__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -309,6 +309,18 @@ async def test_the_load_lists_the_front_ends_that_answer_where_another_cannot(fo
         assert [one.name for one in told.frontends] == ["frontend-0", "frontend-2"]
 
 
+async def test_usage_is_the_sum_of_all_front_ends(tokens: Path, folder: Path) -> None:
+    async with sharing(folder, num=3, tokens=str(tokens)) as rig:
+        for server in (*rig.servers, rig.servers[0]):
+            assert await outcome(server.vision.CompleteQuery(QUERY, metadata=ALICE)) == "OK"
+        assert await outcome(rig.servers[2].vision.CompleteQuery(QUERY)) == "TOKEN_INVALID"
+        for server in rig.servers:
+            told = await server.engine_service.GetUsage(engine_service_pb2.GetUsageRequest(), metadata=BOB)
+            counted = [(one.token, one.answered_request_count, one.refused_request_count) for one in told.callers]
+            assert counted == [("", 0, 1), ("alice", 4, 0)]
+            assert told.callers[1].output_token_count == 4 * 3
+
+
 # Stored images
 
 
