@@ -8,11 +8,12 @@ from typing import Any
 
 from kestrel_grpc.frontends.http.bodies import Body
 from kestrel_grpc.frontends.openai.requests import ChatBody, CompletionBody
+from kestrel_grpc.frontends.openai.responses import ResponseBody
 from kestrel_grpc.frontends.rest.requests import ROUTES
 
 REST: Mapping[str, type[Body]] = MappingProxyType({f"/v1/{skill}": body for skill, body in ROUTES.items()})
 OPENAI: Mapping[str, type[Body]] = MappingProxyType(
-    {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
+    {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody, "/v1/responses": ResponseBody}
 )
 _TYPES = {"string": "text", "array": "list"}
 

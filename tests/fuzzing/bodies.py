@@ -34,7 +34,7 @@ PATHS = {
     "rest": ("/v1/query", "/v1/caption", "/v1/point", "/v1/detect", "/v1/segment"),
     "forms": ("/v1/query", "/v1/caption", "/v1/point", "/v1/detect", "/v1/segment", "/v1/gaze"),
     "images": ("/v1/images", *(f"/v1/images/{name}" for name in _IMAGE_NAMES)),
-    "openai": ("/v1/chat/completions", "/v1/completions"),
+    "openai": ("/v1/chat/completions", "/v1/completions", "/v1/responses"),
 }
 
 Draw = random.Random
@@ -43,15 +43,41 @@ Draw = random.Random
 def valid(path: str, draw: Draw) -> dict[str, Any]:
     """A request that a client might send."""
     if path == "/v1/chat/completions":
-        parts = [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": f"data:,{_IMAGE}"}}]
+        parts = [
+            {"type": "text", "text": "?"},
+            {"type": "image_url", "image_url": {"url": f"data:;base64,{_IMAGE}"}},
+        ]
         content = draw.choice(("?", parts, [parts[0]]))
-        return {"model": "fake", "messages": [{"role": "user", "content": content}], "stream": draw.random() < 0.5}
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        turns = [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "a", "content": "x"},
+        ]
+        messages = [{"role": "user", "content": content}, *turns[: draw.choice((0, 2))]]
+        return {"model": "fake", "messages": messages, "stream": draw.random() < 0.5, **tools(draw)}
+    if path == "/v1/responses":
+        image = {"type": "input_image", "image_url": f"data:;base64,{_IMAGE}"}
+        items = [
+            {"role": "user", "content": [{"type": "input_text", "text": "?"}, image]},
+            {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "a", "output": "x"},
+        ]
+        return {"model": "fake", "input": draw.choice(("?", items)), "stream": draw.random() < 0.5}
     if path == "/v1/completions":
         return {"model": "fake", "prompt": "?", "stream": draw.random() < 0.5}
     if path == "/v1/query":
         return {"question": "?", "stream": draw.random() < 0.5, "settings": {"temperature": 0.5}}
     body: dict[str, Any] = {"image_url": _IMAGE}
     return body if path == "/v1/caption" else {**body, "object": "bird"}
+
+
+def tools(draw: Draw) -> dict[str, Any]:
+    """The fields of a chat about tools, often none."""
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"$ref": "#"}}}}
+    given = [{"type": "function", "function": function}, {"type": "function", "function": {"name": "g"}}]
+    named = {"type": "function", "function": {"name": "f"}}
+    choice = draw.choice(("auto", "none", "required", named))
+    return draw.choice(({}, {"tools": given, "tool_choice": choice}))
 
 
 def strange_value(draw: Draw, depth: int = 0) -> Any:

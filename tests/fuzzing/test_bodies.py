@@ -23,6 +23,6 @@ def test_hostile_bodies_are_answered_as_documented(api: str, server: Target) -> 
     before = server.rss_bytes
     outcomes = server.hear_all(api, range(50, 200))
     assert server.rss_bytes - before < 64 * _MIB
-    assert outcomes["200"] > 0
+    assert outcomes["200"] > 0, outcomes
     assert outcomes["400"] > 0
     assert outcomes["403"] > 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from kestrel_grpc.calls.call_context import CallContext, RequestSummary
 from kestrel_grpc.calls.errors import CallFailure, MethodUnknown
 from kestrel_grpc.calls.submission import Submission
-from kestrel_grpc.frontends.http.answers import serving
+from kestrel_grpc.frontends.http.answers import Renderer, serving
 from kestrel_grpc.frontends.http.endpoint import Description, Group, Operation
 from kestrel_grpc.frontends.http.exchange import Exchange
 from kestrel_grpc.frontends.openai.rendering import (
@@ -22,15 +23,16 @@ from kestrel_grpc.frontends.openai.rendering import (
 from kestrel_grpc.frontends.openai.requests import (
     ChatBody,
     CompletionBody,
-    Style,
     parse_chat,
     parse_completion,
 )
+from kestrel_grpc.frontends.openai.response_rendering import ResponseRenderer
+from kestrel_grpc.frontends.openai.responses import ResponseBody, parse_response
 from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import ModelNotFound
 
 # Routes of OpenAI's clients that are refused by their name.
-_REFUSED = ("/v1/responses", "/v1/embeddings", "/v1/images/generations", "/v1/moderations", "/v1/batches")
+_REFUSED = ("/v1/embeddings", "/v1/images/generations", "/v1/moderations", "/v1/batches")
 
 
 class OpenAiDialect:
@@ -82,6 +84,14 @@ class OpenAiService:
                 ),
             ),
             Operation(
+                "POST",
+                "/v1/responses",
+                "openai/responses",
+                partial(parse_response, max_image_bytes),
+                serving(submission, self._new_renderer_of(ResponseRenderer)),
+                description=Description("createResponse", ResponseBody.__doc__ or "", "The answer.", ResponseBody),
+            ),
+            Operation(
                 "GET",
                 "/v1/models",
                 "openai/models",
@@ -106,11 +116,9 @@ class OpenAiService:
         )
 
     def _new_renderer_of(
-        self, kind: type[ChatRenderer] | type[CompletionRenderer]
-    ) -> Callable[[str, RequestSummary, Style], ChatRenderer | CompletionRenderer]:
-        def new_renderer(
-            request_id: str, request: RequestSummary, style: Style
-        ) -> ChatRenderer | CompletionRenderer:
+        self, kind: Callable[[str, str, int, Any], Renderer]
+    ) -> Callable[[str, RequestSummary, Any], Renderer]:
+        def new_renderer(request_id: str, request: RequestSummary, style: Any) -> Renderer:
             # The name in the list of models.
             model = request.adapter or self._models[0]
             return kind(request_id, model, int(time.time()), style)

@@ -53,6 +53,9 @@ def main() -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     print("streamed chat")
 
+    check_tools(alice, model)
+    check_responses(alice, model)
+
     turns: Any = [
         {"role": "system", "content": "Be brief."},
         *SEEN,
@@ -163,7 +166,7 @@ def main() -> None:
         lambda: alice.chat.completions.create(model="gull", messages=SEEN),
         "model_not_found",
     )
-    refuse(openai.NotFoundError, lambda: alice.responses.create(model=model, input="hi"), "method_unknown")
+    refuse(openai.NotFoundError, lambda: alice.embeddings.create(model=model, input="hi"), "method_unknown")
     for unsupported in (
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"web_search_options": {"search_context_size": "low"}},
@@ -183,6 +186,80 @@ def main() -> None:
     assert int(error.response.headers["retry-after-ms"]) <= 500
     client("limited", max_retries=3).models.list()
     print("rate limit, and a retry that succeeds")
+
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"color": {"type": "string", "enum": ["red", "blue"]}, "count": {"type": "integer"}},
+    "required": ["color", "count"],
+    "additionalProperties": False,
+}
+
+
+def check_tools(alice: Any, model: str) -> None:
+    """Checks forced calls, whole and streamed, and a turn with the result of one."""
+    tools: Any = [
+        {"type": "function", "function": {"name": name, "parameters": SCHEMA, "strict": True}}
+        for name in ("paint", "draw")
+    ]
+    asked: Any = {"model": model, "messages": SEEN, "temperature": 0, "max_tokens": 64}
+    named = {"type": "function", "function": {"name": "draw"}}
+    for choice, names in ((named, {"draw"}), ("required", {"paint", "draw"})):
+        whole = alice.chat.completions.create(**asked, tools=tools, tool_choice=choice).choices[0]
+        with alice.chat.completions.stream(**asked, tools=tools, tool_choice=choice) as stream:
+            streamed = stream.get_final_completion().choices[0]
+        for found in (whole, streamed):
+            (call,) = found.message.tool_calls
+            arguments = json.loads(call.function.arguments)
+            assert found.finish_reason == "tool_calls", found
+            assert call.function.name in names
+            assert (arguments["color"] in ("red", "blue"), type(arguments["count"])) == (True, int), arguments
+        first, second = (found.message.tool_calls[0].function for found in (whole, streamed))
+        assert (first.name, first.arguments) == (second.name, second.arguments)
+    result = {"role": "tool", "tool_call_id": whole.message.tool_calls[0].id, "content": "done"}
+    turns = [*SEEN, whole.message.model_dump(exclude_none=True), result]
+    second = alice.chat.completions.create(**{**asked, "messages": turns}, tools=tools).choices[0]
+    assert second.message.content, second
+    print("tools")
+
+
+def check_responses(alice: Any, model: str) -> None:
+    """Checks responses with an image, whole and streamed, formats and calls."""
+    content = [
+        {"type": "input_text", "text": "What is in this image?"},
+        {"type": "input_image", "image_url": URL, "detail": "auto"},
+    ]
+    asked: Any = {"model": model, "input": [{"role": "user", "content": content}], "temperature": 0}
+    whole = alice.responses.create(**asked, store=True)
+    assert "star" in whole.output_text, whole
+    assert (whole.status, whole.store) == ("completed", False)
+    with alice.responses.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_response()
+    assert streamed.output_text == whole.output_text
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed"), kinds
+    shaped = alice.responses.create(
+        **asked,
+        text={"format": {"type": "json_schema", "name": "shape", "schema": SCHEMA, "strict": True}},
+        max_output_tokens=64,
+    )
+    assert json.loads(shaped.output_text)["color"] in ("red", "blue")
+    tools: Any = [{"type": "function", "name": name, "parameters": SCHEMA, "strict": True} for name in ("a", "b")]
+    forced: Any = {**asked, "tools": tools, "tool_choice": "required", "max_output_tokens": 64}
+    (call,) = alice.responses.create(**forced).output
+    with alice.responses.stream(**forced) as stream:
+        (same,) = stream.get_final_response().output
+    assert (call.type, call.name, call.arguments) == ("function_call", same.name, same.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+    turns = [*asked["input"], call.model_dump(exclude_none=True), result]
+    assert alice.responses.create(**{**asked, "input": turns}).output_text
+    for fields in ({"background": True}, {"previous_response_id": whole.id}):
+        refuse(
+            openai.BadRequestError,
+            lambda fields=fields: alice.responses.create(**asked, **fields),
+            "unsupported_parameter",
+        )
+    print("responses")
 
 
 def check_examples() -> None:
