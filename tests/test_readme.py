@@ -132,7 +132,7 @@ def examples(page: str) -> list[tuple[str, str]]:
 
 
 def test_git_ignores_the_files_that_the_examples_write():
-    written = re.findall(r"(?: 2?>|--draw |-keyout |-out |venv )([\w.]+)", README)
+    written = re.findall(r"(?: 2?>|--file |--draw |-keyout |-out |venv )([\w.]+)", README)
     assert {"demo.png", "alice.token", "tokens.toml", "server.key", "server.pem", "kestrel"} <= set(written)
     command = ("git", "check-ignore", "--stdin")
     # A folder is ignored as one, also where it is not there.
