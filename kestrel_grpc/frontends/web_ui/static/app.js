@@ -117,7 +117,7 @@ async function takeFile(file, fileName) {
 function takeAddress() {
   clearProblem();
   const address = $("address").value.trim();
-  if (!/^https?:$/.test(URL.parse(address)?.protocol)) {
+  if (!/^https?:/i.test(address) || !URL.canParse(address)) {
     showUnfilled(new Unfilled("address", "Write an address that begins with https://."));
     return;
   }
@@ -254,7 +254,11 @@ async function ask({ isOpening = false } = {}) {
   running = run;
   showRunning();
   const view = new AnswerView(request, overlay, given());
-  if (!isOpening) bringIntoView();
+  if (!isOpening) {
+    // The keyboard of a phone would cover the answer.
+    if (matchMedia("(pointer: coarse)").matches) document.activeElement.blur();
+    bringIntoView();
+  }
   try {
     const answer = await sendWithPicture(request, view, run);
     // The answer to what is no longer asked is not shown.
@@ -345,6 +349,7 @@ function remember(entry) {
   shown = entry;
   closeUnused(left.map((old) => old.picture));
   showEntries();
+  showSave();
 }
 
 function showEntries() {
@@ -371,9 +376,15 @@ function showEntry(entry) {
   new AnswerView(entry.request, overlay, given()).show(entry.answer, entry.times);
   shown = entry;
   showEntries();
+  showSave();
   $("entries").querySelector("[aria-current]").focus({ preventScroll: true });
   bringIntoView();
   updateSample();
+}
+
+/** Offer the picture where something is drawn over it. */
+function showSave() {
+  $("save-picture").hidden = overlay.isEmpty || !picture?.url || !$("picture").naturalWidth;
 }
 
 async function savePicture() {
@@ -407,7 +418,7 @@ function update() {
     drop();
   }
   showPictureFacts();
-  $("save-picture").hidden = !picture?.url || !$("picture").naturalWidth;
+  showSave();
   updateSample();
 }
 

@@ -46,6 +46,10 @@ export class Overlay {
     this.#draw();
   }
 
+  get isEmpty() {
+    return this.#marks.length === 0;
+  }
+
   /** Emphasise the mark with this label; null emphasises none. */
   light(label) {
     this.#lit = label;
