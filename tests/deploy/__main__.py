@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.clients.__main__ import ENVIRONMENTS, Client, command
+from tests.clients.catalogue import Client
+from tests.clients.environments import ENVIRONMENTS, command
 from tests.deploy.manifests import CUSTOM_SCHEMAS, Manifest, manifests
 
 CHECKER = Client(

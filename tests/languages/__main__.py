@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from kestrel_client import Client, KestrelClientError
-from tests.clients.__main__ import CHECKOUT, NODE, NPM, PICTURE, address_in, serving
+from tests.clients.__main__ import PICTURE, address_in, serving
+from tests.clients.catalogue import CHECKOUT
+from tests.clients.environments import NODE, NPM
 
 LANGUAGES = {"go": "Go", "node": "TypeScript", "java": "Java", "cpp": "C++"}
 """The names of the languages, and their headings on the page."""

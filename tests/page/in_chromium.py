@@ -25,7 +25,8 @@ from kestrel_grpc.server import Server
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.requests import Gaze
 from kestrel_runtime.engine.engine import LocalEngine
-from tests.clients.__main__ import CLIENTS, ENVIRONMENTS, install
+from tests.clients.catalogue import CLIENTS
+from tests.clients.environments import ENVIRONMENTS, install
 from tests.fakes import HOLD, FakeEngine, answers
 from tests.page.browser import DEMO_PICTURE, PHONE, Window, launch, window
 from tests.server.frontends.http.test_frontend import tokens_in
