@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TypeVar
 
 from kestrel_grpc.calls.call_context import CallContext, RequestSummary
@@ -23,6 +24,13 @@ Rendered = TypeVar("Rendered")
 
 _DEFAULT_MODEL_NAMES = ("moondream3-preview",)
 """The names that Moondream's client sends for a caller who names no model. Each stands for the served model."""
+_PUBLISHED_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "moondream2": ("moondream2", "moondream-2B", "vikhyatk/moondream2"),
+        "moondream3": ("moondream3.1-9B-A2B", "moondream/moondream3.1-9B-A2B", "moondream/moondream3-preview"),
+    }
+)
+"""The names under which the makers publish the models of an architecture; each stands for a served one."""
 
 
 class Submission:
@@ -94,7 +102,8 @@ class Submission:
     def _split(self, model: str) -> tuple[str, bool]:
         """Splits the name of a model: returns the adapter's name, and whether the served model's name precedes
         it."""
-        names = ("", *self._model_names, self._engine.info.model)
+        info = self._engine.info
+        names = ("", *self._model_names, info.model, *_PUBLISHED_NAMES.get(info.architecture, ()))
         if model in names:
             return "", True
         found = (model.removeprefix(f"{name}/") for name in names if name and model.startswith(f"{name}/"))

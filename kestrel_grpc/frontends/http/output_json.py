@@ -15,13 +15,14 @@ from typing import Any
 from kestrel_runtime.api.events import (
     Box,
     CaptionOutput,
-    DetectOutput,
     Finished,
     FinishReason,
     Location,
+    Output,
     PointOutput,
     QueryOutput,
     Reasoning,
+    SegmentOutput,
     TokenLogprob,
     TopLogprob,
 )
@@ -90,9 +91,7 @@ def encoder_for(finished: Finished) -> Callable[[Any], bytes]:
     return large_json if finished.is_large else to_json
 
 
-def result(
-    output: QueryOutput | CaptionOutput | PointOutput | DetectOutput, points: Points, grounding_points: Points
-) -> dict[str, Any]:
+def result(output: Output, points: Points, grounding_points: Points) -> dict[str, Any]:
     """Returns the result of a skill. `grounding_points` is the format of the points in a reasoning."""
     if isinstance(output, QueryOutput):
         found = {"answer": output.answer, **_logprobs(output.logprobs)}
@@ -103,6 +102,11 @@ def result(
         return {**found, "reasoning": {"text": thought.text, **points_of_text, **_logprobs(thought.logprobs)}}
     if isinstance(output, CaptionOutput):
         return {"caption": output.caption, **_logprobs(output.logprobs)}
+    if isinstance(output, SegmentOutput):
+        found = (
+            {"path": mask.svg_path, "bbox": box(mask.box), "partial": mask.is_partial} for mask in output.segments
+        )
+        return next(found, {"path": "", "bbox": None, "partial": False})
     if isinstance(output, PointOutput):
         return {"points": points(output.points)}
     return {"objects": [box(found) for found in output.boxes]}

@@ -6,11 +6,20 @@ import codecs
 import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc.calls.errors import BadFields, CallFailure
-from kestrel_grpc.frontends.http.output_json import encoder_for, grounding, pairs, sent_event, to_json
+from kestrel_grpc.frontends.http.output_json import (
+    encoder_for,
+    grounding,
+    objects,
+    pairs,
+    result,
+    sent_event,
+    to_json,
+)
 from kestrel_grpc.frontends.openai.conversation import MANY_IMAGES, NOT_SUPPORTED
 from kestrel_grpc.frontends.openai.requests import Style
 from kestrel_grpc.frontends.openai.tools import CallReader
@@ -53,6 +62,7 @@ class ChatRenderer:
         self._facts = {"id": f"chatcmpl-{request_id}", "created": created_s, "model": model}
         self._includes_usage = includes_usage = style.includes_usage
         self._functions = style.functions
+        self._is_json = style.is_json
         self._calls = defaultdict[int, _Call](lambda: _Call(CallReader(style.functions)))  # by sample
         # Each token has a chunk; the parts that all chunks share are encoded once.
         head = to_json({"id": f"chatcmpl-{request_id}", "object": "chat.completion.chunk"})[:-1]
@@ -63,14 +73,16 @@ class ChatRenderer:
 
     def answer(self, finished: Finished) -> bytes:
         """Returns the whole answer."""
-        samples = enumerate((finished, *finished.alternatives))
-        choices = [_chat_choice(index, sample, self._functions) for index, sample in samples]
+        render = _json_choice if self._is_json else partial(_chat_choice, functions=self._functions)
+        choices = [render(index, sample) for index, sample in enumerate((finished, *finished.alternatives))]
         facts = {"object": "chat.completion", "choices": choices, "usage": _usage(finished.usage)}
         return encoder_for(finished)({**self._facts, **facts})
 
     def events(self, event: Event, sample: int) -> bytes:
         """Returns the server-sent events for an event of a sample; empty if there are none."""
         head = b'%b%d,"delta":' % (self._head, sample)
+        if self._is_json:
+            return self._events_of_json(event, sample)
         if self._functions and not (isinstance(event, TextDelta) and event.channel is not TextChannel.ANSWER):
             return self._events_of_call(event, sample)
         if isinstance(event, TextDelta):
@@ -109,6 +121,15 @@ class ChatRenderer:
         if is_over:
             chunks += self._chunk(sample, {}, call.taken_logprobs(), reason)
         return chunks
+
+    def _events_of_json(self, event: Event, sample: int) -> bytes:
+        """Returns the server-sent events for an event of a sample of a skill, whose JSON is sent as one piece."""
+        if isinstance(event, Started):
+            return self._chunk(sample, {"role": "assistant", "content": ""})
+        if not isinstance(event, Finished):
+            return b""
+        reason = _FINISH_REASONS[event.finish_reason]
+        return self._chunk(sample, {"content": skill_json(event)}) + self._chunk(sample, {}, reason=reason)
 
     def _chunk(
         self, sample: int, delta: dict[str, Any], logprobs: Sequence[TokenLogprob] = (), reason: str | None = None
@@ -250,6 +271,17 @@ def _chat_choice(index: int, finished: Finished, functions: Sequence[str]) -> di
         "logprobs": None if output.logprobs is None else _chat_logprobs(output.logprobs),
         "finish_reason": reason,
     }
+
+
+def skill_json(finished: Finished) -> str:
+    """Returns the result of a skill, as the REST API has it."""
+    return encoder_for(finished)(result(finished.output, objects, pairs)).decode()
+
+
+def _json_choice(index: int, finished: Finished) -> dict[str, Any]:
+    message = {"role": "assistant", "content": skill_json(finished), "refusal": None}
+    reason = _FINISH_REASONS[finished.finish_reason]
+    return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
 
 
 def _chat_logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:

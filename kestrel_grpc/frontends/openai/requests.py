@@ -5,7 +5,7 @@ A field is ignored if it cannot change an answer of these models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
@@ -31,6 +31,7 @@ from kestrel_grpc.frontends.openai.conversation import (
     Message,
     read_conversation,
 )
+from kestrel_grpc.frontends.openai.skills import DESCRIPTION, TEXT, Skill, chosen_skill, skill_request
 from kestrel_grpc.frontends.openai.tools import (
     CHOICE_DESCRIPTION,
     MAX_TOOLS,
@@ -42,7 +43,7 @@ from kestrel_grpc.frontends.openai.tools import (
 )
 from kestrel_runtime.api.constraints import MAX_CHOICES, Constraint
 from kestrel_runtime.api.errors import InvalidRequest
-from kestrel_runtime.api.requests import ChatMessage, RequestOptions, Role
+from kestrel_runtime.api.requests import ChatMessage, Request, RequestOptions, Role
 from kestrel_runtime.api.sampling_params import SamplingParams
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -129,6 +130,8 @@ class Style(NamedTuple):
     """True if the last chunk of a stream has the numbers of tokens."""
     functions: tuple[str, ...] = ()
     """The names of functions one of which the answer calls; empty for an answer in text."""
+    is_json: bool = False
+    """True if the content of the answer is the JSON of a skill's result."""
 
 
 # Fields that are refused unless they ask for nothing
@@ -158,7 +161,9 @@ class Only:
 
 class _OpenAiBody(Sampling):
     model: Text = Field(
-        description="The model's name, as `/v1/models` has it, or `model/adapter`.", examples=["moondream3-preview"]
+        description="The model's name, as `/v1/models` has it, or `model/adapter`; in chats and responses "
+        "`:detect` or another skill may follow.",
+        examples=["moondream3-preview"],
     )
     stream: bool = Field(False, description="Whether the answer comes as server-sent events.")
     stream_options: StreamOptions = Field(StreamOptions.model_validate({}), description="Options of a stream.")
@@ -216,6 +221,7 @@ class ChatBody(_OpenAiBody):
     )
     tool_choice: ToolChoiceField | None = Field(None, description=CHOICE_DESCRIPTION)
     parallel_tool_calls: bool | None = Field(None, description="Without effect: an answer has one call at most.")
+    skill: Skill | None = Field(None, description=DESCRIPTION)
     prediction: dict[str, Any] | None = Field(
         None, description="Without effect: it may speed an answer up, and changes none."
     )
@@ -247,10 +253,10 @@ class CompletionBody(_OpenAiBody):
 # From bytes to the request of the engine
 
 
-def parse_chat(max_image_bytes: int, data: bytes) -> ParsedRequest:
+def parse_chat(max_image_bytes: int, served: Collection[str], data: bytes) -> ParsedRequest:
     """Reads a request of `/v1/chat/completions`. Raises `InvalidRequest` with every mistake, or `ImageError`.
 
-    `max_image_bytes` is the largest encoded image.
+    `max_image_bytes` is the largest encoded image, `served` are the names of the served model.
     """
     problems = Problems()
     body = read(ChatBody, parse_json(data, problems.add), problems)
@@ -271,7 +277,18 @@ def parse_chat(max_image_bytes: int, data: bytes) -> ParsedRequest:
     image = None
     if conversation.image is not None:
         image = read_image(conversation.image, conversation.image_path, max_image_bytes, problems)
-    return _parsed(body, conversation, image, sampling, problems, "messages", call, reasoning=body.reasoning)
+    model, skill = chosen_skill(body.model, body.skill, served, problems)
+    if skill != TEXT:
+        for name in ("reasoning", "constraint", "structured_outputs"):
+            if getattr(body, name):
+                problems.add(name, f"is not supported with the skill {skill}")
+        if body.response_format is not None and body.response_format.type == "json_schema":
+            problems.add("response_format", f"is not supported with the skill {skill}")
+        if call is not None:
+            problems.add("tool_choice", f"is not supported with the skill {skill}")
+    return _parsed(
+        body, conversation, image, sampling, problems, "messages", call, model, skill, reasoning=body.reasoning
+    )
 
 
 def parse_completion(data: bytes) -> ParsedRequest:
@@ -304,10 +321,13 @@ def _parsed(
     problems: Problems,
     text_name: str,
     call: ForcedCall | None = None,
+    model: str | None = None,
+    skill: str = TEXT,
     *,
     reasoning: bool = False,
 ) -> ParsedRequest:
-    """Returns the request for the engine. `text_name` is the field that has the question."""
+    """Returns the request for the engine. `text_name` is the field that has the question, `model` replaces the name
+    of the model."""
     constraint, constraint_name = _constraint(body, call, problems)
     name = partial(
         _name,
@@ -316,21 +336,22 @@ def _parsed(
         image_name=conversation.image_path or text_name,
         constraint_name=constraint_name,
     )
-    query = None
+    query: Request | None = None
+    options = RequestOptions(model=body.model if model is None else model)
+    data = None if image is None else image.data
     try:
-        query = conversation.request(
-            None if image is None else image.data,
-            reasoning=reasoning,
-            sampling=sampling,
-            options=RequestOptions(model=body.model),
-            constraint=constraint,
-        )
+        if skill != TEXT:
+            query = skill_request(skill, conversation, data, sampling, options, problems)
+        else:
+            query = conversation.request(
+                data, reasoning=reasoning, sampling=sampling, options=options, constraint=constraint
+            )
     except InvalidRequest as error:
         problems.add_renamed(error.violations, name)
     problems.require_none()
     assert query is not None
     reference = None if image is None else image.reference
-    style = Style(body.stream_options.include_usage, () if call is None else call.names)
+    style = Style(body.stream_options.include_usage, () if call is None else call.names, skill != TEXT)
     return ParsedRequest(query, reference, body.stream, style, name)
 
 

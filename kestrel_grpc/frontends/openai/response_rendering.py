@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc.frontends.http.output_json import encoder_for, to_json
-from kestrel_grpc.frontends.openai.rendering import new_call_id, query_output, read_call
+from kestrel_grpc.frontends.openai.rendering import new_call_id, query_output, read_call, skill_json
 from kestrel_grpc.frontends.openai.responses import ResponseStyle
 from kestrel_grpc.frontends.openai.tools import CallReader
 from kestrel_runtime.api.events import Event, Finished, FinishReason, Started, TextChannel, TextDelta, Usage
@@ -27,6 +27,7 @@ class ResponseRenderer:
             **style.echo,
         }
         self._functions = style.functions
+        self._is_json = style.is_json
         self._reader = CallReader(style.functions)
         self._num_events = 0
         self._done: list[dict[str, Any]] = []
@@ -34,9 +35,12 @@ class ResponseRenderer:
 
     def answer(self, finished: Finished) -> bytes:
         """Returns the whole answer."""
+        status = "incomplete" if _is_cut_off(finished) else "completed"
+        if self._is_json:
+            items = [_Message(self._request_id, skill_json(finished)).whole(status)]
+            return encoder_for(finished)(self._response(status, items, finished.usage))
         output = query_output(finished)
         items = [] if output.reasoning is None else [_Reasoning(self._request_id, output.reasoning.text).whole()]
-        status = "incomplete" if _is_cut_off(finished) else "completed"
         if not self._functions:
             items.append(_Message(self._request_id, output.answer).whole(status))
         elif (call := read_call(finished, self._functions)) is not None:
@@ -50,6 +54,8 @@ class ResponseRenderer:
             return self._event("response.created", response=response) + self._event(
                 "response.in_progress", response=response
             )
+        if self._is_json and not isinstance(event, Finished):
+            return b""
         if isinstance(event, TextDelta):
             if event.channel is not TextChannel.ANSWER:
                 return self._delta(_Reasoning, event.text)
@@ -66,7 +72,9 @@ class ResponseRenderer:
     def _finish(self, finished: Finished) -> bytes:
         status = "incomplete" if _is_cut_off(finished) else "completed"
         written = b""
-        if self._functions:
+        if self._is_json:
+            written += self._delta(_Message, skill_json(finished))
+        elif self._functions:
             written += self._call_delta(self._reader.end(is_complete=status == "completed"))
         elif not isinstance(self._open, _Message):  # an answer without a text
             written += self._delta(_Message, "")

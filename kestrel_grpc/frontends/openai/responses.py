@@ -5,6 +5,7 @@ Each request has the whole conversation, and what names an earlier response or a
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -22,6 +23,7 @@ from kestrel_grpc.frontends.http.fields import (
 from kestrel_grpc.frontends.http.json_body import parse_json
 from kestrel_grpc.frontends.openai.conversation import MAX_MESSAGES, MAX_PARTS, ConversationReader
 from kestrel_grpc.frontends.openai.requests import NOT_IN_CALLS, Only
+from kestrel_grpc.frontends.openai.skills import DESCRIPTION, TEXT, Skill, chosen_skill, skill_request
 from kestrel_grpc.frontends.openai.tools import (
     CHOICE_DESCRIPTION,
     MAX_TOOLS,
@@ -32,7 +34,7 @@ from kestrel_grpc.frontends.openai.tools import (
 )
 from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import InvalidRequest
-from kestrel_runtime.api.requests import RequestOptions
+from kestrel_runtime.api.requests import Request, RequestOptions
 
 _NO_EFFECT: Any = Field(None, description="Without effect.")
 _NOTHING_STORED: Any = Field(None, description="Without effect: nothing is stored.")
@@ -135,12 +137,15 @@ class ResponseBody(Sampling):
     """Answers a conversation about an image, as a response of OpenAI's newer API. Nothing is stored."""
 
     model: Text = Field(
-        description="The model's name, as `/v1/models` has it, or `model/adapter`.", examples=["moondream3-preview"]
+        description="The model's name, as `/v1/models` has it, or `model/adapter`; in chats and responses "
+        "`:detect` or another skill may follow.",
+        examples=["moondream3-preview"],
     )
     input: TextOr[Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]] = Field(
         description="A text of the user, or a list of items.",
         examples=[[{"role": "user", "content": "What is in this image?"}]],
     )
+    skill: Skill | None = Field(None, description=DESCRIPTION)
     instructions: Text | None = Field(None, description="A message of the system before all others.")
     stream: bool = Field(False, description="Whether the answer comes as server-sent events.")
     stream_options: ResponseStreamOptions | None = Field(None, description="Options of a stream.")
@@ -190,12 +195,14 @@ class ResponseStyle(NamedTuple):
 
     echo: dict[str, Any]
     functions: tuple[str, ...]
+    is_json: bool = False
+    """True if the text of the answer is the JSON of a skill's result."""
 
 
-def parse_response(max_image_bytes: int, data: bytes) -> ParsedRequest:
+def parse_response(max_image_bytes: int, served: Collection[str], data: bytes) -> ParsedRequest:
     """Reads a request of `/v1/responses`. Raises `InvalidRequest` with every mistake, or `ImageError`.
 
-    `max_image_bytes` is the largest encoded image.
+    `max_image_bytes` is the largest encoded image, `served` are the names of the served model.
     """
     problems = Problems()
     body = read(ResponseBody, parse_json(data, problems.add), problems)
@@ -238,23 +245,34 @@ def parse_response(max_image_bytes: int, data: bytes) -> ParsedRequest:
     image = None
     if conversation.image is not None:
         image = read_image(conversation.image, conversation.image_path, max_image_bytes, problems)
-    request = None
-    try:
-        request = conversation.request(
-            None if image is None else image.data,
-            reasoning=body.reasoning is not None and body.reasoning.enabled,
-            sampling=body.params(
-                **({} if call is None else NOT_IN_CALLS),
-                max_tokens=body.max_tokens if body.max_output_tokens is None else body.max_output_tokens,
-            ),
-            options=RequestOptions(model=body.model),
-            constraint=constraint,
+    model, skill = chosen_skill(body.model, body.skill, served, problems)
+    reasons = body.reasoning is not None and body.reasoning.enabled
+    if skill != TEXT:
+        is_shaped = (
+            body.text is not None and body.text.format is not None and body.text.format.type == "json_schema"
         )
+        given = {"reasoning.enabled": reasons, "tool_choice": call, "text.format": is_shaped}
+        for path, value in given.items():
+            if value:
+                problems.add(path, f"is not supported with the skill {skill}")
+    sampling = body.params(
+        **({} if call is None else NOT_IN_CALLS),
+        max_tokens=body.max_tokens if body.max_output_tokens is None else body.max_output_tokens,
+    )
+    options, pixels = RequestOptions(model=model), None if image is None else image.data
+    request: Request | None = None
+    try:
+        if skill != TEXT:
+            request = skill_request(skill, conversation, pixels, sampling, options, problems)
+        else:
+            request = conversation.request(
+                pixels, reasoning=reasons, sampling=sampling, options=options, constraint=constraint
+            )
     except InvalidRequest as error:
         problems.add_renamed(error.violations, name)
     problems.require_none()
     assert request is not None
-    style = ResponseStyle(_echo(body), () if call is None else call.names)
+    style = ResponseStyle(_echo(body), () if call is None else call.names, skill != TEXT)
     return ParsedRequest(request, None if image is None else image.reference, body.stream, style, name)
 
 

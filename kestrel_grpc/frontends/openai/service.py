@@ -28,6 +28,7 @@ from kestrel_grpc.frontends.openai.requests import (
 )
 from kestrel_grpc.frontends.openai.response_rendering import ResponseRenderer
 from kestrel_grpc.frontends.openai.responses import ResponseBody, parse_response
+from kestrel_grpc.frontends.openai.skills import split_skill
 from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import ModelNotFound
 
@@ -62,6 +63,7 @@ class OpenAiService:
         self._submission = submission
         self._engine = engine
         self._models = tuple(model_names) or (engine.info.model,)
+        self._names = (*self._models, engine.info.model)
         self._started_s = int(time.time())
         self.dialect = OpenAiDialect()
         self.operations: Sequence[Operation] = (
@@ -69,7 +71,7 @@ class OpenAiService:
                 "POST",
                 "/v1/chat/completions",
                 "openai/chat.completions",
-                partial(parse_chat, max_image_bytes),
+                partial(parse_chat, max_image_bytes, self._names),
                 serving(submission, self._new_renderer_of(ChatRenderer)),
                 description=Description("createChatCompletion", ChatBody.__doc__ or "", "The answer.", ChatBody),
             ),
@@ -87,7 +89,7 @@ class OpenAiService:
                 "POST",
                 "/v1/responses",
                 "openai/responses",
-                partial(parse_response, max_image_bytes),
+                partial(parse_response, max_image_bytes, self._names),
                 serving(submission, self._new_renderer_of(ResponseRenderer)),
                 description=Description("createResponse", ResponseBody.__doc__ or "", "The answer.", ResponseBody),
             ),
@@ -132,7 +134,7 @@ class OpenAiService:
         name = parameters["model"]
         if not name:
             raise ModelNotFound(name)
-        adapter = await self._submission.adapter_of(name)
+        adapter = await self._submission.adapter_of(split_skill(name, self._names)[0])
         return model_json(name, self._started_s, parent=self._models[0] if adapter else None)
 
 

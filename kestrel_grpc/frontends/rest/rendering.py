@@ -70,12 +70,6 @@ class Renderer:
         return {**self._result(finished.output), **ending(finished)}
 
     def _result(self, output: Output) -> dict[str, Any]:
-        if isinstance(output, SegmentOutput):
-            found = (
-                {"path": mask.svg_path, "bbox": box(mask.box), "partial": mask.is_partial}
-                for mask in output.segments
-            )
-            return next(found, {"path": "", "bbox": None, "partial": False})
         return result(output, pairs if self._is_kestrel else objects, pairs)
 
     def _metrics(self, finished: Finished) -> dict[str, Any]:
