@@ -1,8 +1,8 @@
 # One word per task, the same for people and for CI.
 
 # The first Python that will do; `make setup PYTHON=…` takes another.
-PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
-	$$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null \
 	&& echo $$python && break; done)
 # Anything pip takes. Installed first, and alone: a bare `torch` among the other requirements would bring its
 # newest build with everything for CUDA where a smaller one is at hand.
@@ -22,7 +22,7 @@ help: ## Print these commands
 setup-server: .venv/server ## Install what serves models into .venv
 
 .venv/server: pyproject.toml clients/python/pyproject.toml
-	@test -n "$(PYTHON)" || { echo "needs Python 3.11, 3.12 or 3.13; name one with PYTHON=…" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "needs Python 3.11 to 3.14; name one with PYTHON=…" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "setup: a newer pip, which needs half the time, and what builds the packages"
 	$(INSTALL) --quiet --upgrade pip setuptools
