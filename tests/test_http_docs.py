@@ -25,12 +25,23 @@ def test_tables_are_those_of_the_code(name):
     assert found[1] == tables()[name], "write what `python -m tools.http_tables` prints there"
 
 
-def test_everything_that_is_refused_by_name_is_listed():
-    listed = re.search(r"<!-- refused -->\n(.*?)\n<!-- /refused -->", DOCUMENT, re.DOTALL)
-    assert listed is not None
-    schemas = [body.model_json_schema()["properties"] for body in OPENAI.values()]
-    refused = {name for fields in schemas for name, field in fields.items() if None in field.get("enum", ())}
-    assert set(re.findall(r"`(\w+)`", listed[1])) == refused
+def test_the_table_says_of_each_field_of_openai_whether_it_is_used():
+    rows = [line.split(" | ") for line in tables()["openai fields"].splitlines()[2:]]
+    effects = {(row[0].strip("| `"), row[2]): row[4].strip() for row in rows}
+    assert set(effects.values()) == {"used", "none", "refused"}
+    assert effects["tools", "chat/completions, responses"] == "used"
+    assert effects["store", "chat/completions, completions"] == "none"
+    assert effects["background", "responses"] == "refused"
+    for route, body in OPENAI.items():
+        schema = body.model_json_schema()["properties"]
+        for name, field in schema.items():
+            is_refused = None in field.get("enum", ())
+            found = {
+                effect
+                for (path, routes), effect in effects.items()
+                if path == name and (routes == "all" or route.removeprefix("/v1/") in routes.split(", "))
+            }
+            assert found <= ({"refused"} if is_refused else {"used", "none"}), name
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def _named_function(value: Any) -> str:
 
 
 ToolChoiceField = Annotated[
-    ToolChoice, PlainValidator(_choice), WithJsonSchema({"oneOf": [{"type": "string"}, {"type": "object"}]})
+    ToolChoice, PlainValidator(_choice), WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})
 ]
 CHOICE_DESCRIPTION = (
     "`none` or `auto` (the default): the answer is a text. `required`, or an object that names a function: the "

@@ -80,9 +80,9 @@ await refuse(OpenAI.PermissionDeniedError, "scope_required", () =>
 await refuse(OpenAI.NotFoundError, "model_not_found", () =>
   alice.chat.completions.create({ ...sampling, model: "gull" }),
 );
-await refuse(OpenAI.NotFoundError, "method_unknown", () => alice.responses.create({ model, input: "hi" }));
+await refuse(OpenAI.NotFoundError, "method_unknown", () => alice.embeddings.create({ model, input: "hi" }));
 await refuse(OpenAI.BadRequestError, "unsupported_parameter", () =>
-  alice.chat.completions.create({ ...sampling, tools: [{ type: "function", function: { name: "f" } }] }),
+  alice.chat.completions.create({ ...sampling, functions: [{ name: "f" }] }),
 );
 console.log("classes of errors");
 

@@ -168,7 +168,7 @@ def main() -> None:
     )
     refuse(openai.NotFoundError, lambda: alice.embeddings.create(model=model, input="hi"), "method_unknown")
     for unsupported in (
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"functions": [{"name": "f"}]},
         {"web_search_options": {"search_context_size": "low"}},
     ):
         (name,) = unsupported
