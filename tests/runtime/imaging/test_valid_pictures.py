@@ -1,13 +1,12 @@
-"""Odd valid pictures, and the pixels that other decoders made of them: `valid_pictures.json`.
+"""Odd valid pictures, and the pixels that other decoders made of them: `valid_pictures.json.xz`.
 
 The table has small files by kind. "by" says which program gave the pixels, over white and upright; it was run once.
 Files that are not decoded have the reason of the refusal, which names what they contain. Files and pixels, RGB row
-by row, are compressed by zlib, in base64.
+by row, are hexadecimal; `xz -dc` shows the table.
 """
 
-import base64
 import json
-import zlib
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,19 @@ import pytest
 from kestrel_runtime.api.errors import ImageError
 from tests.runtime.imaging.test_decoding import decode
 
-TABLE = json.loads(Path(__file__).with_name("valid_pictures.json").read_text(encoding="utf-8"))
+TABLE = json.loads(lzma.decompress(Path(__file__).with_name("valid_pictures.json.xz").read_bytes()))
 KINDS = {kind: pictures for kind, pictures in TABLE["pictures"].items() if kind != "refused"}
 REFUSED = TABLE["pictures"]["refused"]
 # Programs round differently where they convert colours, mix with white, or drop the lower bits.
 TOLERANCE = 3
 
 
-def unpacked(text: str) -> bytes:
-    return zlib.decompress(base64.b64decode(text))
-
-
 def fault_of(picture: dict[str, Any]) -> str | None:
     """How the decoded pixels differ from the recorded ones."""
     width, height = picture["size"]
-    wanted = np.frombuffer(unpacked(TABLE["pixels"][picture["pixels"]]), np.uint8).reshape(height, width, 3)
+    wanted = np.frombuffer(bytes.fromhex(TABLE["pixels"][picture["pixels"]]), np.uint8).reshape(height, width, 3)
     try:
-        found = np.asarray(decode(unpacked(picture["file"])))
+        found = np.asarray(decode(bytes.fromhex(picture["file"])))
     except ImageError as error:
         return error.violations[0].description
     if found.shape != wanted.shape:
@@ -52,7 +47,7 @@ def test_pictures_that_are_not_decoded_are_refused_by_what_they_are() -> None:
     found = {}
     for name, picture in REFUSED.items():
         with pytest.raises(ImageError) as caught:
-            decode(unpacked(picture["file"]))
+            decode(bytes.fromhex(picture["file"]))
         assert not caught.value.too_large
         found[name] = caught.value.violations[0].description
     assert found == {name: picture["reason"] for name, picture in REFUSED.items()}
