@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import random
 import re
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from kestrel_runtime.constraints.exact_grammar import whole_numbers
 from tests.runtime.constraints.vocabularies import END_ID, TOKENIZER, new_compiler
 
 WRITTEN_BY_LIBRARIES: dict[str, dict[str, list[Any]]] = json.loads(
-    Path(__file__).with_name("schemas_of_libraries.json").read_text(encoding="utf-8")
+    lzma.decompress(Path(__file__).with_name("schemas_of_libraries.json.xz").read_bytes())
 )
 """By library and version, and by the name of a type: the schema that it writes, and a value of the type."""
 
