@@ -9,6 +9,7 @@ from jsonschema import Draft202012Validator
 
 from kestrel_grpc.frontends.http.bodies import Body, example
 from kestrel_grpc.frontends.openai.requests import ChatBody, CompletionBody
+from kestrel_grpc.frontends.openai.responses import ResponseBody
 from kestrel_grpc.frontends.rest.requests import ROUTES
 from kestrel_runtime.api.sampling_params import RANGES
 from tests.server.http_calls import HttpServing
@@ -19,6 +20,7 @@ BODIES = {
     **{f"/v1/{skill}": body for skill, body in ROUTES.items()},
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/responses": ResponseBody,
 }
 
 
