@@ -102,6 +102,9 @@ CHOICE_DESCRIPTION = (
 
 # The constraint of a forced call
 
+_LISTED = frozenset({"type", "properties", "required", "title", "description", "$defs", "definitions", "$schema"})
+"""The keywords of a schema that says about the members of an object no more than `properties` does."""
+
 
 class Function(NamedTuple):
     """A function as the request has it; `path` is that of its parameters."""
@@ -163,7 +166,10 @@ def _schema(function: Function, problems: Problems) -> Mapping[str, Any]:
     if given.get("type", "object") != "object":
         problems.add(function.path, "must be the schema of an object")
     elif "type" not in given and not given.keys() & {"$ref", "allOf", "anyOf", "oneOf"}:
-        return {**given, "type": "object"}
+        given = {**given, "type": "object"}
+    # A function takes no arguments but its own, and clients refuse a call with others.
+    if given.keys() <= _LISTED and given.get("properties"):
+        return {**given, "additionalProperties": False}
     return given
 
 

@@ -71,6 +71,34 @@ const shaped = await alice.chat.completions.create({
 assert.ok(["red", "blue"].includes(JSON.parse(shaped.choices[0].message.content).colour));
 console.log("response formats");
 
+const tools = [{ type: "function", function: { name: "paint", parameters: schema } }];
+const called = await alice.chat.completions.create({ ...sampling, max_tokens: 64, tools, tool_choice: "required" });
+const [call] = called.choices[0].message.tool_calls;
+assert.equal(call.function.name, "paint");
+assert.ok(["red", "blue"].includes(JSON.parse(call.function.arguments).colour));
+const turns = [...messages, called.choices[0].message, { role: "tool", tool_call_id: call.id, content: "painted" }];
+const second = await alice.chat.completions.create({ ...sampling, messages: turns, tools });
+assert.ok(second.choices[0].message.content);
+console.log("tools");
+
+const input = [
+  {
+    role: "user",
+    content: [
+      { type: "input_text", text: "What is in this image?" },
+      { type: "input_image", image_url: url, detail: "auto" },
+    ],
+  },
+];
+const response = await alice.responses.create({ model, input, temperature: 0, max_output_tokens: 16 });
+assert.match(response.output_text, /star/);
+let pieces = "";
+for await (const event of await alice.responses.create({ model, input, temperature: 0, max_output_tokens: 16, stream: true })) {
+  if (event.type === "response.output_text.delta") pieces += event.delta;
+}
+assert.equal(pieces, response.output_text);
+console.log("responses");
+
 const refuse = (kind, code, call) =>
   assert.rejects(call, (error) => error instanceof kind && error.code === code && Boolean(error.requestID));
 await refuse(OpenAI.AuthenticationError, "invalid_api_key", () => client("wrong", { maxRetries: 0 }).models.list());

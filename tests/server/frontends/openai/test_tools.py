@@ -32,7 +32,12 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), BOTH_CHANNELS]
 
 CHAT = "/v1/chat/completions"
 TEXT = {"role": "user", "content": "What is it?"}
-SHAPE = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+SHAPE = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
 NAMED = {"type": "function", "function": {"name": "find"}}
 
 
@@ -41,6 +46,8 @@ def tool(name: str, parameters: Any = None, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **given, **fields}}
 
 
+LISTED = {"n": {"type": "integer"}}
+OPEN = {"type": "object", "properties": LISTED, "additionalProperties": {"type": "null"}}
 FIND, COUNT = tool("find", SHAPE, description="Finds it.", strict=True), tool("count")
 
 
@@ -122,6 +129,12 @@ async def test_tools_whose_use_is_optional_change_nothing(rig: HttpServing, choi
         ),
         ([COUNT], "required", {"type": "object", "properties": {}, "additionalProperties": False}),
         ([tool("any", {})], "required", {"type": "object"}),
+        (
+            [tool("closed", {"properties": LISTED})],
+            "required",
+            {"type": "object", "properties": LISTED, "additionalProperties": False},
+        ),
+        ([tool("open", OPEN)], "required", OPEN),
     ],
 )
 async def test_a_forced_call_of_one_function_is_constrained_to_its_parameters(
