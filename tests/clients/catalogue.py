@@ -62,11 +62,11 @@ CLIENTS = (
     _openai("haystack", "haystack_python.py", "haystack-ai==3.4.1", in_ci=False),
     _openai("inspect-ai", "inspect_python.py", "inspect-ai==0.3.285", "openai==3.57.0", in_ci=False),
     _openai("strands", "strands_python.py", "strands-agents[openai]==1.62.0", in_ci=False),
-    _openai("langchain", "langchain_python.py", "langchain-openai==1.7.4"),
+    _openai("langchain", "langchain_python.py", "langchain-openai==1.7.4", in_ci=False),
     _openai("instructor", "instructor_python.py", "instructor==1.17.0"),
     _openai("pydantic-ai", "pydantic_ai_python.py", "pydantic-ai-slim[openai]==2.68.0"),
     _openai("smolagents", "smolagents_python.py", "smolagents[openai]==1.26.0"),
-    _openai("openai-agents", "openai_agents_python.py", "openai-agents==0.24.0"),
+    _openai("openai-agents", "openai_agents_python.py", "openai-agents==0.24.0", in_ci=False),
     _openai(
         "ai-sdk",
         "ai_sdk_node.mjs",
@@ -80,7 +80,11 @@ CLIENTS = (
     Client("triton", "triton_python.py", ("tritonclient[grpc]==2.73.0",), "Triton's API"),
     _grpc("grpclib", "grpclib_python.py", "grpclib[protobuf]==0.4.9", "googleapis-common-protos==1.76.0"),
     _grpc(
-        "betterproto2", "betterproto2_python.py", "betterproto2[grpclib]==0.10.0", "betterproto2-compiler==0.10.1"
+        "betterproto2",
+        "betterproto2_python.py",
+        "betterproto2[grpclib]==0.10.0",
+        "betterproto2-compiler==0.10.1",
+        in_ci=False,
     ),
     _grpc("grpc-js", "grpc_js_node.mjs", "@grpc/grpc-js@1.14.7", "@grpc/proto-loader@0.8.1"),
     _grpc(
