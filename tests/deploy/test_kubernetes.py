@@ -28,6 +28,7 @@ from tests.deploy.manifests import (
     manifests,
 )
 from tests.deploy.test_files import complaints, tool
+from tests.fakes import FakeEngine
 from tests.reference_fixtures import CHECKOUT
 
 GAUGES = {metric.prometheus_name for metric in METRICS if metric.kind is Kind.GAUGE}
@@ -215,7 +216,7 @@ def test_the_grpc_route_names_methods_of_the_server_and_none_that_needs_a_certai
 def test_the_pool_takes_paths_of_openai_on_the_http_port():
     assert POOL["spec"]["targetPorts"] == [{"number": config_of(deployment()).http_port}]
     nothing = cast("Any", None)
-    openai = OpenAiService(nothing, nothing, model_names=("moondream2",), max_image_bytes=1)
+    openai = OpenAiService(nothing, FakeEngine(), model_names=("moondream2",), max_image_bytes=1)
     (rule,) = manifest("inference-gateway", "route.yaml")["spec"]["rules"]
     paths = {match["path"]["value"] for match in rule["matches"]}
     assert paths <= {operation.path for operation in openai.operations}

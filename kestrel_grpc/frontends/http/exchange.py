@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from kestrel_grpc.access.sources import SITE_KEY, require_own_site
@@ -13,8 +13,10 @@ from kestrel_grpc.calls.call_context import REQUEST_ID_KEY
 from kestrel_grpc.calls.errors import MediaTypeUnsupported
 from kestrel_grpc.calls.message_gate import MessageTooLarge
 from kestrel_grpc.frontends.http.connection import CONNECTION_KEY, Connection
-from kestrel_grpc.frontends.http.forms import Form, boundary_of
 from kestrel_runtime.api.errors import EngineUnavailable, InvalidRequest, Violation
+
+if TYPE_CHECKING:
+    from kestrel_grpc.frontends.http.forms import Form
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -74,6 +76,9 @@ class Exchange:
         Raises an error if they announce another body, one that is compressed or exceeds the limit, or a form that a
         page of another site may have sent.
         """
+        # Frontends that take forms have imported it: others, such as that of probes, need no library of bodies.
+        from kestrel_grpc.frontends.http.forms import Form, boundary_of
+
         media_type, boundary = self.media_type, None
         if media_type == "application/json":
             self.require_fit(limit_bytes)

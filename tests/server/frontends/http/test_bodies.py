@@ -106,8 +106,8 @@ def test_values_are_not_converted_and_each_wrong_one_is_named(given: Any, place:
     [
         (CaptionBody, {"image_url": "", "constraint": {}}, "constraint", "is not a field of this request"),
         (ChatBody, {**CHAT, "echo": False}, "echo", "is not a field of this request"),
-        (ChatBody, {**CHAT, "tools": [1]}, "tools", "is not supported"),
-        (ChatBody, {**CHAT, "tools": {}}, "tools", "is not supported"),
+        (ChatBody, {**CHAT, "tools": [1]}, "tools[0]", "must be an object"),
+        (ChatBody, {**CHAT, "tools": {}}, "tools", "must be a list"),
         (CompletionBody, {"model": "", "prompt": "?", "echo": 0}, "echo", "is not supported"),
         (CompletionBody, {"model": "", "prompt": "?", "best_of": True}, "best_of", "is not supported"),
         (ChatBody, {**CHAT, "messages": {}}, "messages", "must be a list"),
