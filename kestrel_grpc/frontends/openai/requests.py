@@ -31,7 +31,14 @@ from kestrel_grpc.frontends.openai.conversation import (
     Message,
     read_conversation,
 )
-from kestrel_grpc.frontends.openai.skills import DESCRIPTION, TEXT, Skill, chosen_skill, skill_request
+from kestrel_grpc.frontends.openai.skills import (
+    DESCRIPTION,
+    TEXT,
+    Skill,
+    chosen_skill,
+    engine_request,
+    refuse_with_skill,
+)
 from kestrel_grpc.frontends.openai.tools import (
     CHOICE_DESCRIPTION,
     MAX_TOOLS,
@@ -46,7 +53,8 @@ from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.requests import ChatMessage, Request, RequestOptions, Role
 from kestrel_runtime.api.sampling_params import SamplingParams
 
-_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+"""The schema of any JSON object."""
 _NO_SEED = -1
 NOT_IN_CALLS: Mapping[str, Any] = MappingProxyType({"stop": (), "include_stop": False})
 """The settings of sampling of a forced call: a stop string would end its arguments anywhere."""
@@ -69,7 +77,7 @@ class JsonSchemaFormat(Body):
     name: Text = Field(description="Without effect.", examples=["answer"])
     description: Text | None = Field(None, description="Without effect.")
     schema_: dict[str, Any] = Field(
-        {**_ANY_OBJECT}, alias="schema", description="The answer is JSON that is valid under it."
+        {**ANY_OBJECT}, alias="schema", description="The answer is JSON that is valid under it."
     )
     strict: bool | None = Field(None, description="Without effect: answers are valid in any case.")
 
@@ -89,7 +97,7 @@ class ResponseFormat(Body):
         if self.type == "json_schema" and self.json_schema is None:
             problems.add("response_format.json_schema", "is required")
         given = self.json_schema if self.type == "json_schema" else None
-        return new_constraint(json_schema=_ANY_OBJECT if given is None else given.schema_)
+        return new_constraint(json_schema=ANY_OBJECT if given is None else given.schema_)
 
 
 class StructuredOutputs(Body):
@@ -111,7 +119,7 @@ class StructuredOutputs(Body):
         """Returns the constraint for the engine; None if the answer may be any text."""
         if self.choice is None and self.regex is None and self.json_ is None and not self.json_object:
             return None
-        json_schema = _ANY_OBJECT if self.json_ is None and self.json_object else self.json_
+        json_schema = ANY_OBJECT if self.json_ is None and self.json_object else self.json_
         return new_constraint(self.choice, self.regex, json_schema)
 
 
@@ -159,27 +167,16 @@ class Only:
 # The routes
 
 
-class _OpenAiBody(Sampling):
+class CommonFields(Sampling):
+    """Has the fields that chats, completions and responses have in common."""
+
     model: Text = Field(
         description="The model's name, as `/v1/models` has it, or `model/adapter`; in chats and responses "
         "`:detect` or another skill may follow.",
         examples=["moondream3-preview"],
     )
     stream: bool = Field(False, description="Whether the answer comes as server-sent events.")
-    stream_options: StreamOptions = Field(StreamOptions.model_validate({}), description="Options of a stream.")
-    constraint: ConstraintBody | None = Field(
-        None, description="What the answer must look like; one of its fields."
-    )
-    structured_outputs: StructuredOutputs | None = Field(
-        None, description="What the answer must look like, in the words of vLLM; one of its fields."
-    )
-    seed: int | None = Field(
-        None,
-        description="Makes the answer repeatable: 64 bits with a sign. -1 draws anew each time, as no seed does.",
-    )
     user: Text | None = Field(None, description="Without effect: callers are distinguished by their tokens.")
-    metadata: dict[str, Any] | None = Field(None, description="Without effect: nothing is stored.")
-    store: bool | None = Field(None, description="Without effect: nothing is stored.")
     prompt_cache_key: Text | None = Field(
         None, description="Without effect: the caches find equal prompts by themselves."
     )
@@ -194,6 +191,22 @@ class _OpenAiBody(Sampling):
         None, description="Without effect: callers are distinguished by their tokens."
     )
     service_tier: Text | None = Field(None, description="Without effect: there is one tier.")
+
+
+class _OpenAiBody(CommonFields):
+    stream_options: StreamOptions = Field(StreamOptions.model_validate({}), description="Options of a stream.")
+    constraint: ConstraintBody | None = Field(
+        None, description="What the answer must look like; one of its fields."
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="What the answer must look like, in the words of vLLM; one of its fields."
+    )
+    seed: int | None = Field(
+        None,
+        description="Makes the answer repeatable: 64 bits with a sign. -1 draws anew each time, as no seed does.",
+    )
+    metadata: dict[str, Any] | None = Field(None, description="Without effect: nothing is stored.")
+    store: bool | None = Field(None, description="Without effect: nothing is stored.")
 
 
 class ChatBody(_OpenAiBody):
@@ -278,14 +291,9 @@ def parse_chat(max_image_bytes: int, served: Collection[str], data: bytes) -> Pa
     if conversation.image is not None:
         image = read_image(conversation.image, conversation.image_path, max_image_bytes, problems)
     model, skill = chosen_skill(body.model, body.skill, served, problems)
-    if skill != TEXT:
-        for name in ("reasoning", "constraint", "structured_outputs"):
-            if getattr(body, name):
-                problems.add(name, f"is not supported with the skill {skill}")
-        if body.response_format is not None and body.response_format.type == "json_schema":
-            problems.add("response_format", f"is not supported with the skill {skill}")
-        if call is not None:
-            problems.add("tool_choice", f"is not supported with the skill {skill}")
+    is_shaped = body.response_format is not None and body.response_format.type == "json_schema"
+    given = {name: getattr(body, name) for name in ("reasoning", "constraint", "structured_outputs")}
+    refuse_with_skill(skill, {**given, "response_format": is_shaped, "tool_choice": call}, problems)
     return _parsed(
         body, conversation, image, sampling, problems, "messages", call, model, skill, reasoning=body.reasoning
     )
@@ -340,12 +348,9 @@ def _parsed(
     options = RequestOptions(model=body.model if model is None else model)
     data = None if image is None else image.data
     try:
-        if skill != TEXT:
-            query = skill_request(skill, conversation, data, sampling, options, problems)
-        else:
-            query = conversation.request(
-                data, reasoning=reasoning, sampling=sampling, options=options, constraint=constraint
-            )
+        query = engine_request(
+            skill, conversation, data, sampling, options, problems, reasoning=reasoning, constraint=constraint
+        )
     except InvalidRequest as error:
         problems.add_renamed(error.violations, name)
     problems.require_none()

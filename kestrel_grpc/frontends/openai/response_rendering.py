@@ -35,7 +35,7 @@ class ResponseRenderer:
 
     def answer(self, finished: Finished) -> bytes:
         """Returns the whole answer."""
-        status = "incomplete" if _is_cut_off(finished) else "completed"
+        status = _status(finished)
         if self._is_json:
             items = [_Message(self._request_id, skill_json(finished)).whole(status)]
             return encoder_for(finished)(self._response(status, items, finished.usage))
@@ -70,7 +70,7 @@ class ResponseRenderer:
         return b""
 
     def _finish(self, finished: Finished) -> bytes:
-        status = "incomplete" if _is_cut_off(finished) else "completed"
+        status = _status(finished)
         written = b""
         if self._is_json:
             written += self._delta(_Message, skill_json(finished))
@@ -212,8 +212,8 @@ class _Call:
 _Item = _Message | _Reasoning | _Call
 
 
-def _is_cut_off(finished: Finished) -> bool:
-    return finished.finish_reason is FinishReason.LENGTH
+def _status(finished: Finished) -> str:
+    return "incomplete" if finished.finish_reason is FinishReason.LENGTH else "completed"
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -15,15 +15,21 @@ from kestrel_grpc.frontends.http.bodies import Body, Problems, Text, TextOr, rea
 from kestrel_grpc.frontends.http.fields import (
     EXAMPLE_IMAGE,
     ImageText,
-    Sampling,
     new_constraint,
     read_image,
     setting,
 )
 from kestrel_grpc.frontends.http.json_body import parse_json
 from kestrel_grpc.frontends.openai.conversation import MAX_MESSAGES, MAX_PARTS, ConversationReader
-from kestrel_grpc.frontends.openai.requests import NOT_IN_CALLS, Only
-from kestrel_grpc.frontends.openai.skills import DESCRIPTION, TEXT, Skill, chosen_skill, skill_request
+from kestrel_grpc.frontends.openai.requests import ANY_OBJECT, NOT_IN_CALLS, CommonFields, Only
+from kestrel_grpc.frontends.openai.skills import (
+    DESCRIPTION,
+    TEXT,
+    Skill,
+    chosen_skill,
+    engine_request,
+    refuse_with_skill,
+)
 from kestrel_grpc.frontends.openai.tools import (
     CHOICE_DESCRIPTION,
     MAX_TOOLS,
@@ -133,21 +139,15 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool = Field(False, description="Without effect: events are not padded.")
 
 
-class ResponseBody(Sampling):
+class ResponseBody(CommonFields):
     """Answers a conversation about an image, as a response of OpenAI's newer API. Nothing is stored."""
 
-    model: Text = Field(
-        description="The model's name, as `/v1/models` has it, or `model/adapter`; in chats and responses "
-        "`:detect` or another skill may follow.",
-        examples=["moondream3-preview"],
-    )
     input: TextOr[Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]] = Field(
         description="A text of the user, or a list of items.",
         examples=[[{"role": "user", "content": "What is in this image?"}]],
     )
     skill: Skill | None = Field(None, description=DESCRIPTION)
     instructions: Text | None = Field(None, description="A message of the system before all others.")
-    stream: bool = Field(False, description="Whether the answer comes as server-sent events.")
     stream_options: ResponseStreamOptions | None = Field(None, description="Options of a stream.")
     max_output_tokens: int | None = setting("max_tokens", "Most tokens to generate.")
     top_logprobs: Annotated[None, Only(0)] = None
@@ -168,21 +168,6 @@ class ResponseBody(Sampling):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="Without effect: a conversation that is too long is refused."
     )
-    user: Text | None = Field(None, description="Without effect: callers are distinguished by their tokens.")
-    safety_identifier: Text | None = Field(
-        None, description="Without effect: callers are distinguished by their tokens."
-    )
-    service_tier: Text | None = Field(None, description="Without effect: there is one tier.")
-    prompt_cache_key: Text | None = Field(
-        None, description="Without effect: the caches find equal prompts by themselves."
-    )
-    prompt_cache_retention: Text | None = Field(
-        None, description="Without effect: the server says how long it keeps what."
-    )
-    prompt_cache_options: dict[str, Any] | None = Field(
-        None, description="Without effect: the caches find equal prompts by themselves."
-    )
-    moderation: dict[str, Any] | None = Field(None, description="Without effect: nothing is moderated.")
     background: Annotated[None, Only(False)] = None
     previous_response_id: Annotated[None, Only()] = None
     conversation: Annotated[None, Only()] = None
@@ -247,14 +232,11 @@ def parse_response(max_image_bytes: int, served: Collection[str], data: bytes) -
         image = read_image(conversation.image, conversation.image_path, max_image_bytes, problems)
     model, skill = chosen_skill(body.model, body.skill, served, problems)
     reasons = body.reasoning is not None and body.reasoning.enabled
-    if skill != TEXT:
-        is_shaped = (
-            body.text is not None and body.text.format is not None and body.text.format.type == "json_schema"
-        )
-        given = {"reasoning.enabled": reasons, "tool_choice": call, "text.format": is_shaped}
-        for path, value in given.items():
-            if value:
-                problems.add(path, f"is not supported with the skill {skill}")
+    form = None if body.text is None else body.text.format
+    is_shaped = form is not None and form.type == "json_schema"
+    refuse_with_skill(
+        skill, {"reasoning.enabled": reasons, "tool_choice": call, "text.format": is_shaped}, problems
+    )
     sampling = body.params(
         **({} if call is None else NOT_IN_CALLS),
         max_tokens=body.max_tokens if body.max_output_tokens is None else body.max_output_tokens,
@@ -262,12 +244,9 @@ def parse_response(max_image_bytes: int, served: Collection[str], data: bytes) -
     options, pixels = RequestOptions(model=model), None if image is None else image.data
     request: Request | None = None
     try:
-        if skill != TEXT:
-            request = skill_request(skill, conversation, pixels, sampling, options, problems)
-        else:
-            request = conversation.request(
-                pixels, reasoning=reasons, sampling=sampling, options=options, constraint=constraint
-            )
+        request = engine_request(
+            skill, conversation, pixels, sampling, options, problems, reasoning=reasons, constraint=constraint
+        )
     except InvalidRequest as error:
         problems.add_renamed(error.violations, name)
     problems.require_none()
@@ -283,11 +262,8 @@ def _constraint(body: ResponseBody, problems: Problems) -> Constraint | None:
     if given.type == "json_schema" and given.schema_ is None:
         problems.add("text.format.schema", "is required")
     return new_constraint(
-        json_schema=given.schema_ if given.type == "json_schema" and given.schema_ else _ANY_OBJECT
+        json_schema=given.schema_ if given.type == "json_schema" and given.schema_ else ANY_OBJECT
     )
-
-
-_ANY_OBJECT = {"type": "object"}
 
 
 def _read_item(item: InputItem, path: str, reader: ConversationReader, problems: Problems) -> bool:

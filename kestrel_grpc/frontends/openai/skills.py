@@ -6,11 +6,12 @@ The text of the last message is what a skill is asked about, and the answer is t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Literal, get_args
 
 from kestrel_grpc.frontends.http.bodies import Problems
 from kestrel_grpc.frontends.openai.conversation import Conversation
+from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.requests import (
     CAPTION_LENGTHS,
     Caption,
@@ -53,15 +54,31 @@ def chosen_skill(model: str, field: str | None, served: Collection[str], problem
     return name, skill or field or TEXT
 
 
-def skill_request(
+def refuse_with_skill(skill: str, given: Mapping[str, object], problems: Problems) -> None:
+    """Adds a problem for each field that is set, by its path, and has no meaning for the result of a skill."""
+    if skill != TEXT:
+        for path, value in given.items():
+            if value:
+                problems.add(path, f"is not supported with the skill {skill}")
+
+
+def engine_request(
     skill: str,
     conversation: Conversation,
     image: bytes | None,
     sampling: SamplingParams,
     options: RequestOptions,
     problems: Problems,
+    *,
+    reasoning: bool,
+    constraint: Constraint | None,
 ) -> Request:
-    """Returns the request of a skill about the image. Raises `InvalidRequest`."""
+    """Returns the request of the engine: of a skill about the image, or of the conversation, which alone has
+    `reasoning` and a `constraint`. Raises `InvalidRequest`."""
+    if skill == TEXT:
+        return conversation.request(
+            image, reasoning=reasoning, sampling=sampling, options=options, constraint=constraint
+        )
     text = conversation.messages[-1].text.strip()
     if image is None:
         problems.add("messages", f"must have an image, which {skill} is about")
