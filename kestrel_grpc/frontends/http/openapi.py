@@ -12,6 +12,7 @@ from kestrel_grpc.frontends.http.bodies import Body
 from kestrel_grpc.frontends.http.endpoint import Description, Operation
 from kestrel_grpc.frontends.http.forms import IMAGE, IMAGE_URL
 
+_PLACE = "#/components/schemas/"
 _ANY_OBJECT: Mapping[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 _BINARY: Mapping[str, Any] = {"type": "string", "format": "binary"}
 _FILE: Mapping[str, Any] = {"application/octet-stream": {"schema": _BINARY}}
@@ -28,11 +29,10 @@ def document(operations: Iterable[tuple[Operation, str]], model: str) -> bytes:
     """Returns the document of `operations`, each with a sentence about the form of its errors."""
     described = [(item, item.description, failure) for item, failure in operations if item.description is not None]
     bodies: list[type[Body]] = [what.body for _, what, _ in described if what.body is not None]
-    references, schemas = models_json_schema(
-        [(body, "validation") for body in bodies],
-        ref_template="#/components/schemas/{model}",
-        schema_generator=_Schemas,
+    references, made = models_json_schema(
+        [(body, "validation") for body in bodies], ref_template=f"{_PLACE}{{model}}", schema_generator=_Schemas
     )
+    schemas: dict[str, Any] = made["$defs"]
     paths: dict[str, dict[str, Any]] = {}
     for operation, what, failure in described:
         path = operation.path.replace(":path}", "}")
@@ -41,13 +41,16 @@ def document(operations: Iterable[tuple[Operation, str]], model: str) -> bytes:
             reference = references[what.body, "validation"]
             content = {"application/json": {"schema": reference}}
             if operation.takes_forms:
-                content |= _forms(schemas["$defs"][reference["$ref"].rpartition("/")[2]])
+                content |= _forms(schemas[reference["$ref"].removeprefix(_PLACE)])
         paths.setdefault(path, {})[operation.verb.lower()] = _described(what, path, content, failure)
+    # pydantic also lists the types that a validator of ours returns, which no body refers to.
+    text = json.dumps([paths, schemas])
+    used = {name: schema for name, schema in schemas.items() if f'"{_PLACE}{name}"' in text}
     found = {
         "openapi": "3.1.0",
         "info": {"title": "Kestrel", "version": "1", "description": f"Serves {model}."},
         "paths": paths,
-        "components": {"schemas": schemas.get("$defs", {})},
+        "components": {"schemas": used},
     }
     return json.dumps(found).encode()
 

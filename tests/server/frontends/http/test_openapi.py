@@ -33,6 +33,7 @@ async def test_the_document_has_every_route_of_both_apis(rig: HttpServing) -> No
     assert [item["name"] for item in paths["/v1/images"]["put"]["parameters"]] == ["sha256", "ttl_seconds", "pin"]
     assert [item["name"] for item in paths["/v1/models/{model}"]["get"]["parameters"]] == ["model"]
     schemas = document["components"]["schemas"]
+    assert all("properties" in schema for schema in schemas.values())
     for path in BODIES:
         operation = paths[path]["post"]
         reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
