@@ -30,6 +30,7 @@
 #   ROW_SECONDS   length of each measurement (default 5)
 #   SERVE         more options of `kestrel-grpc serve`
 #   BEFORE        the older checkout of the stage `before`
+#   ROWS, ROUNDS  loads and turns of the stage `before` (default those of bench.alternate)
 #   FOLDERS       checkpoints with expected answers, for `verify` (default tests/golden/*)
 #   JOBS          tests and verifications at once (default 8)
 #   DEVICE        cuda (default), or cpu to try out the stages that can do without a GPU
@@ -183,6 +184,7 @@ for stage in $stages; do
         ;;
     before)
         measure 500 "before-$model" python3 -m bench.alternate --before "${BEFORE:?}" --model "$folder" \
+            ${ROWS:+--rows "$ROWS"} ${ROUNDS:+--rounds "$ROUNDS"} \
             --json "$out/before-$model.json" -- --precision float8 --kv-pages 4000 "${options[@]}"
         ;;
     stress)
@@ -196,7 +198,7 @@ for stage in $stages; do
     processes)
         measure 560 processes python3 -m bench.caches tiers --model "$folder" --rounds 3 --seconds 3 \
             --variants both,frontends-1,frontends-2,frontends-4 \
-            --rows cached:1,cached:64,cached-whole:64,direct:64,cot:64,long:64 --processes 8 \
+            --rows cached:1,cached:64,cached-whole:64,direct:64,cot:64,long:64 \
             --json "$out/processes-$model.json" -- --kv-pages 12000 "${options[@]}"
         ;;
     frontends)
