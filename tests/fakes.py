@@ -53,7 +53,7 @@ from kestrel_runtime.api.events import (
     Timing,
     Usage,
 )
-from kestrel_runtime.api.images import Image, RemoteImage
+from kestrel_runtime.api.images import Image, RemoteImage, image_digest
 from kestrel_runtime.api.requests import Caption, Chat, Detect, Gaze, Point, Query, Request
 from kestrel_runtime.api.stream import Stream
 
@@ -176,8 +176,8 @@ class FakeEngine:
     ) -> None:
         """As an engine core has it: the streams lead to a front end."""
         samples = request.sampling.samples()
-        if isinstance(request.image, RemoteImage):
-            request = replace(request, image=self.images[request.image.digest])
+        if any(isinstance(image, RemoteImage) for image in request.images):
+            request = request.with_images(tuple(self.images[image_digest(image)] for image in request.images))
         error = self._refusal(request, len(samples))
         for stream, sampling in zip(streams, samples, strict=True):
             if error is not None:
@@ -205,7 +205,7 @@ class FakeEngine:
             return ModelNotFound(request.options.model)
         if request.skill not in self.info.skills:
             return SkillUnsupported(request.skill, self.info.model)
-        if request.image is not None and len(request.image) > self.info.config.max_image_bytes:
+        if any(len(image) > self.info.config.max_image_bytes for image in request.images):
             return ImageError("the image is too large", too_large=True)
         if len(self._players) + num_samples > max_queued:
             return Overloaded(max_queued, retry_after_s=0.25)

@@ -146,7 +146,7 @@ class _Row:
         config, arrays = self._teacher.config, self.arrays
         ids = config.tokenizer
         prompt = self._teacher.prompt(example.request)
-        sees_image = example.request.image is not None
+        sees_image = bool(example.request.images)
         tokens = (
             [*prompt, *example.answer] if sees_image else [type(prompt[0])(ids.bos_id), *prompt, *example.answer]
         )

@@ -169,8 +169,12 @@ def _request(kind: str, chance: random.Random, pictures: Iterable[bytes]) -> Req
             question, image, spatial_refs=(PointRef(chance.random(), chance.random()), box), sampling=sampling
         )
     if kind == "chat":
-        turns = (Role.USER, question), (Role.ASSISTANT, f" {name}"), (Role.USER, chance.choice(QUESTIONS))
-        return Chat(tuple(ChatMessage(*turn) for turn in turns), image, sampling=sampling)
+        turns = (
+            ChatMessage(Role.USER, question, (image,)),
+            ChatMessage(Role.ASSISTANT, f" {name}"),
+            ChatMessage(Role.USER, chance.choice(QUESTIONS)),
+        )
+        return Chat(turns, sampling=sampling)
     if kind.startswith("caption "):
         return Caption(image, kind.removeprefix("caption "), sampling)
     if kind == "point":

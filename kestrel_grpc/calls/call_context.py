@@ -110,8 +110,8 @@ class RequestSummary:
         self.sampling = request.sampling
         self.text = request.text
         """The question, the name of the object or the length of the caption."""
-        self.image_bytes = None if request.image is None else len(request.image)
-        """The size of the encoded image; None if the request has none."""
+        self.image_bytes = sum(map(len, request.images)) if request.images else None
+        """The size of all encoded images; None if the request has none."""
 
     def model(self, served: str) -> str:
         """Returns the name of the model that answers: `served`, or with an adapter `served/adapter`."""

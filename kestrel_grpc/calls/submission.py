@@ -53,7 +53,7 @@ class Submission:
         self._large_answers = asyncio.Lock()
 
     async def submit(self, request: Request, image: ImageReference | None, call: CallContext) -> Stream:
-        """Returns the events of a request. If `image` is given, `request.image` is only a placeholder for it.
+        """Returns the events of a request. If `image` is given, the request's image is only a placeholder.
 
         A stored image is read now: the request keeps its bytes even if the stored image is deleted afterwards. When
         this returns, only the engine refers to the image, apart from the store and the caller.
@@ -136,14 +136,14 @@ class Submission:
         if self._store is None:
             raise ImageNotFound(image)
         stored = await self._store.find(call.namespace, image)
-        return replace(request, image=await self._store.read(call.namespace, stored))
+        return request.with_images((await self._store.read(call.namespace, stored),))
 
     async def _with_fetched_image(self, request: Request, uri: str, call: CallContext) -> Request:
         """Returns the request with its image, fetched once the engine has admitted the request to its queue."""
         if not is_embedded(uri):
             call.release()
         async with self._engine.expecting(request, deadline=call.deadline, tenant=call.principal):
-            return replace(request, image=await self._images.fetch(uri, call.principal))
+            return request.with_images((await self._images.fetch(uri, call.principal),))
 
 
 async def last_event(streams: Sequence[Stream], call: CallContext) -> Finished:

@@ -487,12 +487,12 @@ async def test_a_picture_is_sent_once_and_named_from_then_on(browser: Browser) -
         await opened.page.get_by_role("button", name="Delete from the server").click()
         await opened.page.locator("#forget").wait_for(state="hidden")
         assert (await rig.ask(f"/v1/images/{handle}")).status == 404
-        assert {request.image for request in rig.engine.requests} == {DEMO_PICTURE.read_bytes()}
+        assert {request.images for request in rig.engine.requests} == {(DEMO_PICTURE.read_bytes(),)}
     async with faked(browser, max_stored_image_bytes=0) as (rig, opened):
         await opened.ask("caption")
         await opened.has_status("Complete.")
         assert opened.uploads() == []
-        assert rig.engine.requests[0].image == DEMO_PICTURE.read_bytes()
+        assert rig.engine.requests[0].images == (DEMO_PICTURE.read_bytes(),)
 
 
 async def test_pictures_are_chosen_dropped_and_pasted(browser: Browser) -> None:
@@ -516,7 +516,7 @@ async def test_pictures_are_chosen_dropped_and_pasted(browser: Browser) -> None:
             await opened.page.locator("#picture-facts", has_text=f"{kind}.png · 900 × 600").wait_for()
         await opened.ask("caption")
         await opened.has_status("Complete.")
-        assert rig.engine.requests[0].image == DEMO_PICTURE.read_bytes()
+        assert rig.engine.requests[0].images == (DEMO_PICTURE.read_bytes(),)
 
 
 async def test_a_picture_is_named_by_its_address_where_the_server_fetches_pictures(browser: Browser) -> None:
@@ -554,8 +554,9 @@ async def test_what_only_the_browser_reads_is_sent_as_jpeg(browser: Browser) -> 
         await opened.ask("caption")
         await opened.has_status("Complete.")
         (request,) = rig.engine.requests
-        assert isinstance(request.image, bytes)
-        with Image.open(io.BytesIO(request.image)) as sent:
+        (image,) = request.images
+        assert isinstance(image, bytes)
+        with Image.open(io.BytesIO(image)) as sent:
             assert (sent.format, sent.size) == ("JPEG", (900, 600))
         assert (await opened.sample("Python")).startswith("# shapes.jpg is shapes.avif as JPEG.\n")
         heic = {"name": "IMG_1.HEIC", "mimeType": "", "buffer": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"}
@@ -571,7 +572,7 @@ async def test_what_only_the_browser_reads_is_sent_as_jpeg(browser: Browser) -> 
         await opened.page.locator("#not-shown", has_text="This browser cannot show the picture").wait_for()
         await opened.ask("detect", object="star")
         await opened.has_status("Complete.")
-        assert rig.engine.requests[1].image == tiff.getvalue()
+        assert rig.engine.requests[1].images == (tiff.getvalue(),)
         assert await opened.page.locator("#save-picture").is_hidden()
 
 
@@ -585,7 +586,7 @@ async def test_the_camera_takes_a_picture(browser: Browser) -> None:
         assert await opened.page.evaluate("document.getElementById('video').srcObject") is None
         await opened.ask("query", question="What is this?")
         await opened.has_status("Complete.")
-        image = rig.engine.requests[0].image
+        (image,) = rig.engine.requests[0].images
         assert isinstance(image, bytes)
         assert image.startswith(b"\xff\xd8\xff")  # a JPEG
 

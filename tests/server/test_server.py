@@ -338,7 +338,7 @@ async def test_image_below_the_message_limit_arrives() -> None:
     async with serving() as rig:
         data = os.urandom(20_000_000)
         await rig.vision.Caption(wire.CaptionRequest(image={"data": data})).read()
-        assert rig.engine.requests[0].image == data
+        assert rig.engine.requests[0].images == (data,)
 
 
 @pytest.mark.parametrize(

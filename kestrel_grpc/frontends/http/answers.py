@@ -44,7 +44,7 @@ class ParsedRequest:
 
     request: Request
     image: ImageReference | None
-    """The name of the image, if `request.image` is a placeholder."""
+    """The name of the image, if the request's image is a placeholder."""
     is_streamed: bool
     style: Any
     """The form of the answer that the body asks for; the frontend's renderer reads it."""

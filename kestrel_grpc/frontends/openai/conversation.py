@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -120,12 +120,17 @@ class Conversation:
     image: str | LongText | None = None
     image_path: str = ""
     """The path of the field that holds the image."""
+    seen_in: int = 0
+    """The index of the message with the image."""
 
     def request(self, image: bytes | None, **shared: Any) -> Query | Chat:
         """Returns the request of the engine. Raises `InvalidRequest`. `shared` are the arguments of both kinds."""
         if len(self.messages) == 1 and self.messages[0].role is Role.USER:
             return Query(self.messages[0].text, image, **shared)
-        return Chat(self.messages, image, **shared)
+        messages = list(self.messages)
+        if image is not None:
+            messages[self.seen_in] = replace(messages[self.seen_in], images=(image,))
+        return Chat(tuple(messages), **shared)
 
 
 def read_conversation(messages: Sequence[Message], problems: Problems) -> Conversation:
@@ -145,6 +150,7 @@ class ConversationReader:
         self._called: dict[str, str] = {}  # names of functions by ids of calls
         self._image: str | LongText | None = None
         self._image_path = ""
+        self._seen_in = 0
 
     def say(self, role: str, text: str) -> None:
         """Adds what somebody says. `role` is a role of OpenAI's API."""
@@ -169,14 +175,15 @@ class ConversationReader:
         """Notes an image. `path` is that of the field with it, within the part at `part_path`."""
         if role != "user":
             self._problems.add(part_path, "images are taken from messages of the user only")
-        if self._image is not None:
+        elif self._image is not None:
             self._problems.add(part_path, MANY_IMAGES)
         else:
             self._image, self._image_path = url, path
+            self._seen_in = len(self._messages)  # parts are read before the message is added
 
     def conversation(self) -> Conversation:
         """Returns what has been added."""
-        return Conversation(tuple(self._messages), self._image, self._image_path)
+        return Conversation(tuple(self._messages), self._image, self._image_path, self._seen_in)
 
 
 def _read_message(message: Message, path: str, reader: ConversationReader, problems: Problems) -> None:

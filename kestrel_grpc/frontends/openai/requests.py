@@ -402,7 +402,7 @@ def _name(
         return f"{constraint_name}{name}{bracket}{index}"
     if group == "options":
         return "model"
-    if group == "image":
+    if group == "image" or rest.startswith("images"):
         return image_name
     # Messages of the engine are those of the body, one by one; a query has one.
     return field if group.startswith("messages") else text_name

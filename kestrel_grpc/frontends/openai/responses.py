@@ -221,6 +221,8 @@ def parse_response(max_image_bytes: int, served: Collection[str], data: bytes) -
             return "stop"
         if group == "sampling":
             return rest
+        if rest.startswith("images"):
+            return conversation.image_path
         if group.startswith("messages["):
             place = int(group.removeprefix("messages[").removesuffix("]"))
             return f"{paths[place]}.{rest}" if paths[place].startswith("input[") else paths[place]

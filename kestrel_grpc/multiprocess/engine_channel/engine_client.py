@@ -234,19 +234,20 @@ class EngineClient:
         call = _Call(request, tuple(streams), deadline, tenant, namespace)
         try:
             self._check(request)
-            if request.image is not None:
-                call.header = self._inspect(request.image)
+            image = call.image
+            if image is not None:
+                call.header = self._inspect(image)
             for stream in streams:
                 self._calls[stream.id] = call
                 stream.over.add_done_callback(lambda _, id=stream.id: self._end(call, id))
                 stream.follow(self._cancel, self._want_only_end, call)
-            if request.image is None or is_hashed_at_once(request.image):
-                call.digest = None if request.image is None else image_digest(request.image)
+            if image is None or is_hashed_at_once(image):
+                call.digest = None if image is None else image_digest(image)
                 self._send(call)
                 if call.header is not None:  # after the request is sent, so that a worker does not delay that
                     self._loop.call_soon(self._decode_ahead, call)
             else:
-                self._hash(call, request.image)
+                self._hash(call, image)
         except KestrelError as error:
             call.fail(error)
             drop_tracebacks(error)
@@ -258,7 +259,7 @@ class EngineClient:
     ) -> AsyncIterator[None]:
         """Hold a place in the queue of the core with the least load; see `api.engine.Engine.expecting`."""
         self._check(request)
-        data = messages.encode_request(request, None)
+        data = messages.encode_request(request, ())
         core, number = await self._place(data, deadline, tenant)
         try:
             yield
@@ -432,11 +433,12 @@ class EngineClient:
         try:
             core = self._choose(call.digest)
             call.core = core
-            summary = None
-            if call.header is not None and call.digest is not None:
-                num_bytes = len(call.request.image or b"")
-                summary = ImageSummary(call.digest, num_bytes, call.header.width, call.header.height)
-            data = messages.encode_request(call.request, summary)
+            summaries = [
+                ImageSummary(call.digest, len(image), call.header.width, call.header.height)
+                for image in call.request.images
+                if call.header is not None and call.digest is not None
+            ]
+            data = messages.encode_request(call.request, summaries)
             core.send(Submit(call.ids, data, call.deadline, call.tenant, call.namespace))
             core.num_sent += len(call.ids)
         except KestrelError as error:
@@ -484,7 +486,7 @@ class EngineClient:
 
     def _give_pixels(self, core: CoreConnection, message: NeedPixels) -> None:
         call = self._call_of(message.id)
-        if call is None or call.request.image is None:
+        if call is None or call.image is None:
             error = messages.encode_error(EngineUnavailable("the caller has gone"))
             core.send(Pixels(message.number, 0, 0, error))
             return
@@ -508,7 +510,7 @@ class EngineClient:
 
     def _decode(self, call: _Call) -> Future[_SharedPixels]:
         """Have a worker decode the image of a request. Raises `EngineUnavailable`."""
-        image = call.request.image
+        image = call.image
         assert image is not None
         assert not isinstance(image, RemoteImage)
 
@@ -621,9 +623,14 @@ class _Call:
     def is_over(self) -> bool:
         return all(stream.over.done() for stream in self.streams)
 
+    @property
+    def image(self) -> Image | None:
+        """The image of the request, of which an engine takes one; None without one."""
+        return next(iter(self.request.images), None)
+
     def fingerprint(self) -> str:
         """Returns the fingerprint of the request; a core may add that of its adapter."""
-        return fingerprint_of(self.request, self.digest)
+        return fingerprint_of(self.request, None if self.digest is None else (self.digest,))
 
     def take_pixels(self) -> Future[_SharedPixels] | None:
         """Returns the pixels that were decoded ahead, if any, for one answer to a core."""

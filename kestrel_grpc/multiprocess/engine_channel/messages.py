@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Union, get_type_hints
@@ -58,7 +59,16 @@ from kestrel_runtime.api.events import (
     Usage,
 )
 from kestrel_runtime.api.images import RemoteImage
-from kestrel_runtime.api.requests import REQUEST_TYPES, BoxRef, PointRef, Request, RequestOptions
+from kestrel_runtime.api.requests import (
+    REQUEST_TYPES,
+    BoxRef,
+    Chat,
+    ChatMessage,
+    PointRef,
+    Request,
+    RequestOptions,
+    Role,
+)
 from kestrel_runtime.api.sampling_params import SamplingParams
 
 _MAX_REPEATED = 256
@@ -80,7 +90,15 @@ class ImageSummary(msgspec.Struct, array_like=True):
     """The sizes in the header, before the image is turned upright."""
 
 
-# Requests: a struct for each skill, with the fields of its request. The image is sent on its own.
+class _WireTurn(msgspec.Struct, array_like=True):
+    """A message of a conversation, with summaries of its images."""
+
+    role: Role
+    text: str
+    images: tuple[ImageSummary, ...]
+
+
+# Requests: a struct for each skill, with the fields of its request. Images are sent on their own.
 
 
 _REPEATED: Mapping[str, Callable[[bytes], Any]] = MappingProxyType(
@@ -95,6 +113,8 @@ _REPEATED: Mapping[str, Callable[[bytes], Any]] = MappingProxyType(
 def _wire_type(name: str, hint: Any) -> Any:
     if name == "image":
         return ImageSummary | None
+    if name == "messages":
+        return tuple[_WireTurn, ...]
     if name in _REPEATED:
         return msgspec.Raw
     return tuple[tuple[float, ...], ...] if name == "spatial_refs" else hint
@@ -124,13 +144,19 @@ _request_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 )
 
 
-def encode_request(request: Request, image: ImageSummary | None) -> bytes:
-    """Encodes a request, with `image` in place of its image."""
+def encode_request(request: Request, images: Sequence[ImageSummary]) -> bytes:
+    """Encodes a request, with a summary in place of each of its images; without `images` they are left out."""
+    summaries = iter(images)
     values = {name: getattr(request, name) for name in _REQUEST_FIELDS[type(request)]}
     for name in _REPEATED:
         values[name] = msgspec.Raw(_encoder.encode(values[name]))
     if "image" in values:
-        values["image"] = image
+        values["image"] = next(summaries, None)
+    if isinstance(request, Chat):
+        values["messages"] = tuple(
+            _WireTurn(message.role, message.text, tuple(islice(summaries, len(message.images))))
+            for message in request.messages
+        )
     if "spatial_refs" in values:
         values["spatial_refs"] = tuple(
             (ref.x, ref.y) if isinstance(ref, PointRef) else (ref.x_min, ref.y_min, ref.x_max, ref.y_max)
@@ -150,6 +176,10 @@ def decode_request(data: bytes, new_image: Callable[[ImageSummary], RemoteImage]
             value = _REPEATED[name](bytes(value))
         elif name == "image" and value is not None:
             value = new_image(value)
+        elif name == "messages":
+            value = tuple(
+                ChatMessage(turn.role, turn.text, tuple(map(new_image, turn.images))) for turn in wire.messages
+            )
         elif name == "spatial_refs":
             value = tuple(PointRef(*ref) if len(ref) == 2 else BoxRef(*ref) for ref in wire.spatial_refs)
         object.__setattr__(request, name, value)

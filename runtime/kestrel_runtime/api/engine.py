@@ -10,10 +10,13 @@ from typing import Protocol
 
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.errors import ImageError, ModelNotFound, SkillUnsupported
+from kestrel_runtime.api.errors import ImageError, InvalidRequest, ModelNotFound, SkillUnsupported, Violation
 from kestrel_runtime.api.images import Image, RawImage
-from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.requests import Request, image_paths
 from kestrel_runtime.api.stream import Stream
+
+MAX_IMAGES = 1
+"""The most images of a request that an engine takes."""
 
 _GIB = 2**30
 
@@ -126,13 +129,20 @@ class EngineInfo:
     """The GPU's identifier for its driver, such as "1a2b3c4d-…"; None on the host."""
 
     def check(self, request: Request) -> None:
-        """Raises `ModelNotFound`, `SkillUnsupported` or `ImageError` for a request that this model cannot serve."""
+        """Checks that this model can serve a request.
+
+        Raises `ModelNotFound`, `SkillUnsupported`, `ImageError`, and `InvalidRequest` for several images.
+        """
         if request.options.model not in ("", self.model):
             raise ModelNotFound(request.options.model)
         if request.skill not in self.skills:
             raise SkillUnsupported(request.skill, self.model)
-        if request.image is not None:
-            self.check_image(request.image)
+        images = request.images
+        if len(images) > MAX_IMAGES:
+            text = f"the engine takes {MAX_IMAGES} image in a request, and this one has {len(images)}"
+            raise InvalidRequest((Violation(image_paths(request)[MAX_IMAGES], text),))
+        for image in images:
+            self.check_image(image)
 
     def check_image(self, image: Image) -> None:
         """Raises `ImageError` for an image of too many bytes."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum, IntEnum, auto
-from typing import ClassVar, Self, get_args
+from typing import ClassVar, Protocol, Self, get_args
 
 from kestrel_runtime.api.adapters import AdapterName
 from kestrel_runtime.api.constraints import Constraint
@@ -29,6 +29,7 @@ length.
 """
 MAX_SPATIAL_REFS = 256
 MAX_CHAT_MESSAGES = 256
+MAX_CHAT_IMAGES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +122,41 @@ class _Checked(ABC):
     def text(self) -> str:
         """The text of the request, for logs and for estimates of the prompt's length."""
 
+    @property
+    @abstractmethod
+    def images(self) -> tuple[Image, ...]:
+        """The images of the request, in the order of the prompt."""
+
+    @abstractmethod
+    def with_images(self, images: tuple[Image, ...]) -> Self:
+        """Returns the request with other images in place of its own, one for each."""
+
     @abstractmethod
     def violations(self) -> Iterator[Violation]:
         """Yields every violation of the request's contract."""
 
 
+class _HasImage(Protocol):
+    @property
+    def image(self) -> Image | None: ...
+
+
+class _AboutOneImage(_Checked):
+    """A request with a field `image`."""
+
+    __slots__ = ()
+
+    @property
+    def images(self: _HasImage) -> tuple[Image, ...]:
+        return () if self.image is None else (self.image,)
+
+    def with_images(self, images: tuple[Image, ...]) -> Self:
+        (image,) = images or (None,)
+        return replace(self, image=image)  # pyrefly: ignore[bad-specialization] all such requests are dataclasses
+
+
 @dataclass(frozen=True, slots=True)
-class Query(_Checked):
+class Query(_AboutOneImage):
     """A question, with or without an image; `image` is an encoded file's bytes, or pixels.
 
     `constraint` defines the form of the answer; the reasoning before it is free.
@@ -184,18 +213,19 @@ class ChatMessage:
 
     role: Role
     text: str
+    images: tuple[Image, ...] = ()
+    """Encoded files' bytes, or pixels, which precede the text. Only messages of the user have images."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chat(_Checked):
     """A conversation whose last message, of the user, the model answers.
 
-    `image` is an encoded file's bytes, or pixels; it precedes the first message, whichever message is about it.
-    `constraint` defines the form of the answer; the reasoning before it is free.
+    All messages together have at most `MAX_CHAT_IMAGES` images. `constraint` defines the form of the answer; the
+    reasoning before it is free.
     """
 
     messages: tuple[ChatMessage, ...]
-    image: Image | None = None
     reasoning: bool = False
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -205,16 +235,30 @@ class Chat(_Checked):
 
     @classmethod
     def example(cls, image: bytes, sampling: SamplingParams) -> Self:
-        return cls((ChatMessage(Role.USER, "hello"),), image, sampling=sampling)
+        return cls((ChatMessage(Role.USER, "hello", (image,)),), sampling=sampling)
 
     @property
     def text(self) -> str:
         return "\n\n".join(message.text for message in self.messages)
 
+    @property
+    def images(self) -> tuple[Image, ...]:
+        return tuple(image for message in self.messages for image in message.images)
+
+    @property
+    def turns(self) -> tuple[tuple[Role, str, int], ...]:
+        """The role, the text and the number of images of each message: the messages without their images."""
+        return tuple((message.role, message.text, len(message.images)) for message in self.messages)
+
+    def with_images(self, images: tuple[Image, ...]) -> Self:
+        others = iter(images)
+        messages = tuple(
+            replace(message, images=tuple(next(others) for _ in message.images)) for message in self.messages
+        )
+        return replace(self, messages=messages)
+
     def violations(self) -> Iterator[Violation]:
         yield from _messages(self.messages)
-        if self.image is not None:
-            yield from _image(self.image)
         yield from self.sampling.violations()
         yield from self.options.violations()
         if self.constraint is not None:
@@ -222,7 +266,7 @@ class Chat(_Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Caption(_Checked):
+class Caption(_AboutOneImage):
     """A request for a description of an image; `length` is one of `CAPTION_LENGTHS`."""
 
     image: Image
@@ -250,7 +294,7 @@ class Caption(_Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class _ObjectRequest(_Checked):
+class _ObjectRequest(_AboutOneImage):
     """The fields that point, detect and segment share; `object` names what to look for."""
 
     object: str
@@ -303,7 +347,7 @@ class Segment(_ObjectRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Gaze(_Checked):
+class Gaze(_AboutOneImage):
     """A request for the point that a person looks at; `eye` is the position of an eye or the middle of both."""
 
     image: Image
@@ -338,6 +382,23 @@ Request = Query | Caption | Point | Detect | Segment | Gaze | Chat
 REQUEST_TYPES: tuple[type[Request], ...] = get_args(Request)
 
 
+def fields_without_images(kind: type[Request]) -> tuple[str, ...]:
+    """Returns the names of the fields of a kind of request without its images: `turns` replaces `messages`."""
+    names = (item.name for item in fields(kind) if item.name != "image")
+    return tuple("turns" if name == "messages" else name for name in names)
+
+
+def image_paths(request: Request) -> list[str]:
+    """Returns the path of each image of a request, in the order of `images`."""
+    if not isinstance(request, Chat):
+        return ["image"] * len(request.images)
+    return [
+        f"messages[{index}].images[{place}]"
+        for index, message in enumerate(request.messages)
+        for place in range(len(message.images))
+    ]
+
+
 def _messages(messages: tuple[ChatMessage, ...]) -> Iterator[Violation]:
     if not 1 <= len(messages) <= MAX_CHAT_MESSAGES:
         yield Violation("messages", f"must be from 1 to {MAX_CHAT_MESSAGES}")
@@ -355,6 +416,17 @@ def _messages(messages: tuple[ChatMessage, ...]) -> Iterator[Violation]:
         yield Violation(f"messages[{last}].content", "must not be empty")
     if _is_too_long("".join(message.text for message in messages)):
         yield Violation("messages", f"must be at most {MAX_TEXT_BYTES} bytes long together")
+    num_images = sum(len(message.images) for message in messages)
+    if num_images > MAX_CHAT_IMAGES:
+        yield Violation("messages", f"must have at most {MAX_CHAT_IMAGES} images, and have {num_images}")
+        return
+    for index, message in enumerate(messages):
+        if message.images and message.role is not Role.USER:
+            yield Violation(f"messages[{index}].images", "belong to messages of the user only")
+        for place, image in enumerate(message.images):
+            for found in _image(image):
+                path = found.field.removeprefix("image")
+                yield Violation(f"messages[{index}].images[{place}]{path}", found.description)
 
 
 def _is_too_long(text: str) -> bool:

@@ -163,7 +163,7 @@ class LocalEngine:
         max_queue_s = request.options.max_queue_s
         wait_limit_s = _wait_limit_s(request, deadline)
         queue_deadline = None if max_queue_s is None else now + max_queue_s
-        shared = SharedImage() if len(streams) > 1 and request.image is not None else None
+        shared = SharedImage() if len(streams) > 1 and request.images else None
         try:
             self._check(request, deadline)
             cost = self._cost_of(request, tenant)
@@ -415,11 +415,10 @@ class LocalEngine:
         self.info.check(request)
 
     def _cost_of(self, request: Request, tenant: str) -> Cost:
-        num_tokens = 0 if request.image is None else self._num_image_tokens
+        num_tokens = len(request.images) * self._num_image_tokens
         num_tokens += len(request.text.encode()) + _MAX_TOKENS_PER_REF * len(request.spatial_refs)
-        return Cost(
-            tenant, request.options.priority, request.options.standing, len(request.image or b""), num_tokens
-        )
+        image_bytes = sum(map(len, request.images))
+        return Cost(tenant, request.options.priority, request.options.standing, image_bytes, num_tokens)
 
     def _prepared(self, preparation: Future[Sequence], stream: Stream) -> None:
         """Takes a worker's result, in its thread or the one that cancelled. An error ends only this request."""

@@ -6,7 +6,6 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from operator import attrgetter
 from threading import Lock
 from types import MappingProxyType
@@ -15,16 +14,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kestrel_runtime.api.images import image_digest
-from kestrel_runtime.api.requests import REQUEST_TYPES, Request
+from kestrel_runtime.api.requests import REQUEST_TYPES, Request, fields_without_images
 
 LIFETIME_S = 3600.0
 _VALUES: Mapping[str, Callable[[Request], tuple[Any, ...]]] = MappingProxyType(
     {
-        kind.skill: attrgetter(*(item.name for item in fields(kind) if item.name not in ("image", "options")))
+        kind.skill: attrgetter(*(name for name in fields_without_images(kind) if name != "options"))
         for kind in REQUEST_TYPES
     }
 )
-"""The values of a request's fields that define its work, in addition to its image."""
+"""The values of a request's fields that define its work, in addition to its images."""
 _encoder = msgspec.msgpack.Encoder()
 _CAPACITY = 256
 
@@ -99,14 +98,14 @@ class PoisonRequests:
                 del self._entries[fingerprint]
 
 
-def fingerprint_of(request: Request, digest_of_image: bytes | None = None) -> str:
+def fingerprint_of(request: Request, digests: tuple[bytes, ...] | None = None) -> str:
     """Returns a fingerprint that is equal for requests for the same work, whatever they say about their handling.
 
-    `digest_of_image`: the `image_digest` of the request's image, if it is already known.
+    `digests`: the `image_digest` of each of the request's images, if they are already known.
     """
-    if digest_of_image is None and request.image is not None:
-        digest_of_image = image_digest(request.image)
-    values = (digest_of_image, *_VALUES[request.skill](request))
+    if digests is None:
+        digests = tuple(map(image_digest, request.images))
+    values = (digests, *_VALUES[request.skill](request))
     try:
         data = _encoder.encode(values)
     except UnicodeEncodeError:  # half of a surrogate pair, which MessagePack does not have

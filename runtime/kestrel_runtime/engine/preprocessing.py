@@ -252,8 +252,9 @@ class Preprocessor:
         shared: SharedImage | None,
     ) -> Future[Sequence] | Sequence:
         facts = None if shared is None else shared.facts
-        if request.image is not None and facts is None:
-            facts, is_known = self._facts_of(request.image, namespace)
+        image = _image_of(request)
+        if image is not None and facts is None:
+            facts, is_known = self._facts_of(image, namespace)
             # Requests with another policy compute their image anew, so preparing it here would be wasted.
             if is_known and request.options.cache is CachePolicy.USE:
                 done = self._prepared_at_once(request, clock, tenant, namespace, adapter, facts)
@@ -308,12 +309,13 @@ class Preprocessor:
         usually as `ImageError` or `ContextLengthExceeded`; and the errors of `check_wanted`.
         """
         sequence, digest = self._without_crops(request, clock, tenant, namespace, adapter, facts)
-        if request.image is None:
+        image = _image_of(request)
+        if image is None:
             return sequence
         if shared is not None and shared.decoded is not None:
             sequence.crops, sequence.image_size_px = shared.decoded
         elif not self._try_leaving_out_crops(sequence, request, facts):
-            decoded = self._decode(request.image, tenant, check_wanted)
+            decoded = self._decode(image, tenant, check_wanted)
             sequence.crops, sequence.image_size_px = decoded
             if shared is not None:
                 shared.facts, shared.decoded = ImageFacts(digest, 0), decoded
@@ -358,10 +360,10 @@ class Preprocessor:
         expiry = clock.expiry(clock.preprocess_started)
         if expiry is not None:
             raise expiry
-        digest = None
-        if request.image is not None:
-            digest = image_digest(request.image) if facts is None or facts.digest is None else facts.digest
-        fingerprint = fingerprint_of(request, digest)
+        image, digest = _image_of(request), None
+        if image is not None:
+            digest = image_digest(image) if facts is None or facts.digest is None else facts.digest
+        fingerprint = fingerprint_of(request, () if digest is None else (digest,))
         if adapter is not None:
             fingerprint = f"{fingerprint}-{adapter.digest.hex()[:16]}"
         if fingerprint in self._poison_requests:
@@ -369,7 +371,7 @@ class Preprocessor:
         config, skill = self._config, self._skills[request.skill]
         request.sampling.check_vocabulary(config.vocab_size)
         prompt = self._prompts.tokens(request, namespace)
-        num_image_tokens = 0 if request.image is None else self._positions_per_image
+        num_image_tokens = 0 if image is None else self._positions_per_image
         num_positions = len(prompt) + num_image_tokens
         if num_positions >= self._max_context:
             raise ContextLengthExceeded(skill.text_field, num_positions, self._max_context)
@@ -424,7 +426,7 @@ class Preprocessor:
     def _try_leaving_out_crops(self, sequence: Sequence, request: Request, facts: ImageFacts | None) -> bool:
         """Returns True if the image is cached, and then sets the job that decodes it if it is evicted before the
         sequence starts."""
-        image = request.image
+        image = _image_of(request)
         assert image is not None, "asked for requests with one"
         if request.options.cache is not CachePolicy.USE or sequence.image_size_px is None:
             return False  # decode the image to learn its size
@@ -493,6 +495,11 @@ class Preprocessor:
     def _num_bytes(self, header: ImageHeader) -> int:
         """Returns the most memory that decoding an image and computing its crops takes, in bytes."""
         return header.decoding_bytes + _CROP_COPIES * crops_bytes(header.height, header.width, self._cropping)
+
+
+def _image_of(request: Request) -> RequestImage | None:
+    """Returns the image of a request, of which the engine takes one; None if it has none."""
+    return next(iter(request.images), None)
 
 
 def _signed(seed: int) -> int:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from dataclasses import fields
 from threading import Lock
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, TypeVar
 
 from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Violation
-from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.requests import REQUEST_TYPES, Request, fields_without_images
 from kestrel_runtime.constraints.compiler import ConstraintCompiler
 from kestrel_runtime.constraints.masks import AnswerMatcher
 from kestrel_runtime.loading.tokenizer import Tokenizer
@@ -25,12 +24,12 @@ from kestrel_runtime.output.output_parser import OutputParser, Token
 _MAX_PROMPTS = 1024
 _MAX_PROMPT_TOKENS = 128
 """The longest prompt that is kept: all prompts together take some 10 MB at most."""
-_NOT_IN_PROMPTS = frozenset({"image", "sampling", "options", "constraint"})
-"""The fields of requests that no prompt depends on."""
+_NOT_IN_PROMPTS = frozenset({"sampling", "options", "constraint"})
+"""The fields of requests, apart from images, that no prompt depends on."""
 _PROMPT_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        kind.skill: tuple(item.name for item in fields(kind) if item.name not in _NOT_IN_PROMPTS)
-        for kind in get_args(Request)
+        kind.skill: tuple(name for name in fields_without_images(kind) if name not in _NOT_IN_PROMPTS)
+        for kind in REQUEST_TYPES
     }
 )
 """The fields that prompts depend on, by skill."""

@@ -89,10 +89,11 @@ def test_the_requests_are_of_every_skill_and_format():
     config = LoadedModel.load(EngineConfig(device="cpu")).model.config
     requests = mixed_requests(30, config)
     assert {request.skill for request in requests} == set(FAMILY.skills(config))
-    images = [Image.open(io.BytesIO(request.image)) for request in requests if isinstance(request.image, bytes)]
+    files = [image for request in requests for image in request.images if isinstance(image, bytes)]
+    images = [Image.open(io.BytesIO(file)) for file in files]
     assert {image.format for image in images} == {name for name, _ in FORMATS}
     assert len({image.size for image in images}) > 5
-    assert any(request.image is None for request in requests)
+    assert any(not request.images for request in requests)
     assert mixed_requests(30, config) == requests
 
 

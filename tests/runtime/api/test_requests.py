@@ -3,8 +3,10 @@ import dataclasses
 import pytest
 
 from kestrel_runtime.api.errors import InvalidRequest
+from kestrel_runtime.api.images import PixelFormat, RawImage
 from kestrel_runtime.api.requests import (
     CAPTION_LENGTHS,
+    MAX_CHAT_IMAGES,
     MAX_CHAT_MESSAGES,
     MAX_OBJECTS,
     MAX_SPATIAL_REFS,
@@ -22,6 +24,7 @@ from kestrel_runtime.api.requests import (
     Role,
     SamplingParams,
     Segment,
+    image_paths,
 )
 from kestrel_runtime.api.sampling_params import MAX_OUTPUT_TOKENS, MAX_SEED, MAX_STOP_CHARS, MAX_STOPS
 
@@ -284,6 +287,12 @@ SYSTEM, USER, ASSISTANT = Role
         ([(SYSTEM, "a")], ["messages[0].role"]),
         ([(USER, "a"), (USER, " ")], ["messages[1].content"]),
         ([(USER, "a" * MAX_TEXT_BYTES), (USER, "a")], ["messages"]),
+        ([(USER, "a", (IMAGE,) * 9), (USER, "a", (IMAGE,) * 8)], ["messages"]),
+        ([(SYSTEM, "a", (IMAGE,)), (USER, "a", (b"",))], ["messages[0].images", "messages[1].images[0]"]),
+        (
+            [(ASSISTANT, "a", (IMAGE,)), (USER, "a", (IMAGE, RawImage(b"", 0, 1, PixelFormat.RGB8, 0)))],
+            ["messages[0].images", "messages[1].images[1].raw.width_px"],
+        ),
     ],
 )
 def test_conversations_that_make_no_sense_are_refused(turns, expected):
@@ -292,5 +301,17 @@ def test_conversations_that_make_no_sense_are_refused(turns, expected):
 
 def test_conversations_may_begin_with_any_role_and_repeat_one():
     turns = ((SYSTEM, "a"), (SYSTEM, ""), (ASSISTANT, ""), (ASSISTANT, "b"), (USER, ""), (USER, "c"))
-    request = Chat(tuple(ChatMessage(*turn) for turn in turns), IMAGE)
+    request = Chat(tuple(ChatMessage(*turn) for turn in turns))
     assert request.text.split() == ["a", "b", "c"]
+
+
+def test_the_images_of_a_conversation_keep_their_turns():
+    seen = ChatMessage(USER, "a", (b"1",)), ChatMessage(USER, "d", (b"2", b"3"))
+    request = Chat((seen[0], ChatMessage(ASSISTANT, "b"), ChatMessage(USER, "c"), seen[1]))
+    assert request.images == (b"1", b"2", b"3")
+    assert request.turns == ((USER, "a", 1), (ASSISTANT, "b", 0), (USER, "c", 0), (USER, "d", 2))
+    assert image_paths(request) == ["messages[0].images[0]", "messages[3].images[0]", "messages[3].images[1]"]
+    other = request.with_images((b"x", b"y", b"z"))
+    assert (other.images, other.turns) == ((b"x", b"y", b"z"), request.turns)
+    sixteen = (ChatMessage(USER, "a", (IMAGE,) * 9), ChatMessage(USER, "a", (IMAGE,) * 7))
+    assert len(Chat(sixteen).images) == MAX_CHAT_IMAGES

@@ -415,7 +415,7 @@ async def test_every_task_takes_images_by_address():
             host.answers["/a.png"] = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
             engine_requests, engine.requests = engine.requests, []
             assert await refused(rig, f"{uri}/a.png") == "IMAGE_FETCH_FAILED"
-    assert [request.image for request in engine_requests] == [IMAGE] * 7 + [b"abc"]
+    assert [request.images for request in engine_requests] == [(IMAGE,)] * 7 + [(b"abc",)]
 
 
 @asynccontextmanager

@@ -284,7 +284,7 @@ async def test_embeddings_that_are_found_answer_as_those_that_are_encoded(
         load = engine.load().image_cache
     assert load.used_bytes == 2 * one
     assert load.num_evictions == 0
-    num_with_image = sum(request.image is not None for request in requests)
+    num_with_image = sum(bool(request.images) for request in requests)
     assert (load.num_lookups, load.num_hits) == (2 * num_with_image, 2 * num_with_image - 2)
 
 

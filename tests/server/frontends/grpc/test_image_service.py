@@ -83,7 +83,7 @@ async def test_an_upload_can_be_named_in_requests(chunk_bytes: int) -> None:
         assert (image.image_id, image.size_bytes, image.pinned) == (id_of(DATA), len(DATA), False)
         assert (image.media_type, image.width_px, image.height_px) == ("image/png", 4, 3)
         assert (await ask(rig, image.image_id)).result.answer == "a kestrel"
-        assert [request.image for request in rig.engine.requests] == [DATA]
+        assert [request.images for request in rig.engine.requests] == [(DATA,)]
 
 
 async def test_an_image_in_one_message_can_be_named_in_every_request() -> None:
@@ -99,7 +99,7 @@ async def test_an_image_in_one_message_can_be_named_in_every_request() -> None:
         await rig.vision.Detect(vision_wire.DetectRequest(object="bird", image=source))
         await rig.vision.Segment(vision_wire.SegmentRequest(object="bird", image=source))
         await rig.vision.Gaze(vision_wire.GazeRequest(eye={"x": 0.5, "y": 0.5}, image=source))
-        assert [request.image for request in rig.engine.requests] == [DATA] * 8
+        assert [request.images for request in rig.engine.requests] == [(DATA,)] * 8
 
 
 async def test_the_metadata_tells_what_is_stored_and_the_file_only_on_request() -> None:
@@ -367,7 +367,7 @@ async def test_an_image_that_is_deleted_or_expires_while_its_request_waits_is_an
         await rig.images.DeleteImage(wire.DeleteImageRequest(image_id=id_of(DATA)))
         rig.engine.release()
         assert (await call).result.answer == "a kestrel"
-        assert [request.image for request in rig.engine.requests] == [DATA]
+        assert [request.images for request in rig.engine.requests] == [(DATA,)]
 
 
 async def test_an_image_expires() -> None:

@@ -297,7 +297,7 @@ async def test_only_the_engine_holds_an_image(method: str) -> None:
             await client.send(stream, framed(wire.QueryRequest(question="?", image={"data": image})))
             await rig.engine.num_submitted.acquire()
             (request,) = rig.engine.requests
-            assert request.image == image
+            assert request.images == (image,)
             del request
             rig.engine.requests.clear()
             held_bytes, _ = tracemalloc.get_traced_memory()

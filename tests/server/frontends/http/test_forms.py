@@ -53,7 +53,7 @@ async def test_every_skill_takes_a_form_and_a_picture_alone(rig: HttpServing, ro
     assert (asked.status, alone.status) == (200, 200), (asked.body, alone.body)
     first, second = rig.engine.requests
     assert isinstance(first, kind)
-    assert first.image == second.image == PICTURE
+    assert first.images == second.images == (PICTURE,)
     assert first == second
 
 
@@ -112,7 +112,7 @@ async def test_a_part_is_a_file_however_clients_name_it(rig: HttpServing, head: 
     body = form((head, PICTURE), boundary="a b'()+_,-./:=?c")
     answer = await post(rig, "caption", body, '"a b\'()+_,-./:=?c"; charset=utf-8')
     assert answer.status == 200, answer.body
-    assert rig.engine.requests[0].image == PICTURE
+    assert rig.engine.requests[0].images == (PICTURE,)
 
 
 async def test_a_picture_may_be_a_text_as_in_json(rig: HttpServing) -> None:
@@ -120,7 +120,7 @@ async def test_a_picture_may_be_a_text_as_in_json(rig: HttpServing) -> None:
         assert (await post(rig, "caption", form(text(name, IMAGE_URL)))).status == 200
     empty = 'Content-Disposition: form-data; name="image"; filename=""\r\nContent-Type: application/octet-stream'
     assert (await post(rig, "query", form((empty, b""), text("question", "?")))).status == 200
-    assert [request.image for request in rig.engine.requests] == [IMAGE_BYTES, IMAGE_BYTES, None]
+    assert [request.images for request in rig.engine.requests] == [(IMAGE_BYTES,), (IMAGE_BYTES,), ()]
 
 
 async def test_an_address_may_have_bytes_of_utf_8_with_and_without_escapes(rig: HttpServing) -> None:

@@ -84,7 +84,8 @@ async def test_items_reach_the_engine_as_a_conversation(rig: HttpServing):
         (Role.ASSISTANT, '{"name": "find", "arguments": {"n": 1}}'),
         (Role.USER, "Result of find: one"),
     ]
-    assert (request.image, request.reasoning) == (IMAGE_BYTES, True)
+    assert [len(message.images) for message in request.messages] == [0, 0, 1, 0, 0, 0]
+    assert (request.images, request.reasoning) == ((IMAGE_BYTES,), True)
     assert (request.sampling.max_tokens, request.sampling.temperature) == (7, 0.5)
     kinds = [item["type"] for item in answer.json["output"]]
     assert kinds == ["reasoning", "message"]

@@ -86,7 +86,8 @@ async def test_turns_reach_the_engine_with_their_roles(rig: HttpServing):
     ]
     (request,) = rig.engine.requests
     assert isinstance(request, Chat)
-    assert (request.image, request.reasoning, request.sampling.max_tokens) == (IMAGE_BYTES, True, 7)
+    assert [message.images for message in request.messages] == [(), (), (IMAGE_BYTES,), (), ()]
+    assert (request.reasoning, request.sampling.max_tokens) == (True, 7)
 
 
 def called(*calls: tuple[str, str, str], **fields: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ async def test_a_skill_is_asked_with_the_text_and_answers_as_the_rest_api_does(
     answer = await rig.ask(CHAT, {**body, "temperature": 0.5})
     request = rig.engine.requests[0]
     assert type(request) is kind
-    assert (request.image, request.sampling.temperature) == (IMAGE_BYTES, 0.5)
+    assert (request.images, request.sampling.temperature) == ((IMAGE_BYTES,), 0.5)
     assert {name: getattr(request, name) for name in facts} == facts
     content = answer.json["choices"][0]["message"]["content"]
     if skill == "query":

@@ -28,7 +28,7 @@ async def test_a_stored_image_is_named_by_other_requests():
     assert (stored.status, stored.json["image_id"]) == (200, f"sha256:{DIGEST}")
     assert (stored.json["size_bytes"], stored.json["pinned"]) == (len(FILE), True)
     assert answer.status == 200
-    assert request.image == FILE
+    assert request.images == (FILE,)
 
 
 @pytest.mark.parametrize(

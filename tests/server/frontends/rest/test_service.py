@@ -155,7 +155,7 @@ async def test_every_field_reaches_the_engine(rig: HttpServing):
     query, caption, point, detect, segment = rig.engine.requests
     for request in rig.engine.requests:
         sampling, options = request.sampling, request.options
-        assert request.image == IMAGE_BYTES
+        assert request.images == (IMAGE_BYTES,)
         assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed) == (0.5, 0.25, 7, 9)
         assert (options.model, options.max_queue_s, options.priority) == ("fake", 2.5, Priority.BATCH)
         assert options.cache is CachePolicy.BYPASS
@@ -290,7 +290,7 @@ async def test_a_large_image_arrives_whole(rig: HttpServing):
     bodies = [json.dumps({"image_url": url}) for url in (text, lines, f"data:;base64,{lines}", text.rstrip("="))]
     for written in (*bodies, bodies[0].replace("/", "\\/")):
         assert (await rig.ask("/v1/caption", written.encode())).status == 200
-        assert rig.engine.requests[-1].image == image
+        assert rig.engine.requests[-1].images == (image,)
 
 
 async def test_a_full_queue_is_a_status_and_not_an_event():

@@ -69,6 +69,7 @@ from kestrel_runtime.api.requests import (
     RequestOptions,
     Role,
     SamplingParams,
+    fields_without_images,
 )
 
 SAMPLING = SamplingParams(
@@ -107,28 +108,32 @@ def test_requests_of_every_skill_arrive_with_every_field(kind: type[Request]) ->
     sampling = SAMPLING if kind.skill in ("query", "caption", "chat") else SamplingParams(0.5, 0.9, 17, 5)
     request = replace(kind.example(b"image", sampling), options=OPTIONS)
     summary = ImageSummary(b"d" * 32, 5, 640, 480)
-    found = messages.decode_request(messages.encode_request(request, summary), Known)
-    assert isinstance(found.image, Known)
-    assert found.image.summary == summary
-    assert {item.name: getattr(found, item.name) for item in fields(found) if item.name != "image"} == {
-        item.name: getattr(request, item.name) for item in fields(request) if item.name != "image"
+    found = messages.decode_request(messages.encode_request(request, [summary]), Known)
+    (image,) = found.images
+    assert isinstance(image, Known)
+    assert image.summary == summary
+    assert {name: getattr(found, name) for name in fields_without_images(kind)} == {
+        name: getattr(request, name) for name in fields_without_images(kind)
     }
 
 
 def test_a_query_with_all_its_fields_arrives_whole() -> None:
     request = full_query()
-    found = messages.decode_request(messages.encode_request(request, None), Known)
-    assert replace(found, image=b"image") == request
+    found = messages.decode_request(messages.encode_request(request, ()), Known)
+    assert found.with_images((b"image",)) == request
     assert all(getattr(request, item.name) != item.default for item in fields(Query)), "nothing has its default"
 
 
 def test_a_conversation_with_all_its_fields_arrives_whole() -> None:
     said = ((Role.SYSTEM, "Be brief."), (Role.USER, "What?"), (Role.ASSISTANT, " A bird."), (Role.USER, "\u00e4?"))
-    messages_ = tuple(ChatMessage(role, text) for role, text in said)
+    images = ((), (b"one", b"two"), (), (b"three",))
+    messages_ = tuple(ChatMessage(*turn, seen) for turn, seen in zip(said, images, strict=True))
     constraint = Constraint(json_schema='{"type": "string"}')
-    request = Chat(messages_, b"image", True, SAMPLING, OPTIONS, constraint)
-    found = messages.decode_request(messages.encode_request(request, None), Known)
-    assert replace(found, image=b"image") == request
+    request = Chat(messages_, True, SAMPLING, OPTIONS, constraint)
+    summaries = [ImageSummary(bytes([number]) * 32, number, 640, 480) for number in range(3)]
+    found = messages.decode_request(messages.encode_request(request, summaries), Known)
+    assert [image.summary for image in found.images if isinstance(image, Known)] == summaries
+    assert found.with_images((b"one", b"two", b"three")) == request
     assert all(getattr(request, item.name) != item.default for item in fields(Chat)), "nothing has its default"
 
 

@@ -329,7 +329,7 @@ async def test_an_image_that_one_front_end_stores_is_used_by_the_other(folder: P
         one, other = rig.servers
         assert await store(one) == "OK"
         assert await ask_about_image(other) == "OK"
-        assert rig.core.requests[-1].image == DATA
+        assert rig.core.requests[-1].images == (DATA,)
         answer = await other.images.GetImage(
             image_service_pb2.GetImageRequest(image_id=IMAGE_ID, include_data=True)
         )

@@ -53,10 +53,11 @@ def verification(model: Moondream, config: EngineConfig) -> Verification:
         return _TensorCases(model, config, fixture, prepare, None if is_exact else errors_of).run()
 
     def record_prompt(request: Query, prepare: Prepare) -> PromptRecord:
-        assert isinstance(request.image, bytes), "a prompt about an image file"
+        (file,) = request.images
+        assert isinstance(file, bytes), "a prompt about an image file"
         run = PromptRun(model, config, prepare)
         tensors = prompt_tensors(run, request)
-        image = decode_image(request.image, max_image_pixels=config.max_image_pixels)
+        image = decode_image(file, max_image_pixels=config.max_image_pixels)
         crops = MoondreamCropping(model.config.vision).make_crops(image)
         facts = {
             "tiling": [crops.rows, crops.columns],

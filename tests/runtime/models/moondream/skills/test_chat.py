@@ -23,7 +23,7 @@ ALL = pytest.mark.parametrize(
 
 
 def ids_of(config: MoondreamConfig, *messages: tuple[Role, str], reasoning: bool = False) -> list[int]:
-    request = Chat(tuple(ChatMessage(*message) for message in messages), IMAGE, reasoning)
+    request = Chat(tuple(ChatMessage(*message) for message in messages), reasoning)
     return [token.id for token in ChatSkill().prompt(request, TOKENIZER, config)]
 
 
