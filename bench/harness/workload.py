@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from kestrel_grpc.cli.bench.workload import QUESTIONS, TEXT_QUESTIONS, chart, with_comment
+from kestrel_grpc.cli.bench.workload import chart, with_comment
+
+_ASPECTS = ("value", "label", "height", "width", "color")
+_WHICH = ("tallest", "shortest", "first", "second", "third", "last", "left", "right", "middle", "biggest")
+QUESTIONS = tuple(f"What is the {aspect} of the {which} bar shown here?" for aspect in _ASPECTS for which in _WHICH)
+TEXT_QUESTIONS = tuple(
+    f"Tell me about the {thing} of charts" for thing in ("history", "makers", "readers", "kinds", "names")
+)
 
 NUM_POPULAR = 1_000
 NUM_RETURNING = 64

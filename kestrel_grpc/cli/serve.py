@@ -39,6 +39,7 @@ def add_serve_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         description="Serve a model until SIGTERM. Flags take precedence over environment variables, and these over "
         "the file.",
         allow_abbrev=False,
+        add_help=False,
     )
     add_serve_arguments(serve)
     serve.set_defaults(run=_serve)
@@ -47,6 +48,7 @@ def add_serve_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         help="show the options that a server would use",
         description="Print the value of every option of `serve` and where it came from, as a file for --config.",
         allow_abbrev=False,
+        add_help=False,
     )
     add_serve_arguments(config)
     config.set_defaults(run=_config)

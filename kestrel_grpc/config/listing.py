@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from kestrel_grpc.config.options import ServerConfig, options, settings_of
 from kestrel_grpc.config.sources import FILE_OPTION, environment_name, flag_name
@@ -18,9 +18,33 @@ from kestrel_runtime.api.options import Option, on_or_off, options_of, shown
 _KNOWN_WITH_MODEL = "; known when the model is loaded: see the log, or GetServerInfo"
 
 
+FIRST_OPTIONS = frozenset(
+    (
+        "model",
+        "device",
+        "precision",
+        "adapters",
+        "host",
+        "port",
+        "http_port",
+        "tokens",
+        "tls_certificate",
+        "tls_key",
+    )
+)
+"""The options that most servers need, which `--help` shows; `--help-all` shows every option."""
+
+
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds every flag. Values stay texts: `ServerConfig.parse` checks them with those of the environment."""
+    """Adds every flag, and those of help to a parser that has none.
+
+    Values stay texts: `ServerConfig.parse` checks them with those of the environment.
+    """
     parser.usage = f"{parser.prog} [OPTION ...]"
+    parser.add_argument(
+        "-h", "--help", action=_Help, first_only=True, help="show the options that most servers need"
+    )
+    parser.add_argument("--help-all", action=_Help, first_only=False, help="show all options")
     add_engine_arguments(parser)
     group = parser.add_argument_group("server")
     for _, item in options_of(ServerConfig):
@@ -35,6 +59,36 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
     for _, item in options_of(ServerConfig):
         if item.name in others:
             _add_flag(group, item)
+
+
+class _Help(argparse.Action):
+    """Prints the help and exits. With `first_only` it leaves out all options but `FIRST_OPTIONS`."""
+
+    def __init__(self, option_strings: list[str], dest: str, *, first_only: bool, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+        self._first_only = first_only
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print(_first_help(parser) if self._first_only else parser.format_help(), end="")
+        parser.exit()
+
+
+def _first_help(parser: argparse.ArgumentParser) -> str:
+    """Returns the help with `FIRST_OPTIONS` alone, which says how many others there are."""
+    found = list(options())
+    shown_parser = argparse.ArgumentParser(
+        prog=parser.prog,
+        usage=parser.usage,
+        description=parser.description,
+        epilog=f"{len(found) - len(FIRST_OPTIONS)} more options: {parser.prog} --help-all. Each option can also be "
+        "set by its variable, or in a file given with --config.",
+        add_help=False,
+    )
+    group = shown_parser.add_argument_group("options")
+    for item in found:
+        if item.name in FIRST_OPTIONS:
+            _add_flag(group, item)
+    return shown_parser.format_help()
 
 
 def _add_flag(group: argparse._ArgumentGroup, item: Option) -> None:

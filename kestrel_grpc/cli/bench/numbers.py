@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -23,10 +24,11 @@ PERCENTILES = (50, 90, 95, 99)
 OK = "OK"
 _GHZ_PERCENTILES = (10, 25, 50, 75, 90, 95, 99)
 _NUM_BUCKETS = 10
-_NUM_PARTS = 8
-"""The number of parts of a window whose differences show how exact the numbers of the whole are."""
-_T_OF_PARTS = 2.365
-"""Student's t: 95% of the values lie within this many standard errors, given `_NUM_PARTS` values."""
+_PARTS: Mapping[int, float] = MappingProxyType({8: 2.365, 4: 3.182})
+"""The numbers of parts of a window whose differences show how exact the numbers of the whole are.
+
+Each has Student's t: 95% of the values lie within so many standard errors, given that number of values.
+"""
 _LEAST_PER_PART = 5
 _NUM_POINTS = 40
 _NS = 1e9
@@ -162,7 +164,7 @@ def numbers(recording: Recording, objective: Objective, *, is_open: bool) -> dic
     return {
         **_ghz(window, samples, counted, good),
         **_vllm(recording, good, counted, objective, is_open=is_open),
-        "uncertainty": _uncertainty(window, samples, good),
+        "uncertainty": _uncertainty(recording, good, objective, is_open=is_open),
         "timeline": _timeline(window, samples, good),
         "is_partial": recording.is_partial,
         "busiest_client": recording.busiest_client,
@@ -234,31 +236,46 @@ def _vllm(
     return found
 
 
-def _uncertainty(window: Window, samples: Sequence[Sample], good: list[Sample]) -> dict[str, float | None]:
+def _uncertainty(
+    recording: Recording, good: list[Sample], objective: Objective, *, is_open: bool
+) -> dict[str, float | None]:
     """Returns the uncertainty of the rates, medians and 99th percentiles; None if the parts have too few requests.
 
     The uncertainty is half the width of the 95% interval as a share of the value, from the differences between
     parts of the window.
     """
-    parts = window.parts(_NUM_PARTS)
-    by_part = [[sample for sample in good if part.start <= sample.started < part.end] for part in parts]
-    is_enough = window.duration_s > 0.0 and min(map(len, by_part)) >= _LEAST_PER_PART
+    parts, by_part = _comparable_parts(recording.window, good)
     found: dict[str, float | None] = {}
     for name, worth in RATES:
-        found[name] = _half_width([rate(samples, part, worth) for part in parts]) if is_enough else None
+        found[name] = _half_width([rate(recording.samples, part, worth) for part in parts])
+    in_time = [goodput(replace(recording, window=part), objective, is_open=is_open) for part in parts]
+    found["request_goodput"] = _half_width(in_time) if objective.is_any else None
     for name, times in TIMES:
         values = [times(part) for part in by_part]
         for label, rank in ((f"median_{name}_ms", 50), (f"p99_{name}_ms", 99)):
-            has_all = is_enough and all(values)
-            found[label] = _half_width([float(np.percentile(part, rank)) for part in values]) if has_all else None
+            found[label] = (
+                _half_width([float(np.percentile(part, rank)) for part in values]) if all(values) else None
+            )
     return found
 
 
+def _comparable_parts(window: Window, good: list[Sample]) -> tuple[Sequence[Window], list[list[Sample]]]:
+    """Returns the parts of the window and the requests that began in each: as many parts as have enough requests.
+
+    Both are empty if no number of parts has.
+    """
+    for count in _PARTS if window.duration_s > 0.0 else ():
+        parts = window.parts(count)
+        by_part = [[sample for sample in good if part.start <= sample.started < part.end] for part in parts]
+        if min(map(len, by_part)) >= _LEAST_PER_PART:
+            return parts, by_part
+    return (), []
+
+
 def _half_width(values: list[float]) -> float | None:
-    array = np.array(values)
-    if array.mean() <= 0.0:
+    if not values or (mean := np.mean(values)) <= 0.0:
         return None
-    return float(_T_OF_PARTS * array.std(ddof=1) / math.sqrt(array.size) / array.mean())
+    return float(_PARTS[len(values)] * np.std(values, ddof=1) / math.sqrt(len(values)) / mean)
 
 
 def _timeline(window: Window, samples: Sequence[Sample], good: list[Sample]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ TIME_NAMES = {
 """The descriptions of the times with vLLM's short names."""
 _COLUMNS = ("mean", "median", "p90", "p95", "p99")
 _BUSY = 0.8
+_FEW_TOKENS = 4.0
+"""Answers with fewer tokens on average have next to nothing after the first piece that could be measured."""
 _UNKNOWN = "–"
 # The compared numbers; True if more is better.
 _COMPARED: tuple[tuple[str, str, bool], ...] = (
     ("request_throughput", "requests/s", True),
     ("output_throughput", "tokens/s", True),
-    ("request_goodput", "in time/s", True),
+    ("request_goodput", "requests in time/s", True),
     *(
         (f"{rank}_{short}_ms", f"{name.removesuffix(', ms')} {rank}, ms", False)
         for short, name in TIME_NAMES.items()
@@ -161,6 +164,13 @@ def notes(step: Mapping[str, Any]) -> Iterator[str]:
             "be its own; use more --processes"
         )
 
+    if step["completed"] and step["total_output_tokens"] < _FEW_TOKENS * step["completed"]:
+        average = step["total_output_tokens"] / step["completed"]
+        yield (
+            f"{load_of(step)}: answers have {average:.1f} tokens on average, "
+            "so tokens/s and the time per token mean little; ask for longer answers with --text"
+        )
+
 
 def _aligned(table: Table) -> list[str]:
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
@@ -172,35 +182,96 @@ def _aligned(table: Table) -> list[str]:
 
 
 def comparison(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    """Compares the second result with the first, number by number, and lists differences in how they were
-    measured."""
+    """Compares the second result with the first: a sentence, differences in how they were measured, and all
+    numbers."""
     by_load = {load_of(step): step for step in steps_of(first)}
-    lines: list[str] = [*_differences(first, second)]
-    shared = [(load_of(step), step) for step in steps_of(second) if load_of(step) in by_load]
+    shared = [
+        (load_of(step), by_load[load_of(step)], step) for step in steps_of(second) if load_of(step) in by_load
+    ]
+    differences = [*_differences(first, second)]
     if not shared:
-        return "\n".join((*lines, "no load is in both"))
-    for load, step in shared:
-        lines += ["", load, *_aligned(comparison_table(by_load[load], step))]
+        return "\n".join(("The results cannot be compared: no load is in both.", *differences))
+    lines = [*(f"{load}: {conclusion(a, b)}" for load, a, b in shared)]
+    if differences:
+        lines += ["", "What was measured differs:", *differences]
+    for load, a, b in shared:
+        lines += ["", load, *_aligned(_comparison_table(_ratios(a, b)))]
     lines += [
         "",
         "Noise is the range of 95% of repetitions, estimated from the parts of a run; it covers nothing",
+        "of what differs between runs. Repeat both in turns before you rely on a small difference.",
     ]
-    lines += ["of what differs between runs. Repeat both in turns before you rely on a small difference."]
-    return "\n".join(lines).lstrip("\n")
+    return "\n".join(lines)
 
 
-def comparison_table(first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
-    """Returns the rows of one load."""
-    table = [["", "A", "B", "B / A", "noise", ""]]
+@dataclass(frozen=True, slots=True)
+class _Ratio:
+    """Compares a number of two results. `noise` is the share by which two equal runs differ; None if unknown."""
+
+    field: str
+    name: str
+    first: float
+    second: float
+    noise: float | None
+    more_is_better: bool
+
+    @property
+    def value(self) -> float:
+        return self.second / self.first
+
+    @property
+    def verdict(self) -> str:
+        return describe_ratio(self.value, self.noise, more_is_better=self.more_is_better)
+
+
+def _ratios(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[_Ratio]:
+    found: list[_Ratio] = []
     for field, name, more_is_better in _COMPARED:
         a, b = first.get(field), second.get(field)
-        if not a or not b:
-            continue
-        shares = [step["uncertainty"].get(field) for step in (first, second)]
-        noise = None if None in shares else math.hypot(*shares)
-        verdict = describe_ratio(b / a, noise, more_is_better=more_is_better)
-        row = [name, number(a), number(b), f"{b / a:.3f}", _UNKNOWN if noise is None else f"±{noise:.1%}", verdict]
-        table.append(row)
+        if a and b:
+            shares = [step["uncertainty"].get(field) for step in (first, second)]
+            noise = None if None in shares else math.hypot(*shares)
+            found.append(_Ratio(field, name, a, b, noise, more_is_better))
+    return found
+
+
+def conclusion(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    """Returns a sentence: which of two steps with the same load is better, by how much, and whether that is noise.
+
+    It is about the requests in time if both have bounds, else in a closed loop about requests per second, and in an
+    open loop, whose rate is given, about the median time of whole answers.
+    """
+    ratios = {ratio.field: ratio for ratio in _ratios(first, second)}
+    is_open = first["max_concurrency"] is None
+    fields = ("request_goodput", "median_e2el_ms" if is_open else "request_throughput")
+    main = next((ratios[field] for field in fields if field in ratios), None)
+    if main is None:
+        return "nothing can be compared, since one of both has no answers."
+    words = ("more", "fewer") if main.more_is_better else ("longer", "shorter")
+    change = f"{abs(main.value - 1.0):.1%} {words[main.value < 1.0]}"
+    amount = f"{change} {main.name}" if main.more_is_better else f"a {change} {main.name.removesuffix(', ms')}"
+    if main.noise is None:
+        said = f"B has {amount}, but a run was too short to know the noise"
+    elif main.verdict == "within noise":
+        said = f"no difference beyond the noise: B has {amount}, and equal runs differ by up to {main.noise:.1%}"
+    else:
+        better = "B" if main.verdict == "better" else "A"
+        said = f"{better} is better: B has {amount}, which is beyond the noise of {main.noise:.1%}"
+    opposite = {"better": "worse", "worse": "better"}.get(main.verdict)
+    others = [ratio.name.removesuffix(", ms") for ratio in ratios.values() if ratio.verdict == opposite]
+    if others:
+        said += f"; but B is {opposite} in {', '.join(others)}"
+    failed = [f"{step['failed']:,} of {name}" for name, step in (("A", first), ("B", second)) if step["failed"]]
+    return f"{said}; requests failed: {' and '.join(failed)}." if failed else f"{said}."
+
+
+def _comparison_table(ratios: Sequence[_Ratio]) -> Table:
+    """Returns the rows of one load."""
+    table = [["", "A", "B", "B / A", "noise", ""]]
+    for ratio in ratios:
+        noise = _UNKNOWN if ratio.noise is None else f"±{ratio.noise:.1%}"
+        numbers = (number(ratio.first), number(ratio.second), f"{ratio.value:.3f}", noise, ratio.verdict)
+        table.append([ratio.name, *numbers])
     return table
 
 
@@ -219,4 +290,8 @@ def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterato
     pairs += [(name, first["options"].get(name), second["options"].get(name)) for name in names]
     for name, a, b in pairs:
         if a != b:
-            yield f"{name}: {a} in A, {b} in B"
+            yield f"{name}: {_said(a)} in A, {_said(b)} in B"
+
+
+def _said(value: Any) -> str:
+    return "the default" if value is None else str(value)

@@ -23,12 +23,29 @@ JPEG_QUALITY = 90
 NUM_DRAWN = 16
 """The drawings of a process. Drawing takes longer than asking, so they are reused, each time as another file."""
 
-_ASPECTS = ("value", "label", "height", "width", "color")
-_WHICH = ("tallest", "shortest", "first", "second", "third", "last", "left", "right", "middle", "biggest")
-QUESTIONS = tuple(f"What is the {aspect} of the {which} bar shown here?" for aspect in _ASPECTS for which in _WHICH)
-TEXT_QUESTIONS = tuple(
-    f"Tell me about the {thing} of charts" for thing in ("history", "makers", "readers", "kinds", "names")
+QUESTIONS = (
+    "What is in this picture?",
+    "What is in this image?",
+    "What do you see?",
+    "What does the picture show?",
+    "What does the image show?",
+    "Describe the picture.",
+    "Describe the image.",
+    "Describe this picture.",
+    "What objects are in the picture?",
+    "What objects are in the image?",
+    "List everything in the picture.",
+    "What is shown here?",
 )
+"""The default questions about pictures, which models answer with a list or a sentence: with tokens to measure."""
+TEXT_QUESTIONS = (
+    "Who are you?",
+    "What can you do?",
+    "Write a poem about the sea.",
+    "Explain how rain forms.",
+    "Describe a city by the river.",
+)
+"""The default questions without a picture."""
 
 _PALETTE = ("#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#9c755f", "#555555")
 _SYLLABLES = ("ka", "to", "mi", "ren", "sol", "va", "dor", "el", "nu", "pra", "shi", "gan")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from kestrel_grpc.config.listing import add_serve_arguments, effective_values, markdown_table
+import pytest
+
+from kestrel_grpc.cli.commands import run
+from kestrel_grpc.config.listing import FIRST_OPTIONS, effective_values, markdown_table
 from kestrel_grpc.config.options import ServerConfig, options
 from kestrel_grpc.config.sources import environment_name, flag_name
 from kestrel_runtime.api.config import EngineConfig
@@ -19,16 +21,30 @@ def on_cpu(config: EngineConfig) -> str:
     return "cpu"
 
 
-def test_help_and_table_show_every_option() -> None:
-    parser = argparse.ArgumentParser()
-    add_serve_arguments(parser)
-    shown = " ".join(parser.format_help().split())
+def printed_help(capsys: pytest.CaptureFixture[str], flag: str) -> str:
+    with pytest.raises(SystemExit) as done:
+        run(["serve", flag])
+    assert not done.value.code
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_help_of_all_and_table_show_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed_help(capsys, "--help-all")
     table = markdown_table()
     found = list(options())
     for option in found:
-        assert flag_name(option.name) in shown
+        assert f"{flag_name(option.name)} " in shown
         assert f"`{flag_name(option.name)}` | `{environment_name(option.name)}` | {option.default_text} " in table
     assert len(table.splitlines()) == 2 + len(found)
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_shows_the_ten_options_that_are_needed_first(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed_help(capsys, flag)
+    described = {item.name for item in options() if f"{environment_name(item.name)})" in shown}
+    assert described == FIRST_OPTIONS
+    assert len(described) == 10
+    assert f"{len(list(options())) - 10} more options: kestrel-grpc serve --help-all" in shown
 
 
 def test_module_prints_the_table() -> None:

@@ -26,7 +26,7 @@ BY_NAME = {option.name: option for option in options()}
 
 
 def parse(*arguments: str, **environment: str) -> ServerConfig:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add_serve_arguments(parser)
     return ServerConfig.parse(vars(parser.parse_args(arguments)), environment)
 

@@ -139,14 +139,55 @@ def test_two_runs_of_the_same_are_within_noise_and_a_slower_one_is_worse() -> No
 
 def test_a_comparison_says_what_differs_and_what_it_does_not_know() -> None:
     other = result(count=10)
-    other["options"] |= {"api": "rest"}
+    other["options"] |= {"api": "rest", "text": ["What?"]}
     other["model_id"] = "another"
     told = comparison(result(), other)
     assert "api: grpc in A, rest in B" in told
+    assert "text: the default in A, ['What?'] in B" in told
     assert "model: a model in A, another in B" in told
     assert "noise unknown" in told
     other["max_concurrency"] = 9
     assert "no load is in both" in comparison(result(), other)
+
+
+def test_a_comparison_begins_with_a_sentence_about_which_is_better() -> None:
+    same, slower, few = result(seed=2), result(scale=1.5), result(count=10)
+    faster = comparison(slower, result()).splitlines()[0]
+    assert re.fullmatch(
+        r"4 at once: B is better: B has [45]\d\.\d% more requests in time/s, which is beyond the noise of \d.\d%\.",
+        faster,
+    )
+    assert comparison(result(), slower).startswith("4 at once: A is better: B has 3")
+    assert comparison(result(), same).startswith("4 at once: no difference beyond the noise: B has ")
+    assert "but a run was too short to know the noise." in comparison(result(), few)
+
+
+def test_the_sentence_is_about_what_was_asked_for_and_names_what_speaks_against_it() -> None:
+    first, second = result(), result(scale=1.5)
+    for step in (first, second):
+        step |= {"max_concurrency": None, "request_rate": 4.0}
+        step["request_goodput"] = None
+    assert re.match(
+        r"4 sent/s: A is better: B has a \d\d\.\d% longer whole answer median", comparison(first, second)
+    )
+    second |= {"request_throughput": 2 * first["request_throughput"], "failed": 3, "max_concurrency": 4}
+    said = comparison({**first, "max_concurrency": 4}, second).splitlines()[0]
+    assert said.startswith("4 at once: B is better: B has 100.0% more requests/s")
+    assert "; but B is worse in " in said
+    assert said.endswith("requests failed: 3 of B.")
+
+
+def test_a_run_of_few_requests_knows_its_noise_from_four_parts() -> None:
+    assert result(count=30)["uncertainty"]["request_throughput"] > 0.0
+    assert result(count=15)["uncertainty"]["request_throughput"] is None
+
+
+def test_answers_without_tokens_to_measure_are_named() -> None:
+    short = measured([answer(1.0, 0.1), answer(2.0, 0.2)])
+    assert "tokens on average" not in text(document(OPTIONS, "", "a model", [short]))
+    short["total_output_tokens"] = 5
+    shown = text(document(OPTIONS, "", "a model", [short]))
+    assert "4 at once: answers have 2.5 tokens on average, so tokens/s and the time per token mean little" in shown
 
 
 def test_the_description_of_a_ratio_depends_on_its_direction() -> None:
