@@ -69,8 +69,8 @@ from bench.harness.summary import Row
 from bench.harness.workload import WORKLOADS, chart
 from kestrel_client import Client
 from kestrel_grpc.access.token_file import Scope, line_for, new_secret
-from kestrel_grpc.multiprocess.engine_channel.connection import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.core_server import CoreServer
+from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.supervision.child import SWITCH_INTERVAL_S as CORE_SWITCH_INTERVAL_S
 from kestrel_grpc.process.resources import SWITCH_INTERVAL_S
 from kestrel_runtime.api.config import EngineConfig

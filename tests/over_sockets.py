@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from kestrel_grpc.multiprocess.engine_channel.connection import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.core_server import CoreServer
+from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.engine_client import EngineClient
 from kestrel_runtime.api.engine import Engine, ImageInfo
 from kestrel_runtime.api.images import Image, image_digest

@@ -14,7 +14,7 @@ from pathlib import Path
 import uvloop
 
 from bench.harness.workload import QUESTIONS, WORKLOADS
-from kestrel_grpc.multiprocess.engine_channel.connection import CoreEndpoint
+from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.engine_client import EngineClient
 from kestrel_grpc.process.resources import freeze_existing_objects
 from kestrel_runtime.api.events import Finished

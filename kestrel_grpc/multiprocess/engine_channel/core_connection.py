@@ -13,7 +13,7 @@ from typing import BinaryIO
 import msgspec
 
 from kestrel_grpc.multiprocess.engine_channel import messages
-from kestrel_grpc.multiprocess.engine_channel.connection import Connection, CoreEndpoint
+from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.messages import (
     Answer,
     CompletedAlone,
@@ -27,6 +27,7 @@ from kestrel_grpc.multiprocess.engine_channel.messages import (
     ToCore,
     Welcome,
 )
+from kestrel_grpc.multiprocess.protocol.connection import Connection
 from kestrel_runtime.api.engine import CoreReading, EngineInfo, EngineStatus, Load
 from kestrel_runtime.api.errors import EngineUnavailable
 

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from kestrel_grpc.multiprocess.engine_channel import messages
-from kestrel_grpc.multiprocess.engine_channel.connection import Connection, CoreEndpoint
+from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.messages import (
     AdapterNames,
     Answer,
@@ -53,6 +53,7 @@ from kestrel_grpc.multiprocess.engine_channel.messages import (
     Welcome,
     events_of,
 )
+from kestrel_grpc.multiprocess.protocol.connection import Connection
 from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError
 from kestrel_runtime.api.events import Event, Finished
 from kestrel_runtime.api.images import DecodedPixels, RemoteImage

@@ -19,7 +19,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, BinaryIO, Self, TypeVar
 
 from kestrel_grpc.multiprocess.engine_channel import messages
-from kestrel_grpc.multiprocess.engine_channel.connection import CoreEndpoint, shared_file
 from kestrel_grpc.multiprocess.engine_channel.core_connection import (
     NO_LOAD,
     CoreConnection,
@@ -28,6 +27,7 @@ from kestrel_grpc.multiprocess.engine_channel.core_connection import (
     ended_error,
 )
 from kestrel_grpc.multiprocess.engine_channel.crash_history import CrashHistory
+from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.messages import (
     AdapterNames,
     Answer,
@@ -50,6 +50,7 @@ from kestrel_grpc.multiprocess.engine_channel.messages import (
     UnloadAdapter,
 )
 from kestrel_grpc.multiprocess.engine_channel.routing import choose
+from kestrel_grpc.multiprocess.protocol.connection import shared_file
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.engine import (
     CacheLoad,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from setproctitle import setproctitle
 
 from kestrel_grpc.multiprocess.engine_channel.messages import build_id
-from kestrel_grpc.multiprocess.supervision.link import Link, receive_first
+from kestrel_grpc.multiprocess.protocol.link import Link, receive_first
 from kestrel_grpc.multiprocess.supervision.messages import Begin, Ping, ReadMetrics
 from kestrel_grpc.process.resources import raise_descriptor_limit, return_free_memory, return_large_blocks
 from kestrel_grpc.telemetry.logs import set_up_logging

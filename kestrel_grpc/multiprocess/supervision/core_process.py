@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import generate_latest
 
 from kestrel_grpc.calls.readiness import death_of
-from kestrel_grpc.multiprocess.engine_channel.connection import CoreEndpoint
+from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.supervision.child import begin, ended_with_supervisor, memory_returner, new_link
 from kestrel_grpc.multiprocess.supervision.messages import Begin, FrontendGone, FrontendStuck, Ready, Stop
 from kestrel_grpc.multiprocess.supervision.stored_images import forget_expired_images

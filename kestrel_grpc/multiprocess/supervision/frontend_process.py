@@ -14,8 +14,8 @@ from pathlib import Path
 from kestrel_grpc.access.tls import CertificateError
 from kestrel_grpc.access.token_file import TokenFileError
 from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
-from kestrel_grpc.multiprocess.engine_channel.connection import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.core_connection import BuildMismatch
+from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.engine_client import EngineClient
 from kestrel_grpc.multiprocess.supervision.child import OTHER_BUILD, begin, memory_returner, new_link
 from kestrel_grpc.multiprocess.supervision.messages import (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kestrel_grpc.multiprocess.supervision.link import ANSWER_TIMEOUT_S, Link, SupervisorUnavailable
+from kestrel_grpc.multiprocess.protocol.link import ANSWER_TIMEOUT_S, Link, SupervisorUnavailable
 
 _MARGIN_S = 1.0
 """The supervisor asks every other front end before it answers."""

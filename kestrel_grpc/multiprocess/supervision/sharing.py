@@ -7,8 +7,8 @@ from pathlib import Path
 
 from kestrel_grpc.access.limits import TokenLimits
 from kestrel_grpc.images.image_index import StoreLimits
+from kestrel_grpc.multiprocess.protocol.link import Link
 from kestrel_grpc.multiprocess.supervision.frontend_questions import LinkedPeers, Switchboard
-from kestrel_grpc.multiprocess.supervision.link import Link
 from kestrel_grpc.multiprocess.supervision.stored_images import ForgetImage, ImageOwner, SharedImages
 from kestrel_grpc.multiprocess.supervision.token_limits import LimitOwner, SharedLimits
 

@@ -34,7 +34,7 @@ from kestrel_grpc.images.stored_images import (
     Retention,
     StoredImage,
 )
-from kestrel_grpc.multiprocess.supervision.link import ANSWER_TIMEOUT_S, Link, SupervisorUnavailable
+from kestrel_grpc.multiprocess.protocol.link import ANSWER_TIMEOUT_S, Link, SupervisorUnavailable
 from kestrel_runtime.api.engine import CacheLoad, Engine, ImageInfo
 from kestrel_runtime.api.images import HashedImage
 

@@ -34,10 +34,10 @@ from setproctitle import setproctitle
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.http.probes import ProbePort, Probes
 from kestrel_grpc.multiprocess.engine_channel.messages import build_id
+from kestrel_grpc.multiprocess.protocol.link import Link, SupervisorUnavailable, send_first
 from kestrel_grpc.multiprocess.supervision.child import OTHER_BUILD, STOP_SIGNALS
 from kestrel_grpc.multiprocess.supervision.folder import private_folder, touch
 from kestrel_grpc.multiprocess.supervision.layout import CorePlace, Layout, placed
-from kestrel_grpc.multiprocess.supervision.link import Link, SupervisorUnavailable, send_first
 from kestrel_grpc.multiprocess.supervision.messages import (
     Announce,
     Begin,

@@ -13,7 +13,7 @@ from collections.abc import Awaitable
 import msgspec
 
 from kestrel_grpc.access.limits import CountedCall, RateLimited, TokenLimit, TokenLimits
-from kestrel_grpc.multiprocess.supervision.link import ANSWER_TIMEOUT_S, Link
+from kestrel_grpc.multiprocess.protocol.link import ANSWER_TIMEOUT_S, Link
 
 
 class EnterCall(msgspec.Struct, array_like=True):

@@ -19,15 +19,15 @@ from typing import Any, BinaryIO
 import pytest
 from PIL import Image
 
-from kestrel_grpc.multiprocess.engine_channel import connection as connection_module
 from kestrel_grpc.multiprocess.engine_channel import core_server as core_module
 from kestrel_grpc.multiprocess.engine_channel import engine_client as client_module
-from kestrel_grpc.multiprocess.engine_channel.connection import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.core_connection import BuildMismatch
 from kestrel_grpc.multiprocess.engine_channel.core_server import CoreServer
+from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.engine_client import EngineClient
 from kestrel_grpc.multiprocess.engine_channel.messages import Events, ToCore, events_in
 from kestrel_grpc.multiprocess.engine_channel.routing import home_order
+from kestrel_grpc.multiprocess.protocol import connection as connection_module
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.deadlines import deadline_in
 from kestrel_runtime.api.engine import CoreReading, EngineStatus

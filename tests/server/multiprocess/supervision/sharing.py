@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kestrel_grpc.config.options import ServerConfig
-from kestrel_grpc.multiprocess.supervision.link import Link
+from kestrel_grpc.multiprocess.protocol.link import Link
 from kestrel_grpc.multiprocess.supervision.sharing import Owner, Shared
 from kestrel_grpc.multiprocess.supervision.stored_images import forget_expired_images
 from kestrel_grpc.server import Server

@@ -22,9 +22,9 @@ from kestrel_grpc.access.limits import RateLimited, TokenLimit, TokenLimits
 from kestrel_grpc.access.token_file import Scope, line_for
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as triton_wire
 from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, ImageStoreFull, Retention, StoredImage
+from kestrel_grpc.multiprocess.protocol.link import SupervisorUnavailable
 from kestrel_grpc.multiprocess.supervision import frontend_questions as front_ends
 from kestrel_grpc.multiprocess.supervision import stored_images
-from kestrel_grpc.multiprocess.supervision.link import SupervisorUnavailable
 from kestrel_grpc.multiprocess.supervision.stored_images import FindImage, SharedImages
 from kestrel_grpc.multiprocess.supervision.token_limits import CallAnswer, EnterCall, LeaveCall, SharedLimits
 from kestrel_runtime.api.engine import ImageInfo

@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 import pytest
 
-from kestrel_grpc.multiprocess.engine_channel import connection as connection_module
-from kestrel_grpc.multiprocess.engine_channel.connection import Connection, shared_file
+from kestrel_grpc.multiprocess.protocol import connection as connection_module
+from kestrel_grpc.multiprocess.protocol.connection import Connection, shared_file
 
 MEBIBYTE = 2**20
 

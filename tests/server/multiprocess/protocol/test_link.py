@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from kestrel_grpc.calls.errors import Code, describe
-from kestrel_grpc.multiprocess.supervision import link as link_module
-from kestrel_grpc.multiprocess.supervision.link import Link, SupervisorUnavailable, receive_first, send_first
+from kestrel_grpc.multiprocess.protocol import link as link_module
+from kestrel_grpc.multiprocess.protocol.link import Link, SupervisorUnavailable, receive_first, send_first
 from kestrel_runtime.api.engine import EngineStatus
 
 TIMEOUT_S = 30.0

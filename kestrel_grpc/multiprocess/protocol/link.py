@@ -1,7 +1,7 @@
 """Connects the supervisor with one of its children, over a socket that the child inherits.
 
 Both ends send each other notes and ask each other questions. A message is a msgspec struct; the other end finds the
-handler by the name of its class. On the wire a message is its length in four bytes, and then msgpack.
+handler by the name of its class.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kestrel_grpc.multiprocess.protocol.framing import FrameTooLong, ReceivedFrames, framed, receive_frame
 from kestrel_runtime.api.errors import EngineUnavailable
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -25,7 +26,6 @@ MAX_UNREAD_BYTES = 64 * 2**20
 """If more than this waits to be sent, the other end does not read, and the link ends."""
 ANSWER_TIMEOUT_S = 2.0
 """The longest time that a call waits for the answer of one process; then it fails with UNAVAILABLE."""
-_LENGTH_BYTES = 4
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class _Envelope(msgspec.Struct, array_like=True):
     content: msgspec.Raw
 
 
-class Link(asyncio.Protocol):
+class Link(asyncio.BufferedProtocol):
     """One end of the connection. Belongs to the event loop that `start` runs on.
 
     Handlers begin in the order in which messages arrive; a coroutine then runs concurrently with the handlers of
@@ -72,7 +72,7 @@ class Link(asyncio.Protocol):
         """Questions without an answer, by number."""
         self._numbers = itertools.count(1)
         self._running: set[asyncio.Task[None]] = set()
-        self._received = bytearray()
+        self._received = ReceivedFrames(MAX_MESSAGE_BYTES)
         self._early: list[_Envelope] = []
         """Notes that were sent before `start`."""
         self._transport: asyncio.Transport | None = None
@@ -124,21 +124,22 @@ class Link(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    # asyncio.Protocol
+    # asyncio.BufferedProtocol
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         for envelope in self._early:
             transport.write(_framed(envelope))
 
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        position = 0
-        while (end := _end_of_message(self._received, position)) is not None:
-            self._take(bytes(self._received[position + _LENGTH_BYTES : end]))
-            position = end
-        del self._received[:position]
-        if len(self._received) > MAX_MESSAGE_BYTES:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._received.room()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._received.add(nbytes)
+        try:
+            while (frame := self._received.next()) is not None:
+                self._take(frame.data)
+        except FrameTooLong:
             self._abort("sends a message that is too long")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -216,28 +217,8 @@ def send_first(connection: socket.socket, message: msgspec.Struct) -> None:
 
 def receive_first(connection: socket.socket, kind: type[Message]) -> Message:
     """Returns the message that was sent with `send_first`. Blocks. Raises `EOFError` if the other end is gone."""
-    length = int.from_bytes(_received(connection, _LENGTH_BYTES), "little")
-    return msgspec.msgpack.decode(_received(connection, length), type=kind)
-
-
-def _received(connection: socket.socket, num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        part = connection.recv(num_bytes - len(data))
-        if not part:
-            raise EOFError("the other end is gone")
-        data += part
-    return data
+    return msgspec.msgpack.decode(receive_frame(connection), type=kind)
 
 
 def _framed(message: msgspec.Struct) -> bytes:
-    content = msgspec.msgpack.encode(message)
-    return len(content).to_bytes(_LENGTH_BYTES, "little") + content
-
-
-def _end_of_message(data: bytearray, start: int) -> int | None:
-    """Returns the end of the message that begins at `start`; None while it is incomplete."""
-    if len(data) < start + _LENGTH_BYTES:
-        return None
-    end = start + _LENGTH_BYTES + int.from_bytes(data[start : start + _LENGTH_BYTES], "little")
-    return end if end <= len(data) else None
+    return framed(msgspec.msgpack.encode(message))

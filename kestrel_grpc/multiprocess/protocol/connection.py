@@ -1,9 +1,8 @@
-"""Carries messages between a front end and an engine core, over a Unix stream socket.
+"""Carries frames over a Unix stream socket that any thread writes, without waiting.
 
-Any thread sends, without waiting and without a detour through the event loop; the event loop later sends the bytes
-that the socket does not take at once. The event loop alone reads. On the wire a message is the length of its data
-in four bytes, a byte that says whether a file follows, and the data. The file is a descriptor (SCM_RIGHTS): both
-processes share its memory, so that the pixels of an image are not copied through the socket.
+A send takes no detour through the event loop, which later sends the bytes that the socket does not take at once.
+The event loop alone reads. A frame may have a file (a descriptor): both processes share its memory, so that the
+pixels of an image are not copied through the socket.
 """
 
 from __future__ import annotations
@@ -13,42 +12,21 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
+
+from kestrel_grpc.multiprocess.protocol.framing import ReceivedFrames, framed
 
 MAX_UNSENT_BYTES = 64 * 2**20
 """The most unsent data; if there is more, the other end does not read."""
-_HEAD = struct.Struct("<I?")
-_READ_BYTES = 256 * 2**10
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_DESCRIPTOR_BYTES)
 """Room for one descriptor: no read continues past the bytes that a descriptor was sent with."""
 _MAX_AT_ONCE = 32
-"""The most messages, or reads of a long message, in one turn of the event loop."""
-
-
-@dataclass(frozen=True, slots=True)
-class CoreEndpoint:
-    """The socket of the core of this index, and the file that the core leaves behind, in a private folder."""
-
-    folder: Path
-    index: int
-
-    @property
-    def path(self) -> Path:
-        """The path of the Unix socket that front ends connect to."""
-        return self.folder / f"core-{self.index}.socket"
-
-    @property
-    def flight_record(self) -> Path:
-        """The file of the requests in flight, now or when the process ended (`engine.flight_record`)."""
-        return self.folder / f"core-{self.index}.steps"
+"""The most frames, or reads of a long frame, in one turn of the event loop."""
 
 
 def shared_file(data: memoryview) -> BinaryIO:
@@ -67,7 +45,7 @@ def shared_file(data: memoryview) -> BinaryIO:
 class Connection:
     """One end of the connection. It belongs to the event loop that runs when it is created.
 
-    `on_message` gets the data of each message and the file that was sent with it, which it must close. The file is
+    `on_frame` gets the data of each frame and the file that was sent with it, which it must close. The file is
     None if none was sent, or if this process has no descriptor left for it. `on_end` is called once when the other
     end has closed the connection. Neither is called after `close`.
     """
@@ -75,12 +53,12 @@ class Connection:
     def __init__(
         self,
         stream: socket.socket,
-        on_message: Callable[[bytes, BinaryIO | None], None],
+        on_frame: Callable[[bytes, BinaryIO | None], None],
         on_end: Callable[[], None],
     ) -> None:
         stream.setblocking(False)
         self._socket = stream
-        self._on_message = on_message
+        self._on_frame = on_frame
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
@@ -90,16 +68,14 @@ class Connection:
         self._num_unsent_bytes = 0
         self._sent: asyncio.Future[None] | None = None
         self._is_closed = False
-        # What was received and not handled: `_buffer[_start:_end]`.
-        self._buffer = bytearray(_READ_BYTES)
-        self._start = self._end = 0
+        self._received = ReceivedFrames()
         self._files: deque[BinaryIO | None] = deque()
-        """The files that have arrived, in the order of their messages."""
+        """The files that have arrived, in the order of their frames."""
         self._is_behind = False
         self._loop.add_reader(stream.fileno(), self._read)
 
     def send(self, data: bytes, file: BinaryIO | None = None) -> bool:
-        """Send a message without waiting, from any thread. The connection closes the file once it has been sent.
+        """Send a frame without waiting, from any thread. The connection closes the file once it has been sent.
 
         Returns False if too much data waits already, because the other end does not read. If the other end is gone,
         nothing happens.
@@ -109,7 +85,7 @@ class Connection:
                 _close(file)
                 return self._is_closed
             is_waiting = bool(self._unsent)
-            whole = memoryview(_HEAD.pack(len(data), file is not None) + data)
+            whole = memoryview(framed(data, has_file=file is not None))
             num_written = 0 if is_waiting else self._write(whole, file)
             if num_written < len(whole):
                 self._unsent.append((whole[num_written:], None if num_written else file))
@@ -185,13 +161,12 @@ class Connection:
         for _ in range(_MAX_AT_ONCE):
             if self._is_closed or self._is_behind:
                 return
-            with memoryview(self._buffer) as view:
-                try:
-                    num_read, ancillary, flags, _ = self._socket.recvmsg_into([view[self._end :]], _ANCILLARY_BYTES)
-                except BlockingIOError:
-                    return
-                except OSError:
-                    num_read, ancillary, flags = 0, [], 0
+            try:
+                num_read, ancillary, flags, _ = self._socket.recvmsg_into([self._received.room()], _ANCILLARY_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                num_read, ancillary, flags = 0, [], 0
             for _, _, descriptor in ancillary:
                 self._files.append(os.fdopen(int.from_bytes(descriptor, sys.byteorder), "rb", buffering=0))
             if flags & socket.MSG_CTRUNC:
@@ -200,42 +175,20 @@ class Connection:
                 self.close()
                 self._on_end()
                 return
-            self._end += num_read
+            self._received.add(num_read)
             self._handle()
-            if self._start == self._end:  # usually everything that has arrived was read
+            if not self._received.num_bytes:  # usually everything that has arrived was read
                 return
 
     def _handle(self) -> None:
-        """Handle the messages that have arrived, and make room for the next ones."""
+        """Handle the frames that have arrived."""
         self._is_behind = False
         for _ in range(_MAX_AT_ONCE):
-            if self._is_closed:
+            if self._is_closed or (frame := self._received.next()) is None:
                 return
-            num_here, num_needed = self._end - self._start, _HEAD.size
-            if num_here >= num_needed:
-                num_data, has_file = _HEAD.unpack_from(self._buffer, self._start)
-                num_needed += num_data
-                if num_here >= num_needed:
-                    begin, self._start = self._start + _HEAD.size, self._start + num_needed
-                    with memoryview(self._buffer) as view:
-                        data = bytes(view[begin : self._start])
-                    self._on_message(data, self._files.popleft() if has_file else None)
-                    continue
-            self._make_room(num_needed)
-            return
+            self._on_frame(frame.data, self._files.popleft() if frame.has_file else None)
         self._is_behind = True
         self._loop.call_soon(self._handle)
-
-    def _make_room(self, num_needed: int) -> None:
-        """Make the buffer hold at least `num_needed` bytes from `_start` on."""
-        size = max(num_needed, _READ_BYTES)
-        if self._start == self._end and len(self._buffer) == size:
-            self._start = self._end = 0
-        elif len(self._buffer) - self._start < num_needed or len(self._buffer) > size:
-            kept = self._buffer[self._start : self._end]
-            self._buffer = bytearray(size)
-            self._buffer[: len(kept)] = kept
-            self._start, self._end = 0, len(kept)
 
 
 def _close(file: BinaryIO | None) -> None:
