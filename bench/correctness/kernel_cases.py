@@ -182,7 +182,7 @@ def _prefill_attention(draw: random.Random) -> Case:
     numbers = (
         torch.tensor([0, *chunks]).cumsum(0).int(),
         torch.tensor([start + chunk for start, chunk in zip(starts, chunks, strict=True)]).int(),
-        torch.tensor([0 if start else min(4, chunk) for start, chunk in zip(starts, chunks, strict=True)]).int(),
+        torch.cat([_visible_until(draw, *lengths) for lengths in zip(starts, chunks, strict=True)]),
     )
 
     def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
@@ -201,6 +201,17 @@ def _prefill_attention(draw: random.Random) -> Case:
     return Case("prefill_attention", name, run, TOLERANCES[dtype])
 
 
+def _visible_until(draw: random.Random, start: int, length: int) -> Tensor:
+    """Up to where each position of a chunk attends, with spans of any length anywhere in it."""
+    visible = torch.arange(start + 1, start + length + 1, dtype=torch.int32)
+    first = draw.choice((0, 0, 1, 5))
+    while first < length:
+        end = min(length, first + draw.choice((1, 4, 33, 64)))
+        visible[first:end] = start + end
+        first = end + draw.choice((0, 3, 64))
+    return visible
+
+
 def _invariant_attention(draw: random.Random) -> Case:
     heads, groups, head_dim = _heads(draw)
     dtype = draw.choice((torch.float32, torch.bfloat16))
@@ -208,9 +219,9 @@ def _invariant_attention(draw: random.Random) -> Case:
     lengths = [draw.choice((0, 5, 130)) + chunk for chunk in chunks]
     pages = _Pages(draw, groups, head_dim, lengths, draw.choice((dtype, FLOAT8)))
     query = _rows(draw, sum(chunks), heads, head_dim, dtype=dtype)
-    prefixes = [min(4, chunk) if chunk == length else 0 for chunk, length in zip(chunks, lengths, strict=True)]
     starts = torch.tensor([0, *chunks]).cumsum(0).int()
-    numbers = (starts, torch.tensor(lengths).int(), torch.tensor(prefixes).int())
+    visible = [_visible_until(draw, length - chunk, chunk) for chunk, length in zip(chunks, lengths, strict=True)]
+    numbers = (starts, torch.tensor(lengths).int(), torch.cat(visible))
 
     def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
         return [

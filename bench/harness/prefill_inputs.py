@@ -42,6 +42,7 @@ class Prompts:
         table = torch.randperm(self.count * most_pages).view(self.count, most_pages)
         positions = torch.arange(start, self.num_tokens)
         slots = table[:, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+        visible = torch.where(positions < self.prefix_length, self.prefix_length, positions + 1)
         count = self.num_tokens - start
         return PackedChunks(
             positions=positions.repeat(self.count).to(device),
@@ -49,7 +50,7 @@ class Prompts:
             page_table=table.int().to(device),
             query_starts=(torch.arange(self.count + 1) * count).int().to(device),
             lengths=torch.full((self.count,), self.num_tokens, dtype=torch.int32, device=device),
-            prefix_lengths=torch.full((self.count,), self.prefix_length, dtype=torch.int32, device=device),
+            visible_until=visible.repeat(self.count).int().to(device),
             max_chunk=count,
         )
 
@@ -139,13 +140,13 @@ class PagedAttention:
 
     def attend(self, operation: Callable[..., Tensor]) -> Tensor:
         plan = self.plan
-        chunks = (plan.page_table, plan.query_starts, plan.lengths, plan.prefix_lengths, plan.max_chunk)
+        chunks = (plan.page_table, plan.query_starts, plan.lengths, plan.visible_until, plan.max_chunk)
         return operation(*self.heads, *self.pages, *chunks, *self.scales)
 
     def attend_tiled(self, tiles: Tiling) -> Tensor:
         plan = self.plan
         query, key, value = self.heads
-        chunks = (plan.page_table, plan.query_starts, plan.lengths, plan.prefix_lengths)
+        chunks = (plan.page_table, plan.query_starts, plan.lengths, plan.visible_until)
         pages = (self.pages[0], self.pages[1], self.scales[0], self.scales[1])
         return attend(query, key, value, pages, chunks, plan.max_chunk, tiles)
 

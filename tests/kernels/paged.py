@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -65,12 +66,23 @@ def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return torch.stack(rows).float()
 
 
+def sees(position: int, other: int, spans: Iterable[tuple[int, int]]) -> bool:
+    """Whether one position attends to another: to those before it, and to those of its own span [start, end)."""
+    return other <= position or any(start <= position < end and start <= other < end for start, end in spans)
+
+
+def visible_until(spans: Iterable[tuple[int, int]], start: int, end: int) -> Tensor:
+    """The same for positions [start, end), as the operations take it: each sees the positions below a number."""
+    ends = {position: span_end for span_start, span_end in spans for position in range(span_start, span_end)}
+    return torch.tensor([ends.get(position, position + 1) for position in range(start, end)], dtype=torch.int32)
+
+
 def attend_chunk(
-    queries: Tensor, keys: Tensor, values: Tensor, chunk: tuple[int, int], prefix_length: int
+    queries: Tensor, keys: Tensor, values: Tensor, chunk: tuple[int, int], spans: Iterable[tuple[int, int]]
 ) -> Tensor:
     """The queries of positions [start, end), each over what it may see."""
     rows = []
     for row, position in enumerate(range(*chunk)):
-        visible = prefix_length if position < prefix_length else position + 1
-        rows.append(attend(queries[row], keys[:visible], values[:visible]))
+        visible = [other for other in range(len(keys)) if sees(position, other, spans)]
+        rows.append(attend(queries[row], keys[visible], values[visible]))
     return torch.stack(rows)

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kestrel_ops import decode_attention, prefill_attention
-from tests.kernels.paged import GARBAGE, Heads, attend, padded, paged
+from tests.kernels.paged import GARBAGE, Heads, attend, padded, paged, visible_until
 
 HEADS = (Heads(1, 1, 8), Heads(4, 4, 6), Heads(6, 2, 4), Heads(4, 1, 16))
 
@@ -57,7 +57,7 @@ def test_it_equals_the_last_row_of_a_prefill(length, heads, page_size, prefix_le
         padded(batch.tables).int(),
         torch.tensor([0, length], dtype=torch.int32),
         torch.tensor([length], dtype=torch.int32),
-        torch.tensor([prefix_length], dtype=torch.int32),
+        visible_until([(0, prefix_length)], 0, length),
         length,
     )
     torch.testing.assert_close(batch.run()[0], prefilled[-1], rtol=1e-4, atol=1e-5)

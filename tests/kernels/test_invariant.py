@@ -24,7 +24,7 @@ from tests.kernels.implementations import (
     implementations,
     relative_error,
 )
-from tests.kernels.paged import GARBAGE, Heads, padded, paged
+from tests.kernels.paged import GARBAGE, Heads, padded, paged, visible_until
 
 every_attention = pytest.mark.parametrize(
     "invariant_attention", implementations("invariant_attention"), ids=implementation_name
@@ -43,9 +43,9 @@ def is_interpreted(operation):
 class Context:
     """Sequences in shuffled pages, all their keys and values in place; the slots left over hold NaN."""
 
-    def __init__(self, lengths, prefixes, heads, page_size, seed=0, dtype=torch.float32):
+    def __init__(self, lengths, spans, heads, page_size, seed=0, dtype=torch.float32):
         torch.manual_seed(seed)
-        self.lengths, self.prefixes, self.page_size, self.dtype = lengths, prefixes, page_size, dtype
+        self.lengths, self.spans, self.page_size, self.dtype = lengths, spans, page_size, dtype
         self.keys, self.values = ([heads.context(length).to(dtype).float() for length in lengths] for _ in range(2))
         self.queries = [heads.queries(length).to(dtype) for length in lengths]
         key_pages, value_pages, self.tables = paged(self.keys, self.values, page_size)
@@ -64,7 +64,7 @@ class Context:
             padded([self.tables[index] for index, _, _ in chunks]).int().to(DEVICE),
             bounds.to(DEVICE, torch.int32),
             torch.tensor([end for _, _, end in chunks], dtype=torch.int32, device=DEVICE),
-            torch.tensor([self.prefixes[index] for index, _, _ in chunks], dtype=torch.int32, device=DEVICE),
+            torch.cat([visible_until(self.spans[index], start, end) for index, start, end in chunks]).to(DEVICE),
             max(end - start for _, start, end in chunks),
         ).cpu()
 
@@ -72,7 +72,7 @@ class Context:
 @every_attention
 @pytest.mark.parametrize("heads", HEADS)
 def test_it_is_the_attention_of_a_prompt(heads, invariant_attention):
-    context = Context([71, 5, 33], [9, 0, 33], heads, 7)
+    context = Context([71, 5, 33], [((0, 9), (16, 40), (65, 70)), (), ((0, 33),)], heads, 7)
     chunks = [(0, 0, 71), (1, 0, 5), (2, 0, 33)]
     empty = torch.zeros(1, heads.num_groups, 7, heads.head_dim)
     for index, start, end in chunks:
@@ -85,7 +85,7 @@ def test_it_is_the_attention_of_a_prompt(heads, invariant_attention):
             torch.zeros(1, 1, dtype=torch.int32),
             torch.tensor([0, end], dtype=torch.int32),
             torch.tensor([end], dtype=torch.int32),
-            torch.tensor([context.prefixes[index]], dtype=torch.int32),
+            visible_until(context.spans[index], start, end),
             end,
         )
         got = context.run(invariant_attention, [(index, start, end)])
@@ -101,13 +101,17 @@ def test_a_row_has_the_same_bits_however_its_sequence_is_divided(seed, invariant
     if is_slow and seed > 1:
         pytest.skip("two are enough for the interpreter")
     lengths = [66, 19, 17, 40] if is_slow else [150, 41, 17, 300]
-    context = Context(lengths, [40, 0, 17, 3], heads, 16, seed, (torch.float32, torch.bfloat16)[seed % 2])
+    spans = [((0, 40),), (), ((0, 17),), ((1, 3), (9, 35), (35, 38))]
+    context = Context(lengths, spans, heads, 16, seed, (torch.float32, torch.bfloat16)[seed % 2])
     whole = [context.run(invariant_attention, [(index, 0, length)]) for index, length in enumerate(lengths)]
     for _ in range(1 if is_slow else 6):
         chunks, wanted = [], []
         for index in chance.sample(range(4), k=chance.randint(1, 3)):
-            prefix, length = context.prefixes[index], lengths[index]
-            cuts = sorted({prefix or 1, length, *(chance.randint(prefix or 1, length) for _ in range(3))})
+            length = lengths[index]
+            allowed = [
+                cut for cut in range(1, length + 1) if not any(start < cut < end for start, end in spans[index])
+            ]
+            cuts = sorted({allowed[0], length, *chance.choices(allowed, k=3)})
             for start, end in itertools.pairwise([0, *cuts] if chance.random() < 0.5 else cuts):
                 chunks.append((index, start, end))
                 wanted.append(whole[index][start:end])
@@ -118,7 +122,7 @@ def test_a_row_has_the_same_bits_however_its_sequence_is_divided(seed, invariant
 @every_attention
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_that_are_decoded_have_the_bits_of_their_prompt(dtype, invariant_attention):
-    context = Context([140, 37], [5, 0], Heads(2, 1, 20), 16, dtype=dtype)
+    context = Context([140, 37], [((0, 5), (60, 139)), ()], Heads(2, 1, 20), 16, dtype=dtype)
     whole = [context.run(invariant_attention, [(index, 0, length)]) for index, length in enumerate((140, 37))]
     decoded = context.run(invariant_attention, [(0, 139, 140), (1, 36, 37)])
     assert torch.equal(decoded, torch.cat([whole[0][-1:], whole[1][-1:]]))

@@ -5,7 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
 
+from kestrel_ops import prefill_attention as definition
 from tests.kernels.implementations import (
     DEVICE,
     FLOAT8,
@@ -14,17 +16,27 @@ from tests.kernels.implementations import (
     in_pairs,
     relative_error,
 )
-from tests.kernels.paged import Heads, attend_chunk, padded, paged
+from tests.kernels.paged import Heads, attend_chunk, padded, paged, visible_until
 
 HEADS = (Heads(1, 1, 8), Heads(4, 4, 6), Heads(6, 2, 4), Heads(4, 1, 16), Heads(2, 1, 24), Heads(3, 3, 20))
 # Weights are rounded to the type of the queries once, results a second time.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
+
+def front(length):
+    """The span of BOS and an image of `length - 1` positions behind it."""
+    return ((0, length),)
+
+
 # The interpreter takes seconds for as many crops as an image has.
-LONG = [(730, 0, 741), (300, 0, 400)] if DEVICE == "cuda" else [(200, 0, 211), (60, 0, 130)]
-MANY = [(193, 0, 250), (0, 0, 1), (0, 0, 100), (193, 0, 193)]
+LONG = (
+    [(front(730), 0, 741), (front(300), 0, 400)]
+    if DEVICE == "cuda"
+    else [(front(200), 0, 211), (front(60), 0, 130)]
+)
+MANY = [(front(193), 0, 250), ((), 0, 1), ((), 0, 100), (front(193), 0, 193)]
 if DEVICE != "cuda":
-    MANY = [(65, 0, 130), (0, 0, 1), (0, 0, 70), (65, 0, 65)]
+    MANY = [(front(65), 0, 130), ((), 0, 1), ((), 0, 70), (front(65), 0, 65)]
 
 every_implementation = pytest.mark.parametrize(
     "prefill_attention", implementations("prefill_attention"), ids=implementation_name
@@ -32,15 +44,21 @@ every_implementation = pytest.mark.parametrize(
 
 
 def some_chunk(draw):
-    """(prefix length, start, end) of a legal chunk: it begins behind the prefix or holds all of it."""
-    prefix_length = draw.choice((0, 0, 1, 5, 9))
-    start = 0 if draw.random() < 0.5 else draw.randint(prefix_length, prefix_length + 12)
-    end = max(prefix_length, start) + draw.randint(1, 9)
-    return prefix_length, start, end
+    """(spans, start, end) of a legal chunk of a conversation: it begins and ends outside of every span."""
+    spans, end = [], draw.choice((0, 0, 1, 4))  # with BOS in the first one, behind it, and behind text
+    for length in draw.sample((1, 5, 9, 2), k=draw.randint(0, 3)):
+        spans.append((end, end + length))
+        end += length + draw.choice((0, 1, 7))
+    edges = [0, *itertools.chain(*spans), end]
+    start = 0 if draw.random() < 0.5 else draw.choice(edges) + draw.choice((0, 0, 3))
+    start = next((first for first, last in spans if first < start < last), start)
+    end = max(draw.choice(edges) + draw.choice((0, 8)), start + 1)
+    end = next((last for first, last in spans if first < end < last), end)
+    return tuple(spans), start, end
 
 
 class Prompts:
-    """Random contexts over odd pages, of which chunks (prefix length, start, end) are asked.
+    """Random contexts over odd pages, of which chunks (spans, start, end) are asked.
 
     What a chunk holds itself is garbage in the pages: it comes with the call.
     """
@@ -55,8 +73,8 @@ class Prompts:
     def wanted(self):
         """Every row over what it may see, written out."""
         rows = [
-            attend_chunk(query.float(), key.float(), value.float(), (start, end), prefix_length)
-            for query, key, value, (prefix_length, start, end) in zip(
+            attend_chunk(query.float(), key.float(), value.float(), (start, end), spans)
+            for query, key, value, (spans, start, end) in zip(
                 self.queries, self.keys, self.values, self.plans, strict=True
             )
         ]
@@ -87,7 +105,7 @@ class Prompts:
             padded([torch.cat((table, torch.zeros(1, dtype=torch.int64))) for table in tables]).int().to(DEVICE),
             torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE),
             torch.tensor([end for _, _, end in self.plans]).int().to(DEVICE),
-            torch.tensor([prefix_length for prefix_length, _, _ in self.plans]).int().to(DEVICE),
+            torch.cat([visible_until(*plan) for plan in self.plans]).to(DEVICE),
             max(counts),
             *(None if scale is None else torch.tensor([scale], device=DEVICE) for scale in scales),
         )
@@ -96,7 +114,7 @@ class Prompts:
 
 
 def whole(prefix_length=5, length=13):
-    return Prompts([(prefix_length, 0, length)], HEADS[2], 3)
+    return Prompts([(front(prefix_length), 0, length)], HEADS[2], 3)
 
 
 @every_implementation
@@ -111,10 +129,22 @@ def test_every_row_is_attention_written_out(prefill_attention, seed, heads, page
 @every_implementation
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(
-    "plan", [(0, 0, 75), (70, 0, 75), (70, 70, 75), (33, 40, 110), (0, 64, 129), (5, 128, 129)]
+    "plan",
+    [
+        ((), 0, 75),
+        (front(70), 0, 75),
+        (front(70), 70, 75),
+        (front(33), 40, 110),
+        ((), 64, 129),
+        (front(5), 128, 129),
+        (((0, 32), (32, 64), (64, 70)), 0, 75),  # at the borders of blocks, without anything between them
+        (((1, 31), (40, 97)), 0, 97),
+        (((0, 20), (48, 112)), 48, 115),  # begins with a picture, mid-conversation
+        (((5, 9), (33, 66), (70, 71)), 12, 80),
+    ],
 )
 def test_contexts_of_many_tiles_are_attended_to(prefill_attention, plan, dtype):
-    prompts = Prompts([plan, (0, 0, 3)], Heads(2, 1, 64), 16, dtype)
+    prompts = Prompts([plan, ((), 0, 3)], Heads(2, 1, 64), 16, dtype)
     attended = prompts.run(prefill_attention)
     assert attended.dtype == dtype
     assert relative_error(attended, prompts.wanted()) < TOLERANCES[dtype]
@@ -124,7 +154,7 @@ def test_contexts_of_many_tiles_are_attended_to(prefill_attention, plan, dtype):
 @pytest.mark.parametrize(
     ("plans", "heads", "dtype"),
     in_pairs(
-        [[(74, 0, 80)], MANY, LONG],
+        [[(front(74), 0, 80)], MANY, LONG],
         [Heads(2, 2, 64), Heads(4, 2, 32), Heads(2, 1, 24)],
         [torch.bfloat16, torch.float16],
     ),
@@ -138,7 +168,7 @@ def test_whole_prompts_are_attended_to(prefill_attention, plans, heads, dtype):
 @every_implementation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_float8_pages_are_read_with_their_scales(prefill_attention, dtype):
-    prompts = Prompts([(5, 20, 30), (0, 0, 9), (0, 7, 8)], Heads(4, 2, 16), 4, dtype)
+    prompts = Prompts([(front(5), 20, 30), ((), 0, 9), ((), 7, 8)], Heads(4, 2, 16), 4, dtype)
     attended = prompts.run(prefill_attention, FLOAT8, (0.5, 0.25))
     assert attended.dtype == dtype
     assert 1e-4 < relative_error(attended, prompts.wanted()) < 0.06
@@ -149,7 +179,7 @@ def test_float8_pages_are_read_with_their_scales(prefill_attention, dtype):
 @every_implementation
 @pytest.mark.parametrize("changed", [0, 4, 5, 9, 12])
 def test_without_a_prefix_a_position_sees_none_that_comes_later(prefill_attention, changed):
-    prompts = whole(prefix_length=0)
+    prompts = Prompts([((), 0, 13)], HEADS[2], 3)
     before = prompts.run(prefill_attention)
     prompts.keys[0][changed] += 1
     prompts.values[0][changed] -= 1
@@ -170,13 +200,50 @@ def test_positions_of_the_prefix_see_all_of_it_and_nothing_behind_it(prefill_att
 
 
 @every_implementation
+def test_positions_of_a_later_span_see_all_of_it_and_what_is_before_it(prefill_attention):
+    prompts = Prompts([(((0, 3), (5, 9)), 0, 13)], HEADS[2], 3)
+    before = prompts.run(prefill_attention)
+    prompts.values[0][8] += 1  # the last of the span
+    differs = (prompts.run(prefill_attention) != before).flatten(1).any(dim=1)
+    assert differs.tolist() == [False] * 5 + [True] * 8
+    before = prompts.run(prefill_attention)
+    prompts.values[0][4] += 1  # the text before it
+    differs = (prompts.run(prefill_attention) != before).flatten(1).any(dim=1)
+    assert differs.tolist() == [False] * 4 + [True] * 9
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(
+    "plan", [(front(70), 0, 75), (front(33), 40, 110), (front(9), 0, 9), (front(4), 4, 5)], ids=str
+)
+def test_one_picture_at_the_front_has_the_bits_of_a_prefix_that_sees_itself(plan, dtype):
+    """The attention of a prompt whose first positions attend to each other, as torch computes it with a mask."""
+    ((_, prefix),), start, end = plan
+    prompts = Prompts([plan], Heads(4, 2, 16), 16, dtype)
+    places = torch.arange(end, device=DEVICE)
+    queries = places[start:, None]
+    query, key, value = (
+        rows[0].to(DEVICE).transpose(0, 1) for rows in (prompts.queries, prompts.keys, prompts.values)
+    )
+    wanted = scaled_dot_product_attention(
+        query[None],
+        key[None],
+        value[None],
+        attn_mask=(places <= queries) | ((places < prefix) & (queries < prefix)),
+        enable_gqa=True,
+    )[0].transpose(0, 1)
+    assert torch.equal(prompts.run(definition), wanted.cpu())
+
+
+@every_implementation
+@pytest.mark.parametrize("spans", [front(5), ((1, 5),), ((0, 5), (7, 12)), ((2, 5), (12, 13))], ids=str)
 @pytest.mark.parametrize("cuts", [(0, 5, 13), (0, 6, 7, 13), (0, 12, 13)])
-def test_chunks_add_up_to_the_whole(prefill_attention, cuts):
-    prompts = whole()
+def test_chunks_add_up_to_the_whole(prefill_attention, cuts, spans):
+    prompts = Prompts([(spans, 0, 13)], HEADS[2], 3)
     wanted, queries = prompts.run(prefill_attention), prompts.queries[0]
     parts = []
     for start, end in itertools.pairwise(cuts):
-        prompts.plans, prompts.queries = [(5, start, end)], [queries[start:end]]
+        prompts.plans, prompts.queries = [(spans, start, end)], [queries[start:end]]
         keys, values = prompts.keys, prompts.values
         prompts.keys, prompts.values = [keys[0][:end]], [values[0][:end]]
         parts.append(prompts.run(prefill_attention))
@@ -186,7 +253,7 @@ def test_chunks_add_up_to_the_whole(prefill_attention, cuts):
 
 @every_implementation
 def test_a_sequence_attends_the_same_in_any_company(prefill_attention):
-    plans = [(3, 0, 7), (0, 2, 4), (5, 5, 11)]
+    plans = [(front(3), 0, 7), ((), 2, 4), (front(5), 5, 11), (((1, 3), (4, 6)), 4, 8)]
     prompts = Prompts(plans, HEADS[1], 4)
     together = prompts.run(prefill_attention)
     offset = 0

@@ -63,7 +63,7 @@ OPERANDS = {
         *(blank(3, 16), blank(32, 16), None, blank(32), blank(32), 1e-5),
         *(16, blank(3, 16), blank(3, 16)),
     ),
-    "invariant_attention": lambda: (blank(6, 2, 8), *pages(), ints(3, 2), ints(4), ints(3), ints(3), 2),
+    "invariant_attention": lambda: (blank(6, 2, 8), *pages(), ints(3, 2), ints(4), ints(3), ints(6), 2),
     "invariant_experts": lambda: (blank(6, 16), blank(6, 4), blank(4, 32, 16), blank(4, 16, 16), 2),
     "invariant_linear": lambda: (blank(6, 16), blank(9, 16), blank(9)),
     "layer_norm_linear": lambda: (blank(6, 16), blank(16), blank(16), 1e-5, blank(4, 16), blank(4)),
@@ -71,7 +71,7 @@ OPERANDS = {
     "philox_uniform": lambda: (longs(3), longs(3)),
     "prefill_attention": lambda: (
         *(blank(6, 2, 8) for _ in range(3)),
-        *(*pages(), ints(3, 2), ints(4), ints(3), ints(3), 2),
+        *(*pages(), ints(3, 2), ints(4), ints(3), ints(6), 2),
     ),
     "quantise_rows": lambda: (blank(6, 16),),
     "resample": lambda: (blank(4, 4, 3, dtype=torch.uint8), ints(3, 5), 0),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -9,8 +11,9 @@ from torch import Tensor
 class DenseAttend:
     """Attention of one sequence, written out: keeps all keys and values, position by position."""
 
-    def __init__(self, prefix_length: int = 0) -> None:
-        self.prefix_length = prefix_length
+    def __init__(self, prefix_length: int = 0, spans: Iterable[tuple[int, int]] = ()) -> None:
+        """The first `prefix_length` positions and those of each span [start, end) attend to each other."""
+        self.spans = [(0, prefix_length), *spans]
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -23,7 +26,7 @@ class DenseAttend:
         values = self.values[layer].repeat_interleave(heads_per_group, dim=1)
         rows = []
         for row, position in enumerate(range(length - len(query), length)):
-            visible = self.prefix_length if position < self.prefix_length else position + 1
+            visible = max([position + 1, *(end for start, end in self.spans if start <= position < end)])
             scores = torch.einsum("hd,nhd->hn", query[row], keys[:visible]) / query.shape[-1] ** 0.5
             rows.append(torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), values[:visible]))
         return torch.stack(rows)

@@ -147,19 +147,21 @@ def prefill_attention(
     page_table: Tensor,  # [B, most pages] int32; entries past a sequence's end are any valid page
     query_starts: Tensor,  # [B + 1] int32: first packed row of each chunk; rows after the last are padding
     lengths: Tensor,  # [B] int32: positions of each sequence up to its chunk's end
-    prefix_lengths: Tensor,  # [B] int32: positions with bidirectional attention; 0 for causal attention
+    visible_until: Tensor,  # [T] int32: the row attends to the positions below it; position + 1, or its span's end
     max_chunk: int,  # tokens of the longest chunk
     key_scale: Tensor | None = None,  # [1] float32: multiplies what `key_pages` holds
     value_scale: Tensor | None = None,  # [1] float32
 ) -> Tensor:  # [T, H, D], contiguous
-    """Computes attention: position i attends to every position up to i, and within the prefix to all of the prefix.
+    """Computes attention: every position attends to itself and those before it, and within a span, as that of an
+    image, to all of the span.
 
-    The last row of chunk b has position lengths[b] - 1. A chunk that begins inside the prefix must reach its end:
-    the prefix is never divided. The scale of the scores is 1 / sqrt(D). Padding rows of the result are undefined.
+    The last row of chunk b has position lengths[b] - 1. No span is divided: `visible_until` is at most lengths[b]
+    in chunk b, and never falls within it. The scale of the scores is 1 / sqrt(D). Padding rows of the result, and
+    their `visible_until`, are undefined.
     """
     attended = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     starts = query_starts.tolist()
-    for row, (length, prefix_length) in enumerate(zip(lengths.tolist(), prefix_lengths.tolist(), strict=True)):
+    for row, length in enumerate(lengths.tolist()):
         rows = slice(starts[row], starts[row + 1])
         start = length - (rows.stop - rows.start)
         table = page_table[row : row + 1, : -(-start // key_pages.shape[2])]
@@ -167,9 +169,7 @@ def prefill_attention(
         keys = torch.cat((before, key[rows].transpose(0, 1)), dim=1)  # [G, length, D]
         before = gather_rows(value_pages, table, value_scale, value.dtype)[0, :, :start]
         values = torch.cat((before, value[rows].transpose(0, 1)), dim=1)
-        places = torch.arange(length, device=query.device)
-        queries = places[start:, None]
-        mask = (places <= queries) | ((places < prefix_length) & (queries < prefix_length))
+        mask = torch.arange(length, device=query.device) < visible_until[rows, None]
         attended[rows] = scaled_dot_product_attention(
             query[rows].transpose(0, 1)[None],
             keys[None],

@@ -31,7 +31,7 @@ class Tiling:
 def tiling(max_chunk: int, dtype: torch.dtype, limits: DeviceLimits) -> Tiling:
     """Returns the fastest tiling for chunks of this length."""
     if dtype == torch.float32:
-        return Tiling(32, 32, 4, 2)
+        return Tiling(32, 32, 4, 2, 128)
     if max_chunk <= 64:  # last rows of prompts, prompts without an image, or questions after a cached image
         return Tiling(16, 128, 4, 3)
     return Tiling(128, 64, 8, 3, 128) if limits.is_hopper else Tiling(64, 64, 4, 3, 128)
@@ -46,7 +46,7 @@ def prefill_attention(
     page_table: Tensor,  # [B, most pages] int32; entries past a sequence's end are any valid page
     query_starts: Tensor,  # [B + 1] int32: first packed row of each chunk; rows after the last are padding
     lengths: Tensor,  # [B] int32: positions of each sequence up to its chunk's end
-    prefix_lengths: Tensor,  # [B] int32: positions with bidirectional attention; 0 for causal attention
+    visible_until: Tensor,  # [T] int32: the row attends to the positions below it; position + 1, or its span's end
     max_chunk: int,  # tokens of the longest chunk
     key_scale: Tensor | None = None,  # [1] float32: multiplies what `key_pages` holds
     value_scale: Tensor | None = None,  # [1] float32
@@ -60,7 +60,7 @@ def prefill_attention(
         key,
         value,
         (key_pages, value_pages, key_scale, value_scale),
-        (page_table, query_starts, lengths, prefix_lengths),
+        (page_table, query_starts, lengths, visible_until),
         max_chunk,
         tiling(max_chunk, query.dtype, DeviceLimits.of(query.device)),
     )
@@ -84,7 +84,7 @@ def attend(
 ) -> Tensor:
     """Computes `prefill_attention` with a given tiling, for tuning."""
     key_pages, value_pages, key_scale, value_scale = pages
-    page_table, query_starts, lengths, prefix_lengths = chunks
+    page_table, query_starts, lengths, visible_until = chunks
     _, num_heads, head_dim = query.shape
     num_groups = key.shape[1]
     attended = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -102,7 +102,7 @@ def attend(
         page_table,
         query_starts,
         lengths,
-        prefix_lengths,
+        visible_until,
         key_scale,
         value_scale,
         query.stride(0),
@@ -164,7 +164,7 @@ def _prefill_attention(
     page_table,
     query_starts,
     lengths,
-    prefix_lengths,
+    visible_until,
     key_scale,
     value_scale,
     query_stride,
@@ -188,20 +188,18 @@ def _prefill_attention(
     if block * num_queries >= chunk_length:
         return
     length = tl.load(lengths + chunk)
-    prefix = tl.load(prefix_lengths + chunk)
     start = length - chunk_length
     group = head // (num_heads // num_groups)
     element = query.dtype.element_ty
 
     dim = tl.arange(0, dims)
     rows = block * num_queries + tl.arange(0, num_queries)
-    places = start + rows
-    visible = tl.where(places < prefix, prefix, places + 1)
-    first = start + block * num_queries
-    last = tl.minimum(first + num_queries, length)
-    # All queries of the block attend to the positions before `common`, none to those from `limit` on.
-    common = tl.where(first < prefix, prefix, first + 1)
-    limit = tl.maximum(common, last)
+    # It never falls from one row to the next: all queries of the block attend to the positions before `common`,
+    # none to those from `limit` on. Rows behind the chunk, which are not stored, see what its last row sees.
+    own_visible = visible_until + first_row
+    common = tl.load(own_visible + block * num_queries)
+    limit = tl.load(own_visible + tl.minimum(block * num_queries + num_queries, chunk_length) - 1)
+    visible = tl.load(own_visible + tl.minimum(rows, chunk_length - 1))
 
     row_offsets = (first_row + rows).to(tl.int64)[:, None]
     own_queries = query + row_offsets * query_stride + head * head_dim + dim[None, :]

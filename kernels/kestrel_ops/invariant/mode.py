@@ -117,6 +117,7 @@ def depends_on_chunks(
     query = torch.randn(length, num_heads, head_dim, generator=generator).to(device, dtype)
     table = torch.randperm(num_pages, generator=generator).to(device, torch.int32)
     prefix = length // 3
+    visible = torch.arange(1, length + 1, dtype=torch.int32, device=device).clamp(min=prefix)
 
     def attended(cuts: list[int]) -> Tensor:
         num_chunks = len(cuts) - 1
@@ -128,7 +129,7 @@ def depends_on_chunks(
             table.repeat(num_chunks, 1),
             bounds - cuts[0],
             bounds[1:].contiguous(),
-            torch.full((num_chunks,), prefix, dtype=torch.int32, device=device),
+            visible[cuts[0] :],
             max(end - start for start, end in itertools.pairwise(cuts)),
             *scales,
         )

@@ -1,5 +1,7 @@
 """Operations that give a row the same bits in any batch and any division into steps, for `--deterministic`."""
 
+import itertools
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
@@ -20,8 +22,8 @@ def invariant_attention(
     value_pages: Tensor,  # [P, G, S, D], likewise
     page_table: Tensor,  # [B, most pages] integers; entries past a sequence's end are any valid page
     query_starts: Tensor,  # [B + 1] int32: first packed row of each chunk; rows after the last are padding
-    lengths: Tensor,  # [B] int32: positions of each sequence up to its chunk's end
-    prefix_lengths: Tensor,  # [B] int32: positions with bidirectional attention; 0 for causal attention
+    lengths: Tensor,  # [B] int32: positions of each sequence up to its chunk's end; not needed here
+    visible_until: Tensor,  # [T] int32: the row attends to the positions below it; position + 1, or its span's end
     max_chunk: int,  # tokens of the longest chunk; not needed here
     key_scale: Tensor | None = None,  # [1] float32: multiplies what `key_pages` holds
     value_scale: Tensor | None = None,  # [1] float32
@@ -34,20 +36,18 @@ def invariant_attention(
     """
     num_heads, head_dim = query.shape[1:]
     attended = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    pieces = _pieces(query_starts.tolist(), lengths.tolist())
+    pieces = _pieces(query_starts.tolist())
     for first in range(0, len(pieces), _NUM_ITEMS):
         some = pieces[first : first + _NUM_ITEMS]
         queries = torch.zeros(_NUM_ITEMS, _NUM_QUERIES, num_heads, head_dim, device=query.device)
         visible = torch.ones(_NUM_ITEMS, _NUM_QUERIES, dtype=torch.int64, device=query.device)
-        for place, (chunk, row, count, position) in enumerate(some):
+        for place, (_, row, count) in enumerate(some):
             queries[place, :count] = query[row : row + count].float()
-            positions = torch.arange(position, position + count, device=query.device)
-            prefix = prefix_lengths[chunk]
-            visible[place, :count] = torch.where(positions < prefix, prefix, positions + 1)
+            visible[place, :count] = visible_until[row : row + count]
         chunks = torch.tensor([piece[0] for piece in some] + [some[0][0]] * (_NUM_ITEMS - len(some)))
         tables = page_table[chunks.to(query.device)].long()
         result = _attend(queries, visible, key_pages, value_pages, tables, key_scale, value_scale)
-        for place, (_, row, count, _) in enumerate(some):
+        for place, (_, row, count) in enumerate(some):
             attended[row : row + count] = result[place, :count].to(query.dtype)
     return attended
 
@@ -61,11 +61,11 @@ def invariant_attention_bytes(num_heads: int, head_dim: int, page_size: int) -> 
     return _NUM_ITEMS * num_heads * (keys + queries) * torch.float32.itemsize
 
 
-def _pieces(starts: list[int], lengths: list[int]) -> list[tuple[int, int, int, int]]:
-    """Yields 16 rows of a chunk at a time: the chunk, the first packed row, how many rows, the first's position."""
+def _pieces(starts: list[int]) -> list[tuple[int, int, int]]:
+    """Returns 16 rows of a chunk at a time: the chunk, the first packed row, how many rows."""
     return [
-        (chunk, row, min(_NUM_QUERIES, end - row), length - (end - row))
-        for chunk, (start, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False))
+        (chunk, row, min(_NUM_QUERIES, end - row))
+        for chunk, (start, end) in enumerate(itertools.pairwise(starts))
         for row in range(start, end, _NUM_QUERIES)
     ]
 

@@ -45,8 +45,8 @@ def invariant_attention(
     value_pages: Tensor,  # [P, G, S, D], likewise
     page_table: Tensor,  # [B, most pages] int32; entries past a sequence's end are any valid page
     query_starts: Tensor,  # [B + 1] int32: first packed row of each chunk; rows after the last are padding
-    lengths: Tensor,  # [B] int32: positions of each sequence up to its chunk's end
-    prefix_lengths: Tensor,  # [B] int32: positions with bidirectional attention; 0 for causal attention
+    lengths: Tensor,  # [B] int32: positions of each sequence up to its chunk's end; not needed here
+    visible_until: Tensor,  # [T] int32: the row attends to the positions below it; position + 1, or its span's end
     max_chunk: int,  # tokens of the longest chunk
     key_scale: Tensor | None = None,  # [1] float32: multiplies what `key_pages` holds
     value_scale: Tensor | None = None,  # [1] float32
@@ -62,7 +62,7 @@ def invariant_attention(
     attended = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     assert query.stride()[1:] == (head_dim, 1)
     assert all(tensor.is_contiguous() for tensor in (key_pages, value_pages, page_table))
-    grid = (num_heads, triton.cdiv(max_chunk, config.queries), len(lengths))
+    grid = (num_heads, triton.cdiv(max_chunk, config.queries), len(page_table))
     launcher(_invariant_attention, grid)(
         query,
         attended,
@@ -70,8 +70,7 @@ def invariant_attention(
         value_pages,
         page_table,
         query_starts,
-        lengths,
-        prefix_lengths,
+        visible_until,
         key_scale,
         value_scale,
         query.stride(0),
@@ -164,8 +163,7 @@ def _invariant_attention(
     value_pages,
     page_table,
     query_starts,
-    lengths,
-    prefix_lengths,
+    visible_until,
     key_scale,
     value_scale,
     query_stride,
@@ -186,20 +184,17 @@ def _invariant_attention(
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the last blocks, the longest, start first
     if block * num_queries >= chunk_length:
         return
-    length = tl.load(lengths + chunk)
-    prefix = tl.load(prefix_lengths + chunk)
     group = head // (num_heads // num_groups)
     table = page_table + chunk.to(tl.int64) * table_stride
 
     dim = tl.arange(0, dims)
     rows = block * num_queries + tl.arange(0, num_queries)
-    first = length - chunk_length + block * num_queries
-    places = first + tl.arange(0, num_queries)
-    visible = tl.where(places < prefix, prefix, places + 1)
-    last = tl.minimum(first + num_queries, length)
-    # All queries of the block attend to the positions before `common`, none to those from `limit` on.
-    common = tl.where(first < prefix, prefix, first + 1)
-    limit = tl.maximum(common, last)
+    # It never falls from one row to the next: all queries of the block attend to the positions before `common`,
+    # none to those from `limit` on. Rows behind the chunk, which are not stored, see what its last row sees.
+    own_visible = visible_until + first_row
+    common = tl.load(own_visible + block * num_queries)
+    limit = tl.load(own_visible + tl.minimum(block * num_queries + num_queries, chunk_length) - 1)
+    visible = tl.load(own_visible + tl.minimum(rows, chunk_length - 1))
 
     row_offsets = (first_row + rows).to(tl.int64)[:, None]
     in_chunk = (rows < chunk_length)[:, None] & (dim < head_dim)[None, :]

@@ -123,7 +123,7 @@ class PrefillAttention:
             plan.page_table,
             plan.query_starts,
             plan.lengths,
-            plan.prefix_lengths,
+            plan.visible_until,
             plan.max_chunk,
             *scales,
         )

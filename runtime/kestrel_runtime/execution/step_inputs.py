@@ -51,12 +51,12 @@ class PrefillFields(NamedTuple, Generic[_A]):
     """[T] int64."""
     kv_slots: _A
     """[T] int64: page * page size + place in the page; -1 writes nothing."""
+    visible_until: _A
+    """[T] int32: the token attends to the positions below it; position + 1, or the end of its span."""
     query_starts: _A
     """[C + 1] int32: where each chunk starts in the packed tokens."""
     context_lengths: _A
     """[C] int32: positions of each sequence up to the chunk's end."""
-    prefix_lengths: _A
-    """[C] int32: leading positions with bidirectional attention."""
     rows: _A
     """[C] int64: rows of the request state."""
     sample_tokens: _A
@@ -125,8 +125,8 @@ class PackedChunks:
     """[C + 1] int32."""
     lengths: Tensor
     """[C] int32: positions of each sequence up to its chunk's end."""
-    prefix_lengths: Tensor
-    """[C] int32."""
+    visible_until: Tensor
+    """[T] int32: each token attends to the positions below it."""
     max_chunk: int
     """Tokens of the longest chunk."""
 
@@ -140,7 +140,7 @@ class PackedChunks:
             page_table=state.page_table[fields.rows, : inputs.size.max_pages],
             query_starts=fields.query_starts,
             lengths=fields.context_lengths,
-            prefix_lengths=fields.prefix_lengths,
+            visible_until=fields.visible_until,
             max_chunk=inputs.size.max_chunk,
         )
 
@@ -224,9 +224,9 @@ def fill_prefill(
     for array, padding in ((fields.token_ids, 0), (fields.num_values, 0), (fields.embedding_rows, -1)):
         array[:] = padding
     fields.token_values[:] = 0
-    fields.positions[num_tokens:], fields.kv_slots[num_tokens:] = 0, -1
+    fields.positions[num_tokens:], fields.kv_slots[num_tokens:], fields.visible_until[num_tokens:] = 0, -1, 0
     fields.query_starts[:] = num_tokens
-    fields.context_lengths[len(chunks) :] = fields.prefix_lengths[len(chunks) :] = 0
+    fields.context_lengths[len(chunks) :] = 0
     fields.rows[len(chunks) :] = state.padding_row
     fields.sample_tokens[len(sampled) :], fields.sample_rows[len(sampled) :] = 0, state.padding_row
     fields.sample_rows[: len(sampled)] = [state.row(sequence) for sequence in sampled]
@@ -236,8 +236,9 @@ def fill_prefill(
         own = slice(first, first + end - start)
         fields.positions[own] = np.arange(start, end)
         _fill_slots(fields.kv_slots[own], sequence.pages, start, end, page_size)
+        _fill_visible(fields.visible_until[own], sequence.bidirectional, start, end)
         fields.query_starts[place] = first
-        fields.context_lengths[place], fields.prefix_lengths[place] = end, sequence.prefix_length
+        fields.context_lengths[place] = end
         fields.rows[place] = state.row(sequence)
         _fill_tokens(fields, own, sequence, start, end, first_embedding)
         first = own.stop
@@ -255,6 +256,7 @@ def fill_blank_prefill(fields: PrefillFields[NDArray[Any]], size: PrefillSize, p
     fields.query_starts[:] = starts
     fields.context_lengths[:] = lengths = np.diff(starts)
     fields.positions[:] = np.concatenate([np.arange(length) for length in lengths])
+    fields.visible_until[:] = fields.positions + 1
     fields.sample_tokens[:] = starts[1:][: size.num_samples] - 1
 
 
@@ -312,6 +314,15 @@ def _fill_slots(slots: NDArray[Any], pages: Sequence[int], start: int, end: int,
         slots[begin - start : stop - start] = np.arange(first, first + stop - begin)
 
 
+def _fill_visible(visible: NDArray[Any], spans: Sequence[tuple[int, int]], start: int, end: int) -> None:
+    """Lays out up to where each of the positions [start, end) attends: itself, or the end of its span."""
+    visible[:] = np.arange(start + 1, end + 1)
+    for span_start, span_end in spans:
+        is_whole = start <= span_start and span_end <= end
+        assert is_whole or span_end <= start or end <= span_start, "no step divides a span"
+        visible[max(span_start - start, 0) : max(span_end - start, 0)] = span_end
+
+
 def _text_of(sequence: scheduling.Sequence, start: int, end: int) -> Iterator[tuple[int, Sequence[Token]]]:
     """Yields the tokens in [start, end) apart from the image, which follows the first one, and their places."""
     num_image, tokens = sequence.num_image_tokens, sequence.tokens
@@ -339,9 +350,9 @@ def _prefill_layout(size: PrefillSize, values_per_token: int) -> PackedLayout:
             "embedding_rows": ("int64", tokens),
             "positions": ("int64", tokens),
             "kv_slots": ("int64", tokens),
+            "visible_until": ("int32", tokens),
             "query_starts": ("int32", (size.num_chunks + 1,)),
             "context_lengths": ("int32", chunks),
-            "prefix_lengths": ("int32", chunks),
             "rows": ("int64", chunks),
             "sample_tokens": ("int64", samples),
         }

@@ -137,6 +137,15 @@ class EndDelivery(Protocol):
         ...
 
 
+def bidirectional_spans(images: abc.Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Returns the spans that attend to themselves both ways, for images at positions [start, end).
+
+    The positions of an image attend to each other. The first token (BOS) is part of the span of an image that
+    follows it directly. No step divides a span.
+    """
+    return tuple((0 if start == 1 else start, end) for start, end in images if start < end)
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A prompt and the tokens that have been generated after it.
@@ -239,6 +248,11 @@ class Sequence:
     def prefix_length(self) -> int:
         """The number of positions with bidirectional attention: BOS and the image; 0 without an image."""
         return 1 + self.num_image_tokens if self.num_image_tokens else 0
+
+    @property
+    def bidirectional(self) -> tuple[tuple[int, int], ...]:
+        """The spans [start, end) of positions that attend to each other both ways, in their order."""
+        return bidirectional_spans([(1, 1 + self.num_image_tokens)])
 
     @property
     def num_crops_to_encode(self) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from kestrel_runtime.execution.step_inputs import PackedChunks
 from kestrel_runtime.scheduling.batch import Chunk
+from tests.kernels.paged import visible_until
 
 
 def packed_chunks(chunks: Collection[Chunk], page_size: int, device: torch.device) -> PackedChunks:
@@ -30,6 +31,8 @@ def packed_chunks(chunks: Collection[Chunk], page_size: int, device: torch.devic
         page_table=small(table),
         query_starts=small(np.cumsum([0, *counts])),
         lengths=small([chunk.end for chunk in chunks]),
-        prefix_lengths=small([chunk.sequence.prefix_length for chunk in chunks]),
+        visible_until=torch.cat(
+            [visible_until(chunk.sequence.bidirectional, chunk.start, chunk.end) for chunk in chunks]
+        ).to(device),
         max_chunk=max(counts),
     )

@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize
@@ -17,6 +18,7 @@ from kestrel_runtime.execution.step_inputs import (
 )
 from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Chunk
+from kestrel_runtime.scheduling.sequence import Sequence
 from tests.runtime.sequences import new_sequence
 
 CPU = torch.device("cpu")
@@ -68,7 +70,7 @@ def test_chunks_lie_one_after_the_other():
     assert fields.positions.tolist() == [4, 5, 6, 0, 1, 2, 3, 4]
     assert fields.query_starts.tolist() == [0, 3, 8]
     assert fields.context_lengths.tolist() == [7, 5]
-    assert fields.prefix_lengths.tolist() == [4, 0]
+    assert fields.visible_until.tolist() == [5, 6, 7, 1, 2, 3, 4, 5]
     assert fields.rows.tolist() == [state.row(pictured), state.row(plain)]
     assert (fields.sample_tokens.tolist(), fields.sample_rows.tolist()) == ([2], [state.row(pictured)])
 
@@ -80,10 +82,27 @@ def test_an_image_stands_behind_the_first_token_and_comes_from_its_entry():
     assert fields.token_ids.tolist() == [0, 0, 0, 0, 1, 2, 3]
 
 
-def test_a_chunk_may_begin_and_end_within_an_image():
+@pytest.mark.parametrize("chunk", [(0, 4), (2, 4), (2, 7)])
+def test_a_chunk_that_divides_an_image_is_refused(chunk):
     sequence = holder([3, 8, 0], 7, num_image_tokens=4)
-    fields = prefill([Chunk(sequence, 2, 4)], [], new_state(), slab_row=lambda _: 30)
-    assert fields.embedding_rows.tolist() == [31, 32]
+    with pytest.raises(AssertionError, match="no step divides a span"):
+        prefill([Chunk(sequence, *chunk)], [], new_state())
+
+
+@pytest.mark.parametrize(
+    ("spans", "visible"),
+    [
+        ([], range(1, 13)),
+        ([(0, 3), (4, 7), (7, 8), (8, 10)], [3, 3, 3, 4, 7, 7, 7, 8, 10, 10, 11, 12]),
+        ([(1, 3), (4, 7), (9, 12)], [1, 3, 3, 4, 7, 7, 7, 8, 9, 12, 12, 12]),  # text before the first
+    ],
+)
+def test_positions_see_themselves_those_before_them_and_all_of_their_span(spans, visible, monkeypatch):
+    monkeypatch.setattr(Sequence, "bidirectional", property(lambda _: spans))
+    chunks = [(0, 12), (0, 3), (3, 7), (7, 12), (4, 8)]
+    own = [Chunk(holder([7, 2, 4, 1], 12), *chunk) for chunk in chunks]
+    fields = prefill(own, [], new_state(7))
+    assert fields.visible_until.tolist() == [end for chunk in chunks for end in visible[slice(*chunk)]]
 
 
 def test_tokens_bring_their_values():
@@ -102,7 +121,8 @@ def test_padding_writes_nothing_and_samples_for_the_padding_row():
     assert fields.kv_slots[5:].tolist() == [-1] * 59
     assert fields.embedding_rows[5:].tolist() == [-1] * 59
     assert fields.query_starts.tolist() == [0, 5, 5]
-    assert (fields.context_lengths[1], fields.prefix_lengths[1], fields.rows[1]) == (0, 0, state.padding_row)
+    assert fields.visible_until[5:].tolist() == [0] * 59
+    assert (fields.context_lengths[1], fields.rows[1]) == (0, state.padding_row)
     assert fields.sample_tokens.tolist() == [4, 0]
     assert fields.sample_rows.tolist() == [state.row(sequence), state.padding_row]
 
@@ -115,7 +135,7 @@ def test_the_kernels_get_the_types_they_ask_for_and_the_pages_of_each_row():
     packed = PackedChunks.of(inputs, state)
     assert packed.page_table.tolist() == [[3, 1, 0], [5, 5, 5]]
     assert packed.positions.dtype == packed.slots.dtype == torch.int64
-    tables = (packed.page_table, packed.query_starts, packed.lengths, packed.prefix_lengths)
+    tables = (packed.page_table, packed.query_starts, packed.lengths, packed.visible_until)
     assert {table.dtype for table in tables} == {torch.int32}
     assert packed.max_chunk == 7
 
@@ -155,6 +175,7 @@ def test_blank_prefills_write_nothing_and_fill_their_size():
     assert fields.context_lengths.tolist() == [32, 32]
     assert fields.sample_tokens.tolist() == [31, 63]
     assert fields.positions.tolist() == [*range(32), *range(32)]
+    assert fields.visible_until.tolist() == [*range(1, 33), *range(1, 33)]
     assert set(fields.rows.tolist()) == set(fields.sample_rows.tolist()) == {7}
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from kestrel_runtime.output.output_parser import Token
-from kestrel_runtime.scheduling.sequence import SequenceState
+from kestrel_runtime.scheduling.sequence import SequenceState, bidirectional_spans
 from tests.runtime.sequences import blank_crops, new_sequence
 
 WAITING, PARKED, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
@@ -28,6 +28,13 @@ def test_the_image_takes_positions_but_no_tokens():
 
 def test_text_alone_has_no_prefix():
     assert new_sequence(4).prefix_length == 0
+
+
+def test_bos_belongs_to_the_span_of_an_image_that_follows_it_directly():
+    assert new_sequence(4).bidirectional == ()
+    assert new_sequence(4, num_image_tokens=9).bidirectional == ((0, 10),)
+    assert bidirectional_spans([(1, 5), (7, 9), (9, 12)]) == ((0, 5), (7, 9), (9, 12))
+    assert bidirectional_spans([(2, 5), (5, 9)]) == ((2, 5), (5, 9))
 
 
 def test_generated_tokens_lengthen_a_sequence_but_not_its_prompt():

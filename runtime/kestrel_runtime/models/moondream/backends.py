@@ -95,14 +95,15 @@ class PlainText:
 def single_tokens(positions: Tensor, page_table: Tensor, page_size: int) -> PackedChunks:
     """Returns a decode step as prompts of one token each; a negative position is padding, which writes nothing."""
     known = positions.clamp(min=0)
+    lengths = (known + 1).to(torch.int32)
     pages = page_table.gather(1, (known // page_size)[:, None].to(torch.int64))[:, 0].to(torch.int64)
     return PackedChunks(
         positions=known,
         slots=torch.where(positions >= 0, pages * page_size + known % page_size, -1),
         page_table=page_table,
         query_starts=torch.arange(len(positions) + 1, dtype=torch.int32, device=positions.device),
-        lengths=(known + 1).to(torch.int32),
-        prefix_lengths=torch.zeros(len(positions), dtype=torch.int32, device=positions.device),
+        lengths=lengths,
+        visible_until=lengths,
         max_chunk=1,
     )
 

@@ -240,7 +240,7 @@ def blank_prefill(model: Moondream, backends: Backends, cache: KVCache, size: Pr
         page_table=torch.zeros(size.num_chunks, size.max_pages, dtype=torch.int32, device=device),
         query_starts=fields.query_starts,
         lengths=fields.context_lengths,
-        prefix_lengths=fields.prefix_lengths,
+        visible_until=fields.visible_until,
         max_chunk=size.max_chunk,
     )
     embeddings = torch.zeros(size.num_tokens, model.config.text.dim, dtype=model.dtype, device=device)

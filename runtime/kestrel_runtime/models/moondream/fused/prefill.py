@@ -195,7 +195,7 @@ class FusedPrefill:
             plan.page_table,
             plan.query_starts,
             plan.lengths,
-            plan.prefix_lengths,
+            plan.visible_until,
             plan.max_chunk,
             pages.key_scale,
             pages.value_scale,
@@ -229,7 +229,7 @@ def _single_rows(plan: PackedChunks, rows: Tensor) -> PackedChunks:
         page_table=plan.page_table[chunks],
         query_starts=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
         lengths=plan.lengths[chunks],
-        prefix_lengths=plan.prefix_lengths[chunks],
+        visible_until=plan.visible_until[rows],
         max_chunk=1,
     )
 

@@ -153,7 +153,7 @@ def prefilled(cache, key, value):
         page_table=torch.arange(8, dtype=torch.int32)[None],
         query_starts=torch.tensor([0, count], dtype=torch.int32),
         lengths=torch.tensor([count], dtype=torch.int32),
-        prefix_lengths=torch.tensor([0], dtype=torch.int32),
+        visible_until=torch.arange(1, count + 1, dtype=torch.int32),
         max_chunk=count,
     )
     return cache.prefill(plan)(0, rows(count, 9, CONFIG.n_heads), key, value)
