@@ -30,10 +30,8 @@ class Result:
 
     def line(self) -> str:
         """Returns the result as one line."""
-        return (
-            f"{self.client.name}: {self.outcome()}, {len(self.checks)} checks in {self.duration_s:.0f} s"
-            f" ({self.versions or 'not installed'})"
-        )
+        line = f"{self.client.name}: {self.outcome()}, {len(self.checks)} checks in {self.duration_s:.0f} s"
+        return f"{line} ({self.versions})" if self.versions else line
 
 
 def rows_of_page() -> dict[str, str]:
