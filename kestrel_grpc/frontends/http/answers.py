@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kestrel_grpc.calls.call_context import CallContext, RequestSummary
+from kestrel_grpc.calls.errors import CallFailure
 from kestrel_grpc.calls.submission import Submission, ending_with, last_event, with_alternatives
 from kestrel_grpc.images.stored_images import ImageReference
 from kestrel_runtime.api.errors import InvalidRequest, Violation
@@ -18,7 +19,17 @@ from kestrel_runtime.api.events import Event, Finished
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
 
-Answer = bytes | AsyncGenerator[bytes, None]
+
+class Events(NamedTuple):
+    """Holds an answer that is sent piece by piece, as server-sent events."""
+
+    pieces: AsyncGenerator[bytes, None]
+    """Whole events. Closing the generator cancels the request."""
+    failure: Callable[[CallFailure], bytes]
+    """Returns the last events of a stream that fails after its start."""
+
+
+Answer = bytes | Events
 """The body of an answer: JSON, or server-sent events."""
 
 
@@ -35,6 +46,10 @@ class Renderer(Protocol):
 
     def end(self, finished: Finished) -> bytes:
         """Returns the server-sent events after the last event of all samples; empty if there are none."""
+        ...
+
+    def failure(self, failure: CallFailure) -> bytes:
+        """Returns the last server-sent events of a stream that fails after its start."""
         ...
 
 
@@ -65,7 +80,7 @@ def serving(
             renderer = new_renderer(call.request_id, call.request, style)
             del parsed  # it holds the image
             if is_streamed:
-                return _rendered_events(submission, streams, renderer, call, naming)
+                return Events(_rendered_events(submission, streams, renderer, call, naming), renderer.failure)
             finished = await last_event(streams, call)
             return await submission.rendered(finished, partial(renderer.answer, finished))
 

@@ -62,10 +62,6 @@ class Dialect(Protocol):
         """Returns the body of the response to a call that has failed."""
         ...
 
-    def failure_event(self, failure: CallFailure, request_id: str) -> bytes:
-        """Returns the last event of a stream that fails after its start."""
-        ...
-
 
 class Group(Enum):
     """Names the group of calls that share limits."""
@@ -139,8 +135,8 @@ class Endpoint:
                     raise problem
                 answer = await self._operation.serve(await self._received(exchange, call), call)
                 if not isinstance(answer, bytes):
-                    events = EventStream(exchange, call.request_id)
-                    await self._stream(answer, events, call)
+                    events = EventStream(exchange, call.request_id, answer.failure)
+                    await self._stream(answer.pieces, events, call)
         except BaseException as error:
             await self._fail(error, call, exchange, events)
             return
@@ -183,15 +179,15 @@ class Endpoint:
             raise DeadlineExceeded from None
         return parse(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(parse, body)
 
-    async def _stream(self, messages: AsyncGenerator[bytes, None], events: EventStream, call: CallContext) -> None:
+    async def _stream(self, pieces: AsyncGenerator[bytes, None], events: EventStream, call: CallContext) -> None:
         try:
             with self._admission.watch_reader(call) as reader:
-                async for message in messages:
-                    for piece in _pieces(message):
+                async for written in pieces:
+                    for piece in _pieces(written):
                         await reader.wait_for(events.write(piece))
         finally:
             events.close()
-            await messages.aclose()
+            await pieces.aclose()
 
     async def _fail(
         self, error: BaseException, call: CallContext, exchange: Exchange, events: EventStream | None
@@ -213,7 +209,7 @@ class Endpoint:
         elif failure.code is Code.ABORTED:  # the client does not read
             exchange.connection.abort()
         elif begun is not None:
-            await begun.end(self._dialect.failure_event(failure, call.request_id))
+            await begun.fail(failure)
         else:
             body = self._dialect.failure(failure, call.request_id)
             await exchange.respond(failure.http_status, body, call.request_id, headers=failure_headers(failure))

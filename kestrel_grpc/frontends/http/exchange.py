@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 
 from kestrel_grpc.access.sources import SITE_KEY, require_own_site
 from kestrel_grpc.calls.call_context import REQUEST_ID_KEY
-from kestrel_grpc.calls.errors import MediaTypeUnsupported
+from kestrel_grpc.calls.errors import CallFailure, MediaTypeUnsupported
 from kestrel_grpc.calls.message_gate import MessageTooLarge
 from kestrel_grpc.frontends.http.connection import CONNECTION_KEY, Connection
 from kestrel_runtime.api.errors import EngineUnavailable, InvalidRequest, Violation
@@ -202,8 +202,17 @@ class EventStream:
     The response begins with the first event or heartbeat: until then a refusal can have its own status.
     """
 
-    def __init__(self, exchange: Exchange, request_id: str, *, heartbeat_s: float = HEARTBEAT_S) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        request_id: str,
+        failure: Callable[[CallFailure], bytes],
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        """`failure` returns the last events of a stream that fails."""
         self.has_begun = False
+        self._failure = failure
         self._exchange = exchange
         self._request_id = request_id
         self._heartbeat_s = heartbeat_s
@@ -223,9 +232,13 @@ class EventStream:
         self._is_writing = False
         self._written_at = self._loop.time()
 
-    async def end(self, data: bytes = b"") -> None:
-        """Sends the last events and ends the response."""
-        await self._exchange.write(data, is_last=True)
+    async def end(self) -> None:
+        """Ends the response."""
+        await self._exchange.write(b"", is_last=True)
+
+    async def fail(self, failure: CallFailure) -> None:
+        """Sends the failure as the last events and ends the response."""
+        await self._exchange.write(self._failure(failure), is_last=True)
 
     def close(self) -> None:
         """Stops the heartbeat."""

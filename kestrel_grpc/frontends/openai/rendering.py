@@ -150,6 +150,10 @@ class ChatRenderer:
         facts = {"object": "chat.completion.chunk", "choices": [], "usage": _usage(finished.usage)}
         return sent_event({**self._facts, **facts}) + DONE
 
+    def failure(self, failure: CallFailure) -> bytes:
+        """Returns the last event of a stream that fails."""
+        return sent_event(failure_body(failure))
+
 
 class CompletionRenderer:
     """Formats the answers of `/v1/completions` to one request; `created_s` is in seconds since the epoch."""
@@ -188,6 +192,10 @@ class CompletionRenderer:
             return DONE
         return sent_event({**self._facts, "choices": [], "usage": _usage(finished.usage)}) + DONE
 
+    def failure(self, failure: CallFailure) -> bytes:
+        """Returns the last event of a stream that fails."""
+        return sent_event(failure_body(failure))
+
 
 def models_json(models: Sequence[str], adapters: Iterable[str], created_s: int) -> bytes:
     """Returns the list of the served model's names and of its adapters."""
@@ -201,7 +209,7 @@ def model_json(name: str, created_s: int, *, parent: str | None) -> bytes:
     return to_json(_model(name, created_s, parent=parent))
 
 
-def failure_json(failure: CallFailure) -> bytes:
+def failure_body(failure: CallFailure) -> dict[str, Any]:
     """Returns a failure in the form of OpenAI's errors."""
     violations = [item for detail in failure.details if isinstance(detail, BadFields) for item in detail.violations]
     code = _CODES.get(failure.reason, failure.reason.lower())
@@ -214,7 +222,12 @@ def failure_json(failure: CallFailure) -> bytes:
         "param": (violations[0].field or None) if violations else None,
         "code": code,
     }
-    return to_json({"error": error})
+    return {"error": error}
+
+
+def failure_json(failure: CallFailure) -> bytes:
+    """Returns the body of the response to a call that has failed."""
+    return to_json(failure_body(failure))
 
 
 class _Call:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from kestrel_grpc.calls.errors import CallFailure
 from kestrel_grpc.frontends.http.output_json import encoder_for, to_json
-from kestrel_grpc.frontends.openai.rendering import new_call_id, query_output, read_call, skill_json
+from kestrel_grpc.frontends.openai.rendering import failure_body, new_call_id, query_output, read_call, skill_json
 from kestrel_grpc.frontends.openai.responses import ResponseStyle
 from kestrel_grpc.frontends.openai.tools import CallReader
 from kestrel_runtime.api.events import Event, Finished, FinishReason, Started, TextChannel, TextDelta, Usage
@@ -68,6 +69,13 @@ class ResponseRenderer:
     def end(self, finished: Finished) -> bytes:
         """Returns nothing: the last event has the whole answer."""
         return b""
+
+    def failure(self, failure: CallFailure) -> bytes:
+        """Returns the last event of a stream that fails."""
+        body = failure_body(failure)
+        error = body["error"]
+        # Clients take the object or, as OpenAI documents the event, the same fields outside of it.
+        return self._event("error", code=error["code"], message=error["message"], param=error["param"], **body)
 
     def _finish(self, finished: Finished) -> bytes:
         status = _status(finished)

@@ -48,9 +48,6 @@ class OpenAiDialect:
     def failure(self, failure: CallFailure, request_id: str) -> bytes:
         return failure_json(failure)
 
-    def failure_event(self, failure: CallFailure, request_id: str) -> bytes:
-        return b"data: %b\n\n" % failure_json(failure)
-
 
 class OpenAiService:
     """Serves chat and completions as queries of the engine. Each call is one request of the engine and ends with

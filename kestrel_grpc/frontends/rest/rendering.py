@@ -41,6 +41,10 @@ class Renderer:
         """Returns nothing: the last event has the whole answer."""
         return b""
 
+    def failure(self, failure: CallFailure) -> bytes:
+        """Returns the last event of a stream that fails."""
+        return sent_event({**failure_body(failure, self._request_id), "completed": True})
+
     def events(self, event: Event, sample: int) -> bytes:
         """Returns the server-sent events for an event; empty if there are none."""
         if isinstance(event, TextDelta):
@@ -122,11 +126,6 @@ def failure_body(failure: CallFailure, request_id: str) -> dict[str, Any]:
 def failure_json(failure: CallFailure, request_id: str) -> bytes:
     """Returns the body of the response to a call that has failed."""
     return to_json(failure_body(failure, request_id))
-
-
-def failure_event(failure: CallFailure, request_id: str) -> bytes:
-    """Returns the last event of a stream that fails."""
-    return sent_event({**failure_body(failure, request_id), "completed": True})
 
 
 _CHUNKS: Mapping[TextChannel, str] = MappingProxyType(

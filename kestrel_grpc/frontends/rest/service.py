@@ -12,7 +12,7 @@ from kestrel_grpc.frontends.http.answers import serving
 from kestrel_grpc.frontends.http.endpoint import Description, Operation
 from kestrel_grpc.frontends.http.exchange import Exchange
 from kestrel_grpc.frontends.rest.images import ImageRoutes
-from kestrel_grpc.frontends.rest.rendering import Renderer, failure_event, failure_json
+from kestrel_grpc.frontends.rest.rendering import Renderer, failure_json
 from kestrel_grpc.frontends.rest.requests import ROUTES, Format, parse_request
 from kestrel_grpc.images.image_store import ImageIntake
 
@@ -30,9 +30,6 @@ class RestDialect:
 
     def failure(self, failure: CallFailure, request_id: str) -> bytes:
         return failure_json(failure, request_id)
-
-    def failure_event(self, failure: CallFailure, request_id: str) -> bytes:
-        return failure_event(failure, request_id)
 
 
 class RestService:

@@ -259,7 +259,25 @@ def check_responses(alice: Any, model: str) -> None:
             lambda fields=fields: alice.responses.create(**asked, **fields),
             "unsupported_parameter",
         )
+    check_failing_stream(alice, asked)
     print("responses")
+
+
+def check_failing_stream(alice: Any, asked: Any) -> None:
+    """Checks the error of a response that runs out of time after its first event."""
+    schema = {"type": "array", "items": {"enum": [0, 1]}, "minItems": 1000, "maxItems": 1000}
+    shape = {"format": {"type": "json_schema", "name": "bits", "schema": schema}}
+    endless: Any = {**asked, "text": shape, "max_output_tokens": 2000}
+    for timeout_s in (0.25, 0.5, 1.0, 2.0, 4.0):  # the first ones are too short for slow machines
+        events: list[Any] = []
+        headers = {"X-Request-Timeout": str(timeout_s)}
+        with contextlib.suppress(openai.APIStatusError):  # before the first event
+            stream = alice.responses.create(**endless, stream=True, extra_headers=headers)
+            error = error_of(lambda stream=stream, events=events: events.extend(stream), openai.APIError)
+            assert events[0].type == "response.created"
+            assert (error.code, error.type) == ("deadline_exceeded", "server_error"), error.body
+            return
+    raise AssertionError("no response began in time")
 
 
 def check_examples() -> None:

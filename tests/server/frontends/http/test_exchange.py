@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from kestrel_grpc.calls.errors import CallFailure, describe
 from kestrel_grpc.frontends.http import endpoint
 from kestrel_grpc.frontends.http.exchange import EventStream
+from kestrel_runtime.api.errors import Overloaded
 from tests.fakes import HOLD, FakeEngine, answers
 from tests.server.http_calls import serving_http
 
@@ -38,8 +40,12 @@ async def response() -> Any:
     return Response()
 
 
+def failed(failure: CallFailure) -> bytes:
+    return b"data: %b\n\n" % failure.reason.encode()
+
+
 async def test_a_silent_stream_begins_with_a_comment_and_goes_on_with_more(response: Any) -> None:
-    events = EventStream(response, "id", heartbeat_s=0.005)
+    events = EventStream(response, "id", failed, heartbeat_s=0.005)
     assert not events.has_begun
     for _ in range(3):
         await response.has_been_written.wait()
@@ -50,17 +56,17 @@ async def test_a_silent_stream_begins_with_a_comment_and_goes_on_with_more(respo
 
 
 async def test_events_begin_the_response_once(response: Any) -> None:
-    events = EventStream(response, "id")
+    events = EventStream(response, "id", failed)
     await events.write(b"data: 1\n\n")
     await events.write(b"data: 2\n\n")
     events.close()
-    await events.end(b"data: 3\n\n")
+    await events.fail(describe(Overloaded(3, 0.25)))
     assert response.request_ids == ["id"]
-    assert response.written == [b"data: 1\n\n", b"data: 2\n\n", b"data: 3\n\n"]
+    assert response.written == [b"data: 1\n\n", b"data: 2\n\n", b"data: QUEUE_FULL\n\n"]
 
 
 async def test_no_comment_comes_while_an_event_is_being_written(response: Any) -> None:
-    events = EventStream(response, "id", heartbeat_s=0.001)
+    events = EventStream(response, "id", failed, heartbeat_s=0.001)
     response.may_write.clear()
     writing = asyncio.ensure_future(events.write(b"data: 1\n\n"))
     await response.has_been_written.wait()
@@ -74,7 +80,7 @@ async def test_no_comment_comes_while_an_event_is_being_written(response: Any) -
 
 
 async def test_a_stream_that_is_closed_says_nothing(response: Any) -> None:
-    EventStream(response, "id", heartbeat_s=0.0).close()
+    EventStream(response, "id", failed, heartbeat_s=0.0).close()
     await asyncio.sleep(0)
     assert response.written == []
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from kestrel_runtime.api.constraints import Constraint
+from kestrel_runtime.api.errors import Overloaded
 from kestrel_runtime.api.events import FinishReason
 from kestrel_runtime.api.requests import Chat, Query, Role
-from tests.fakes import FakeEngine
+from tests.fakes import FakeEngine, answers
 from tests.over_sockets import BOTH_CHANNELS
 from tests.server.frontends.openai.test_tools import SHAPE, saying
 from tests.server.http_calls import IMAGE_BYTES, IMAGE_URL, HttpServing, serving_http
@@ -182,6 +183,28 @@ async def test_a_forced_call_is_an_item(tools: Any, pieces: Any, is_streamed: bo
     (item,) = rebuilt(events_of(answer)) if is_streamed else answer.json["output"]
     assert (item["type"], item["name"], item["arguments"]) == ("function_call", "find", '{"n": 1}')
     assert (item["status"], item["call_id"][:5]) == ("completed", "call_")
+
+
+async def test_a_failure_inside_of_a_stream_is_an_event_that_clients_know():
+    def breaks(request: Any) -> list[object]:
+        return [*answers(request)[:2], Overloaded(3, 0.25)]
+
+    async with serving_http(FakeEngine(breaks)) as rig:
+        answer = await rig.ask(PATH, body(stream=True))
+    events = events_of(answer)
+    assert answer.status == 200
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    error = events[-1].pop("error")
+    assert b"\nevent: error\n" in answer.body
+    # OpenAI documents the fields of the event itself; its clients raise an error of the object.
+    assert events[-1] == {
+        "type": "error",
+        "sequence_number": len(events) - 1,
+        "code": "queue_full",
+        "message": error["message"],
+        "param": None,
+    }
+    assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
 
 
 async def test_a_named_function_is_forced_and_an_optional_one_is_not(rig: HttpServing):
