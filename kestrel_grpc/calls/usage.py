@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
 
 from kestrel_grpc.calls.call_context import CallContext, Outcome
 
+USAGE_TOPIC = "usage"
+"""The topic of the question of front ends to each other whose answer is `encoded` usage."""
 _REFUSALS = frozenset(("UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED"))
 """The codes of calls that the server has not let in: for their token, its limits, or its own."""
 
@@ -23,6 +26,9 @@ class CallerUsage:
     """Tokens of prompts and images, cached ones included."""
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+
+    def __add__(self, other: CallerUsage) -> CallerUsage:
+        return CallerUsage(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Usage:
@@ -52,3 +58,27 @@ class Usage:
             counts.num_input_tokens += usage.num_input_tokens
             counts.num_cached_tokens += usage.num_cached_tokens
             counts.num_output_tokens += usage.num_output_tokens
+
+
+def total(parts: Iterable[Mapping[str, CallerUsage]]) -> Mapping[str, CallerUsage]:
+    """Returns the sums of the counts of several processes, by caller."""
+    sums: dict[str, CallerUsage] = {}
+    for part in parts:
+        for name, counts in part.items():
+            sums[name] = sums.get(name, CallerUsage()) + counts
+    return sums
+
+
+def encoded(by_caller: Mapping[str, CallerUsage]) -> bytes:
+    """Returns the counts in the form in which processes send them to each other."""
+    return json.dumps({name: astuple(counts) for name, counts in by_caller.items()}).encode()
+
+
+def decoded(data: bytes) -> Mapping[str, CallerUsage]:
+    """Returns the counts of another process."""
+    return {name: CallerUsage(*counts) for name, counts in json.loads(data).items()}
+
+
+def joined(parts: Iterable[bytes]) -> bytes:
+    """Returns the sums of counts that are `encoded`, in the same form."""
+    return encoded(total(map(decoded, parts)))

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from kestrel_client.v1 import engine_service_pb2 as wire
@@ -15,7 +15,7 @@ from kestrel_grpc.access.token_file import shared_namespace
 from kestrel_grpc.calls.call_admission import CallAdmission
 from kestrel_grpc.calls.call_context import CallContext
 from kestrel_grpc.calls.peers import Peers
-from kestrel_grpc.calls.usage import CallerUsage, Usage
+from kestrel_grpc.calls.usage import USAGE_TOPIC, CallerUsage, Usage, decoded, encoded, total
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterName
 from kestrel_runtime.api.engine import CoreReading, Engine, EngineStatus, Load, MemoryPlan, SkillDefaults
 from kestrel_runtime.api.errors import EngineUnavailable, InvalidRequest, Violation
@@ -25,8 +25,6 @@ _CANCEL = "cancel requests"
 """The topic of the question whose answer is the number of cancelled requests, in digits."""
 _LOAD = "load"
 """The topic of the question whose answer is a `FrontendLoad`."""
-_USAGE = "usage"
-"""The topic of the question whose answer is a `GetUsageResponse` of one process."""
 
 _STATUSES: Mapping[EngineStatus, wire.EngineStatus] = MappingProxyType(
     {
@@ -66,7 +64,7 @@ class EngineService:
         self._peers = peers
         peers.answer(_CANCEL, self._cancel_for_peer)
         peers.answer(_LOAD, lambda _: self._frontend_load().SerializeToString())
-        peers.answer(_USAGE, lambda _: _usage_of((self._usage.by_caller,)).SerializeToString())
+        peers.answer(USAGE_TOPIC, lambda _: encoded(self._usage.by_caller))
         self._server_info = self._render_server_info(instance_id, max_message_bytes, capabilities)
         self._models = wire.ListModelsResponse(models=[self._render_model()])
 
@@ -94,8 +92,9 @@ class EngineService:
         )
 
     async def GetUsage(self, request: wire.GetUsageRequest, call: CallContext) -> wire.GetUsageResponse:
-        others = map(wire.GetUsageResponse.FromString, await self._peers.ask(_USAGE, b""))
-        return _usage_of((self._usage.by_caller, *map(_counts_of, others)))
+        others = map(decoded, await self._peers.ask(USAGE_TOPIC, b""))
+        sums = total((self._usage.by_caller, *others))
+        return wire.GetUsageResponse(callers=[_caller_usage(name, sums[name]) for name in sorted(sums)])
 
     async def ClearCache(self, request: wire.ClearCacheRequest, call: CallContext) -> wire.ClearCacheResponse:
         owner = request.WhichOneof("owner")
@@ -200,34 +199,16 @@ class EngineService:
         )
 
 
-def _usage_of(parts: Iterable[Mapping[str, CallerUsage]]) -> wire.GetUsageResponse:
-    """Returns the sum of the counts of several processes."""
-    sums: dict[str, wire.CallerUsage] = {}
-    for part in parts:
-        for name, counts in part.items():
-            total = sums.setdefault(name, wire.CallerUsage(token=name))
-            total.answered_request_count += counts.num_answered
-            total.failed_request_count += counts.num_failed
-            total.refused_request_count += counts.num_refused
-            total.input_token_count += counts.num_input_tokens
-            total.cached_token_count += counts.num_cached_tokens
-            total.output_token_count += counts.num_output_tokens
-    return wire.GetUsageResponse(callers=[sums[name] for name in sorted(sums)])
-
-
-def _counts_of(message: wire.GetUsageResponse) -> Mapping[str, CallerUsage]:
-    """Returns the counts in the answer of another process."""
-    return {
-        caller.token: CallerUsage(
-            caller.answered_request_count,
-            caller.failed_request_count,
-            caller.refused_request_count,
-            caller.input_token_count,
-            caller.cached_token_count,
-            caller.output_token_count,
-        )
-        for caller in message.callers
-    }
+def _caller_usage(name: str, counts: CallerUsage) -> wire.CallerUsage:
+    return wire.CallerUsage(
+        token=name,
+        answered_request_count=counts.num_answered,
+        failed_request_count=counts.num_failed,
+        refused_request_count=counts.num_refused,
+        input_token_count=counts.num_input_tokens,
+        cached_token_count=counts.num_cached_tokens,
+        output_token_count=counts.num_output_tokens,
+    )
 
 
 def _for_log(kind: str, name: str) -> str:

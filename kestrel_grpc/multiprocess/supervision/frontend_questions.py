@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from kestrel_grpc.multiprocess.protocol.link import ANSWER_TIMEOUT_S, Link, SupervisorUnavailable
 
+KEEP_INTERVAL_S = 5.0
+"""The time between two questions of the supervisor for answers that count when a process has ended."""
 _MARGIN_S = 1.0
 """The supervisor asks every other front end before it answers."""
 
@@ -57,13 +60,24 @@ class LinkedPeers:
         return await self._link.ask(asked, list[bytes], timeout_s=ANSWER_TIMEOUT_S + _MARGIN_S)
 
 
-class Switchboard:
-    """Passes questions on, in the supervisor. Belongs to one event loop."""
+Join = Callable[[Iterable[bytes]], bytes]
+"""Returns one answer in place of several."""
 
-    def __init__(self) -> None:
+
+class Switchboard:
+    """Passes questions on, in the supervisor. Belongs to one event loop.
+
+    `lasting` are the topics whose answers still count when a process has ended: the last one that it gave, `joined`
+    with those of others that have ended, is a further answer from then on.
+    """
+
+    def __init__(self, lasting: Mapping[str, Join]) -> None:
+        self._lasting = lasting
         self._links: dict[str, Link] = {}
-        self._asked: set[str] = set()
-        """The identities of front ends that answer questions."""
+        self._last: dict[str, dict[str, bytes]] = {}
+        """The last answer to each lasting topic, by the identity of front ends that answer questions."""
+        self._of_ended: dict[str, bytes] = {}
+        """The answer of all that have ended, by lasting topic."""
 
     def join(self, identity: str, link: Link) -> None:
         """Serve a new front end, which is asked once it takes part."""
@@ -71,30 +85,47 @@ class Switchboard:
 
         def take_part(_: TakePart) -> None:
             if identity in self._links:
-                self._asked.add(identity)
-
-        async def ask_others(asked: AskAll) -> list[bytes]:
-            others = [self._links[name] for name in self._asked if name != identity]
-            answers = await asyncio.gather(*(_ask_one(other, asked) for other in others))
-            return [answer for answer in answers if answer is not None]
+                self._last[identity] = {}
 
         link.on(TakePart, take_part)
-        link.on(AskAll, ask_others)
+        link.on(AskAll, lambda asked: self._ask_others(asked, identity))
 
     def drop(self, identity: str) -> None:
-        """Forget a front end that has ended."""
+        """Forget a front end that has ended, but for its last answers to lasting topics."""
         self._links.pop(identity, None)
-        self._asked.discard(identity)
+        for topic, answer in self._last.pop(identity, {}).items():
+            earlier = self._of_ended.get(topic)
+            self._of_ended[topic] = self._lasting[topic]([answer] if earlier is None else [earlier, answer])
 
+    async def watch(self) -> None:
+        """Ask for the answers to lasting topics again and again."""
+        while True:
+            await asyncio.sleep(KEEP_INTERVAL_S)
+            for topic in self._lasting:
+                with contextlib.suppress(SupervisorUnavailable):
+                    await self._ask_others(AskAll(topic, b"", needs_all=False))
 
-async def _ask_one(link: Link, asked: AskAll) -> bytes | None:
-    """Returns the answer of a front end; None if it ended meanwhile, or if it is silent and not needed.
+    async def _ask_others(self, asked: AskAll, identity: str | None = None) -> list[bytes]:
+        """Returns the answers of all but one front end, and that of those that have ended."""
+        # A front end that ends meanwhile counts once: by the answer that it gave before.
+        before = {name: last.get(asked.topic) for name, last in self._last.items() if name != identity}
+        of_ended = self._of_ended.get(asked.topic)
+        given = await asyncio.gather(*(self._ask_one(name, asked) for name in before))
+        found = [last if now is None else now for now, last in zip(given, before.values(), strict=True)]
+        return [answer for answer in (*found, of_ended) if answer is not None]
 
-    Raises `SupervisorUnavailable`.
-    """
-    try:
-        return await link.ask(AskOne(asked.topic, asked.question), bytes, timeout_s=ANSWER_TIMEOUT_S)
-    except SupervisorUnavailable:
-        if link.closed.done() or not asked.needs_all:
-            return None
-        raise
+    async def _ask_one(self, identity: str, asked: AskAll) -> bytes | None:
+        """Returns the answer of a front end; None if it ended meanwhile, or if it is silent and not needed.
+
+        Raises `SupervisorUnavailable`.
+        """
+        link = self._links[identity]
+        try:
+            answer = await link.ask(AskOne(asked.topic, asked.question), bytes, timeout_s=ANSWER_TIMEOUT_S)
+        except SupervisorUnavailable:
+            if link.closed.done() or not asked.needs_all:
+                return None
+            raise
+        if asked.topic in self._lasting and identity in self._last:
+            self._last[identity][asked.topic] = answer
+        return answer

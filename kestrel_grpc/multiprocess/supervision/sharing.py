@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kestrel_grpc.access.limits import TokenLimits
+from kestrel_grpc.calls.usage import USAGE_TOPIC, joined
 from kestrel_grpc.images.image_index import StoreLimits
 from kestrel_grpc.multiprocess.protocol.link import Link
 from kestrel_grpc.multiprocess.supervision.frontend_questions import LinkedPeers, Switchboard
@@ -32,20 +33,20 @@ class Owner:
     def __init__(self, folder: Path, images: StoreLimits, cores: Callable[[], Iterable[Link]]) -> None:
         self._cores = cores
         self._limits = LimitOwner(TokenLimits())
-        self._front_ends = Switchboard()
+        self.front_ends = Switchboard({USAGE_TOPIC: joined})
         self.images = ImageOwner(folder, images, self._forget)
 
     def join(self, identity: str, link: Link) -> None:
         """Serve a front end. Call this before its link is started."""
         self._limits.join(identity, link)
         self.images.join(identity, link)
-        self._front_ends.join(identity, link)
+        self.front_ends.join(identity, link)
 
     def drop(self, identity: str) -> None:
         """Release the resources of a front end whose process has ended."""
         self._limits.drop(identity)
         self.images.drop(identity)
-        self._front_ends.drop(identity)
+        self.front_ends.drop(identity)
 
     def _forget(self, namespace: str, sha256: str) -> None:
         for link in self._cores():

@@ -250,6 +250,7 @@ class Supervisor:
         if os.getpid() == 1:
             self._keeping.append(asyncio.create_task(self._reap_orphans()))
         self._keeping.append(asyncio.create_task(self.owner.images.watch()))
+        self._keeping.append(asyncio.create_task(self.owner.front_ends.watch()))
         self._keeping.append(asyncio.create_task(self._watch_folder()))
         # Front ends import their libraries while cores load.
         self._keeping += [asyncio.create_task(self._keep(child)) for child in self._children]

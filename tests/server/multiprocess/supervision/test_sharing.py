@@ -321,6 +321,60 @@ async def test_usage_is_the_sum_of_all_front_ends(tokens: Path, folder: Path) ->
             assert told.callers[1].output_token_count == 4 * 3
 
 
+async def usage_of_alice(server: Serving) -> int:
+    told = await server.engine_service.GetUsage(engine_service_pb2.GetUsageRequest(), metadata=BOB)
+    return {one.token: one.answered_request_count for one in told.callers}["alice"]
+
+
+async def test_usage_outlives_the_front_end_that_counted_it(tokens: Path, folder: Path) -> None:
+    async with sharing(folder, num=3, tokens=str(tokens)) as rig:
+        for server in rig.servers:
+            assert await outcome(server.vision.CompleteQuery(QUERY, metadata=ALICE)) == "OK"
+        assert await usage_of_alice(rig.servers[2]) == 3
+        # Nothing has reported this one when its front end dies.
+        assert await outcome(rig.servers[0].vision.CompleteQuery(QUERY, metadata=ALICE)) == "OK"
+        for index in range(2):
+            rig.end(index)
+            assert await usage_of_alice(rig.servers[2]) == 3
+
+
+async def test_the_supervisor_asks_for_usage_by_itself(
+    tokens: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front_ends, "KEEP_INTERVAL_S", 0.001)
+    async with sharing(folder, tokens=str(tokens)) as rig:
+        assert await outcome(rig.servers[0].vision.CompleteQuery(QUERY, metadata=ALICE)) == "OK"
+        num_asked = asyncio.Semaphore(0)
+        answer = rig.hosts[0].peers._answers["usage"]
+
+        def counted(question: bytes) -> bytes:
+            num_asked.release()
+            return answer(question)
+
+        rig.hosts[0].peers.answer("usage", counted)
+        watching = asyncio.create_task(rig.owner.front_ends.watch())
+        for _ in range(2):  # the first answer has arrived when the second question is asked
+            await num_asked.acquire()
+        watching.cancel()
+        rig.end(0)
+        assert await usage_of_alice(rig.servers[1]) == 1
+
+
+async def test_usage_that_is_asked_for_while_a_front_end_dies_counts_once(tokens: Path, folder: Path) -> None:
+    async with sharing(folder, tokens=str(tokens)) as rig:
+        assert await outcome(rig.servers[0].vision.CompleteQuery(QUERY, metadata=ALICE)) == "OK"
+        assert await usage_of_alice(rig.servers[1]) == 1
+        answer = rig.hosts[0].peers._answers["usage"]
+
+        def dies(question: bytes) -> bytes:
+            rig.end(0)
+            return answer(question)
+
+        rig.hosts[0].peers.answer("usage", dies)
+        assert await usage_of_alice(rig.servers[1]) == 1
+        assert await usage_of_alice(rig.servers[1]) == 1
+
+
 # Stored images
 
 
