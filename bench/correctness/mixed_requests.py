@@ -11,8 +11,7 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from PIL import Image
@@ -40,7 +39,7 @@ from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfi
 from kestrel_runtime.models.moondream.family import FAMILY
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.output.output_parser import Token
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 
 FORMATS = (
     ("JPEG", "RGB"),
@@ -93,7 +92,7 @@ _MOST_SAMPLES, _MOST_LOGPROBS = 3, 5
 
 
 def with_features(
-    requests: Iterable[Request], features: Collection[str], adapters: Seq[str], *, seed: int = 0
+    requests: Iterable[Request], features: Collection[str], adapters: Sequence[str], *, seed: int = 0
 ) -> list[Request]:
     """The same with `features`: adapters for two of three, logprobs and constraints for every second one that can
     have them, several samples for every fourth."""
@@ -203,8 +202,8 @@ def noted_tokens() -> Iterator[dict[int, list[Token]]]:
 
     def noting(release: Method) -> Method:
         @functools.wraps(release)
-        def note(runner: StepRunner, sequence: Sequence) -> None:
-            tokens[sequence.seed] = sequence.tokens[sequence.num_prompt_tokens :]
+        def note(runner: StepRunner, sequence: TokenSequence) -> None:
+            tokens[sequence.request.seed] = sequence.tokens[sequence.num_prompt_tokens :]
             release(runner, sequence)
 
         return note

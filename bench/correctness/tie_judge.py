@@ -70,7 +70,7 @@ class TieJudge:
             logits = model.text.logits(hidden)[0]
             if request.constraint is not None:  # each was the best of those that may come
                 return _margin(logits[[one.id, other.id]], 0, 1)
-            rule = self._run.sequence.parser.rule
+            rule = self._run.sequence.request.parser.rule
             if rule.allowed is not None:
                 logits = torch.full_like(logits, -math.inf).index_copy_(
                     0, torch.tensor(rule.allowed, device=logits.device), logits[list(rule.allowed)]

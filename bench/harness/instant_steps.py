@@ -36,7 +36,7 @@ class _InstantHandle(StepHandle):
 
 def _launch_or_skip(runner: StepRunner, batch: Batch, after: Iterable[StepHandle] = ()) -> StepHandle:
     reads_image = batch.encode or any(chunk.start == 0 for chunk in batch.prefill)
-    if reads_image or not all(sequence.fingerprint.startswith("query-") for sequence in batch.sequences):
+    if reads_image or not all(sequence.request.fingerprint.startswith("query-") for sequence in batch.sequences):
         return _launch(runner, batch, after)
     return _InstantHandle(len(batch.sampled))
 

@@ -40,7 +40,7 @@ def _run_core() -> int:
     launch = StepRunner.launch
 
     def launch_unless_poisoned(self: StepRunner, batch: Batch, after: Iterable[StepHandle] = ()) -> StepHandle:
-        if any(sequence.seed == SEED for sequence in batch.sequences):
+        if any(sequence.request.seed == SEED for sequence in batch.sequences):
             _die()
         return launch(self, batch, after)
 

@@ -48,7 +48,9 @@ def _strike(fault: Callable[[], None]) -> None:
     complete = Scheduler.complete
 
     def faulty(self: Scheduler, step: Any, batch: Any, tokens: Any, now: float = 0.0) -> Any:
-        if any(sequence.seed == SEED and sequence.num_generated >= _NUM_TOKENS for sequence in batch.sampled):
+        if any(
+            sequence.request.seed == SEED and sequence.num_generated >= _NUM_TOKENS for sequence in batch.sampled
+        ):
             fault()
         return complete(self, step, batch, tokens, now)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 
 TOKEN = Token(5)
 
@@ -44,7 +44,7 @@ class FakeRunner:
         self.are_prompts_over: Callable[[], bool] = lambda: True
         self.on_launch: Callable[[Batch], None] = lambda batch: None
         self.on_wait: Callable[[FakeHandle], None] = lambda handle: None
-        self.token_of: Callable[[Sequence], Token] = lambda sequence: TOKEN
+        self.token_of: Callable[[TokenSequence], Token] = lambda sequence: TOKEN
         self.on_sample: Callable[[FakeHandle], None] = lambda handle: None
         self.on_run: Callable[[Batch], None] = lambda batch: None
         self.on_capture_wanted: Callable[[], bool] = lambda: False
@@ -70,9 +70,9 @@ class FakeRunner:
         self.on_run(batch)
         return [TOKEN] * len(batch.sampled)
 
-    def release(self, sequence: Sequence) -> None: ...
+    def release(self, sequence: TokenSequence) -> None: ...
 
-    def close_row(self, sequence: Sequence) -> None: ...
+    def close_row(self, sequence: TokenSequence) -> None: ...
 
     def forget_images(self) -> None: ...
 

@@ -11,7 +11,7 @@ from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.imaging.crops import Crops, DecodedImage
 from kestrel_runtime.output.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
-from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
+from kestrel_runtime.scheduling.sequence import SequenceClock, SequenceImage, SequenceRequest, TokenSequence
 
 _ids = itertools.count(1)
 
@@ -58,7 +58,7 @@ def new_sequence(
     prompt: list[Token] | int = 1,
     *,
     num_image_tokens: int = 0,
-    crops: Crops | DecodedImage | None = None,
+    pixels: Crops | DecodedImage | None = None,
     rule: TokenRule = TokenRule(),  # noqa: B008 - a rule is immutable
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -69,23 +69,24 @@ def new_sequence(
     max_priority: Priority = Priority.NORMAL,
     tenant: str = "",
     submitted: float = 0.0,
-) -> Sequence:
+) -> TokenSequence:
     """A waiting sequence; a number as prompt stands for that many tokens."""
     tokens = [Token(place % 100) for place in range(prompt)] if isinstance(prompt, int) else list(prompt)
-    return Sequence(
+    return TokenSequence(
         id=next(_ids),
         tokens=tokens,
         num_prompt_tokens=len(tokens),
-        num_image_tokens=num_image_tokens,
-        crops=crops,
-        parser=RuleParser(rule),
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        controls=controls,
-        max_context=max_context,
+        request=SequenceRequest(
+            parser=RuleParser(rule),
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            controls=controls,
+            max_context=max_context,
+            priority=priority,
+            standing=max(priority, max_priority),
+            tenant=tenant,
+        ),
         clock=SequenceClock(submitted=submitted),
-        priority=priority,
-        standing=max(priority, max_priority),
-        tenant=tenant,
+        images=[SequenceImage(1, num_image_tokens, pixels)] if num_image_tokens else [],
     )

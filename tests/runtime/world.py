@@ -9,14 +9,14 @@ from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch, Plan
 from kestrel_runtime.scheduling.page_manager import PageManager, StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
+from kestrel_runtime.scheduling.sequence import SequenceState, TokenSequence
 from tests.runtime.sequences import blank_crops, new_sequence
 
 
 class Range(NamedTuple):
     """Part of a sequence's image or of its positions."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     start: int
     end: int
 
@@ -26,7 +26,7 @@ class Step(NamedTuple):
 
     id: StepId
     batch: Batch
-    prompts: dict[tuple[int, int], tuple[Sequence, int]]
+    prompts: dict[tuple[int, int], tuple[TokenSequence, int]]
     """What it writes of prompts: page and place → sequence and position."""
 
 
@@ -35,7 +35,7 @@ class Turn:
 
     def __init__(self, plan: Plan, steps: list[Step]):
         self.steps = steps
-        self.encode = [Range(*item) for item in plan.prefill.encode]
+        self.encode = [Range(item.sequence, item.first_crop, item.end_crop) for item in plan.prefill.encode]
         self.prefill = [Range(chunk.sequence, chunk.start, chunk.end) for chunk in plan.prefill.prefill]
         self.decode = list(plan.decode.decode)
         self.sampled = [*plan.prefill.sampled, *plan.decode.sampled]
@@ -76,7 +76,7 @@ class World:
         sequence = new_sequence(
             prompt,
             num_image_tokens=image,
-            crops=blank_crops(crops) if crops else None,
+            pixels=blank_crops(crops) if crops else None,
             max_context=self.capacity,
             **standing,
         )
@@ -133,7 +133,7 @@ class World:
         """Write and read the cache as the model would."""
         self.slots |= self.prompts_of(batch)
         for sequence in batch.decode:
-            position = sequence.num_cached
+            position = sequence.cache.num_cached
             self.slots[self.slot(sequence, position)] = (sequence, position)
         for sequence in batch.sampled:
             for position in range(sequence.length):
@@ -149,7 +149,7 @@ class World:
 
     def slot(self, sequence, position):
         page, place = divmod(position, self.pages.page_size)
-        return sequence.pages[page], place
+        return sequence.cache.pages[page], place
 
     def active(self):
         return [sequence for sequence in self.scheduler.sequences() if sequence.state is not SequenceState.WAITING]

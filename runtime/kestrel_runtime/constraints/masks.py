@@ -19,8 +19,7 @@ from kestrel_runtime.constraints.answer_check import AnswerCheck
 from kestrel_runtime.constraints.json_answer import JsonAnswer, JsonTokens, Mask
 from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch
-from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
-from kestrel_runtime.scheduling.sequence import SequenceState, TokenMatcher
+from kestrel_runtime.scheduling.sequence import SequenceState, TokenMatcher, TokenSequence
 
 _BITS = 32
 _log = logging.getLogger(__name__)
@@ -159,20 +158,20 @@ class LibraryMasks:
 
 def step_masks(
     batch: Batch, make_masks: Callable[[list[MaskRequest]], list[Any]] | None
-) -> tuple[list[Any], list[ScheduledSequence]]:
+) -> tuple[list[Any], list[TokenSequence]]:
     """Returns a mask for each of `batch.sampled`, None for every token, and the sequences whose constraint has
     failed.
 
     The tokens of all steps before must be known.
     """
     asked = [
-        (index, MaskRequest(sequence.matcher, sequence.generated))
+        (index, MaskRequest(sequence.request.matcher, sequence.generated))
         for index, sequence in enumerate(batch.sampled)
         # One that has ended meanwhile is still in the step; its token is dropped.
-        if sequence.matcher is not None and sequence.state is not SequenceState.FINISHED
+        if sequence.request.matcher is not None and sequence.state is not SequenceState.FINISHED
     ]
     masks: list[Any] = [None] * len(batch.sampled)
-    failed: list[ScheduledSequence] = []
+    failed: list[TokenSequence] = []
     if asked:
         assert make_masks is not None, "an engine that takes constraints has one"
         for (index, _), mask in zip(asked, make_masks([request for _, request in asked]), strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 
 
 class Deadlines:
@@ -13,9 +13,9 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._moments: list[tuple[float, int]] = []  # a heap of (moment, sequence id)
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, TokenSequence] = {}
 
-    def watch(self, sequence: Sequence) -> None:
+    def watch(self, sequence: TokenSequence) -> None:
         """Has `due` yield the sequence once for each of its deadlines."""
         clock = sequence.clock
         self._sequences[sequence.id] = sequence
@@ -23,7 +23,7 @@ class Deadlines:
             if moment is not None:
                 heappush(self._moments, (moment, sequence.id))
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: TokenSequence) -> None:
         """Removes a sequence that has ended: `due` no longer yields it."""
         del self._sequences[sequence.id]
         # Else distant deadlines of ended sequences would accumulate: a caller may set one years ahead.
@@ -31,7 +31,7 @@ class Deadlines:
             self._moments = [item for item in self._moments if item[1] in self._sequences]
             heapify(self._moments)
 
-    def due(self, now: float) -> Iterator[Sequence]:
+    def due(self, now: float) -> Iterator[TokenSequence]:
         """Yields the sequences with a deadline at or before `now`, once for each deadline."""
         while self._moments and self._moments[0][0] <= now:
             sequence = self._sequences.get(heappop(self._moments)[1])

@@ -41,7 +41,7 @@ from kestrel_runtime.engine.watchdog import Watchdog, all_stacks
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.fairness.queue_admission import Cost
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
+from kestrel_runtime.scheduling.sequence import SequenceClock, TokenSequence
 
 _TRANSITIONS = {
     EngineStatus.SERVING: {EngineStatus.DRAINING, EngineStatus.RECOVERING, EngineStatus.DEAD},
@@ -212,7 +212,7 @@ class LocalEngine:
             )
         except RuntimeError as error:  # closed at this very moment, or the system has no thread left for us
             raise EngineUnavailable("no worker can take the request") from error
-        if isinstance(preparation, Sequence):
+        if isinstance(preparation, TokenSequence):
             stream.on_cancel(lambda: self._loop.cancel(stream))
             self._loop.add(preparation, stream)
             return
@@ -420,7 +420,7 @@ class LocalEngine:
         image_bytes = sum(map(len, request.images))
         return Cost(tenant, request.options.priority, request.options.standing, image_bytes, num_tokens)
 
-    def _prepared(self, preparation: Future[Sequence], stream: Stream) -> None:
+    def _prepared(self, preparation: Future[TokenSequence], stream: Stream) -> None:
         """Takes a worker's result, in its thread or the one that cancelled. An error ends only this request."""
         with self._lock:
             self._num_preprocessing -= 1
@@ -440,11 +440,11 @@ class LocalEngine:
             clear_locals(error)
             stream.fail(InternalError(error))
 
-    def _cancel(self, preparation: Future[Sequence], stream: Stream) -> None:
+    def _cancel(self, preparation: Future[TokenSequence], stream: Stream) -> None:
         if not preparation.cancel():
             self._loop.cancel(stream)
 
-    def _expire(self, preparation: Future[Sequence], stream: Stream, clock: SequenceClock) -> None:
+    def _expire(self, preparation: Future[TokenSequence], stream: Stream, clock: SequenceClock) -> None:
         """End a request whose wait limit has passed. Once a worker has it, worker and loop check the limit."""
         if preparation.cancel():
             deadlines = (clock.deadline, clock.queue_deadline)

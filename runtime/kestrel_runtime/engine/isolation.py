@@ -43,7 +43,7 @@ from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
+from kestrel_runtime.scheduling.sequence import SequenceClock, TokenSequence
 
 _MAX_POISON_IN_A_ROW = 3
 _NUM_RUNS = 2
@@ -79,7 +79,7 @@ class Isolation:
         runner: StepRunner,
         poison_requests: PoisonRequests,
         *,
-        new_probes: Callable[[], Iterable[Sequence]],
+        new_probes: Callable[[], Iterable[TokenSequence]],
         on_restart: Callable[[], None],
         on_restarted: Callable[[], None],
     ) -> None:
@@ -92,18 +92,18 @@ class Isolation:
         self._num_poison_in_a_row = 0
         self._failures: _Failures | None = None
 
-    def succeeded(self, sampled: list[Sequence]) -> None:
+    def succeeded(self, sampled: list[TokenSequence]) -> None:
         """Note that a step succeeded, and that these sequences got a token."""
         if sampled:  # else an isolation run may have another step
             self._num_poison_in_a_row = 0
             self._failures = None
 
-    def failed(self, batch: Batch, error: Exception) -> Sequence | None:
+    def failed(self, batch: Batch, error: Exception) -> TokenSequence | None:
         """Prepare the scheduler for the turns after a step that raised. No other step may be in flight.
 
         Returns the poison sequence once it is known, which must end then. Raises `DeviceLost`.
         """
-        names = ", ".join(sequence.fingerprint for sequence in batch.sequences)
+        names = ", ".join(sequence.request.fingerprint for sequence in batch.sequences)
         is_alone = self._scheduler.is_isolating
         _log.error("a step of %s failed%s", names, ", which ran alone" if is_alone else "", exc_info=error)
         self._scheduler.preempt_all()
@@ -114,7 +114,7 @@ class Isolation:
             self._runner.empty_device_cache()
         return self._find_poison(batch.sequences[0]) if is_alone else None
 
-    def _find_poison(self, isolated: Sequence) -> Sequence | None:
+    def _find_poison(self, isolated: TokenSequence) -> TokenSequence | None:
         """Returns the isolated sequence if it failed often enough to end; otherwise None: it runs alone again."""
         if self._failures is None or self._failures.sequence_id != isolated.id:
             self._failures = _Failures(isolated.id)
@@ -132,7 +132,7 @@ class Isolation:
             failures.num_with_device = 0
             return None
         self._num_poison_in_a_row += 1
-        self._poison_requests.quarantine(isolated.fingerprint, survives_restart=breaks_device)
+        self._poison_requests.quarantine(isolated.request.fingerprint, survives_restart=breaks_device)
         self._failures = None
         return isolated
 
@@ -153,7 +153,7 @@ class Isolation:
     def _runs_probes(self, *, only_cheapest: bool) -> bool:
         for probe in self._new_probes():
             self._scheduler.allocate_probe(probe)  # after a failure every page is available
-            encode = [] if probe.crops is None else [EncodeItem.rest_of(probe)]
+            encode = [EncodeItem.rest_of(probe, image) for image in probe.images]
             try:
                 self._runner.run(Batch.of_prefill(encode, [Chunk.of(probe, 0, probe.length)]))
             except Exception:
@@ -167,7 +167,7 @@ class Isolation:
         return True
 
 
-def new_probes(preprocessor: Preprocessor) -> Iterator[Sequence]:
+def new_probes(preprocessor: Preprocessor) -> Iterator[TokenSequence]:
     """Yields probes: a short question, and the same about a small grey image if the cache can hold one."""
     greedy = SamplingParams(temperature=0.0)
     yield preprocessor.prepare(Query("hello", sampling=greedy), SequenceClock(time.monotonic()))

@@ -71,7 +71,7 @@ from kestrel_runtime.output.output_parser import OVERFLOWED
 from kestrel_runtime.scheduling.batch import Batch, Plan
 from kestrel_runtime.scheduling.page_manager import StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import AdapterLease, PreparedImage, Sequence
+from kestrel_runtime.scheduling.sequence import AdapterLease, PreparedImage, TokenSequence
 
 _MAX_PREFILLS = 2
 """The most prefill steps in flight: one that runs, and one that begins when it ends."""
@@ -91,17 +91,17 @@ _log = logging.getLogger(__name__)
 
 
 class _Arrival(NamedTuple):
-    sequence: Sequence
+    sequence: TokenSequence
     stream: Stream
 
 
 class _DecodedImage(NamedTuple):
-    sequence: Sequence
-    crops: Future[PreparedImage]
+    sequence: TokenSequence
+    pixels: Future[PreparedImage]
 
 
 class _AdapterLoaded(NamedTuple):
-    sequence: Sequence
+    sequence: TokenSequence
     lease: Future[AdapterLease]
 
 
@@ -136,7 +136,7 @@ class EngineLoop:
         runner: StepRunner,
         isolation: Isolation,
         admission: QueueAdmission,
-        decode_again: Callable[[Sequence], Future[Any]] | None = None,
+        decode_again: Callable[[TokenSequence], Future[Any]] | None = None,
         make_masks: Callable[[list[MaskRequest]], list[Any]] | None = None,
         lease_adapter: Callable[[str, str], Future[AdapterLease]] | None = None,
         poison_requests: PoisonRequests | None = None,
@@ -157,14 +157,14 @@ class EngineLoop:
         self._make_masks = make_masks
         self._outbox = Outbox()
         self._deadlines = Deadlines()
-        self._streams: dict[Sequence, Stream] = {}
-        self._sequences: dict[Stream, Sequence] = {}
+        self._streams: dict[TokenSequence, Stream] = {}
+        self._sequences: dict[Stream, TokenSequence] = {}
         self._inbox: SimpleQueue[_Arriving] = SimpleQueue()
         self._arriving: set[Stream] = set()  # whose sequences are in the inbox
         self._lease_adapter = lease_adapter
         self._poison_requests = poison_requests or PoisonRequests()
         self._record = record
-        self._adapter_leases: dict[Sequence, Future[AdapterLease]] = {}  # that parked sequences wait for
+        self._adapter_leases: dict[TokenSequence, Future[AdapterLease]] = {}  # that parked sequences wait for
         self._reclaims_adapters = False
         self._clearings = CacheClearings()
         self._step_ids = itertools.count(1)
@@ -186,7 +186,7 @@ class EngineLoop:
         self._captures_from = time.monotonic() + _STARTING_S
         self._thread.start()
 
-    def add(self, sequence: Sequence, stream: Stream) -> None:
+    def add(self, sequence: TokenSequence, stream: Stream) -> None:
         """Queues a prepared sequence. May be called from any thread."""
         if self._is_finished:
             self._admission.leave(stream)
@@ -300,7 +300,7 @@ class EngineLoop:
         plan = self._scheduler.schedule(now, may_prefill=len(self._prefills) < _MAX_PREFILLS)
         for sequence in self._scheduler.take_preempted():
             self._runner.close_row(sequence)
-        for sequence in self._scheduler.take_without_crops():
+        for sequence in self._scheduler.take_without_pixels():
             self._have_decoded(sequence)
         if self._launch_decodes(plan, now):
             # A restricted step completes those before it, and sequences that leave by this free their rows.
@@ -318,7 +318,7 @@ class EngineLoop:
     def _record_flight(self, batch: Batch) -> None:
         if self._record is not None:
             batches = (batch, *(step.batch for step in (*self._prefills, *self._decodes)))
-            self._record({sequence.fingerprint for each in batches for sequence in each.sequences})
+            self._record({sequence.request.fingerprint for each in batches for sequence in each.sequences})
 
     def _run(self) -> None:
         try:
@@ -361,16 +361,16 @@ class EngineLoop:
     def _forget_cached(self, namespace: str | None, image: bytes | None) -> ClearedCache:
         return ClearedCache(*self._scheduler.forget_cached(namespace, image))
 
-    def _have_decoded(self, sequence: Sequence) -> None:
+    def _have_decoded(self, sequence: TokenSequence) -> None:
         assert self._decode_again is not None, "only with it are images left out"
-        crops = self._decode_again(sequence)
-        crops.add_done_callback(lambda done: self._inbox.put(_DecodedImage(sequence, done)))
+        pixels = self._decode_again(sequence)
+        pixels.add_done_callback(lambda done: self._inbox.put(_DecodedImage(sequence, done)))
 
-    def _take_crops(self, sequence: Sequence, crops: Future[PreparedImage]) -> None:
-        error = EngineUnavailable("the engine has stopped") if crops.cancelled() else crops.exception()
+    def _take_pixels(self, sequence: TokenSequence, pixels: Future[PreparedImage]) -> None:
+        error = EngineUnavailable("the engine has stopped") if pixels.cancelled() else pixels.exception()
         is_here = sequence in self._streams  # else it has left meanwhile
         if is_here and error is None:
-            self._scheduler.add_crops(sequence, crops.result())
+            self._scheduler.add_pixels(sequence, pixels.result())
         elif is_here and error is not None:
             self._fail(sequence, error if isinstance(error, KestrelError) else InternalError(error))
 
@@ -387,13 +387,13 @@ class EngineLoop:
             else:
                 self._reclaims_adapters = True
 
-    def _lease_again(self, sequence: Sequence, lease: AdapterLease) -> None:
+    def _lease_again(self, sequence: TokenSequence, lease: AdapterLease) -> None:
         assert self._lease_adapter is not None, "sequences have adapters only with it"
         lease.end()
         other = self._adapter_leases[sequence] = self._lease_adapter(lease.name, lease.tenant)
         other.add_done_callback(lambda done: self._inbox.put(_AdapterLoaded(sequence, done)))
 
-    def _take_adapter(self, sequence: Sequence, done: Future[AdapterLease]) -> None:
+    def _take_adapter(self, sequence: TokenSequence, done: Future[AdapterLease]) -> None:
         is_here = self._adapter_leases.pop(sequence, None) is not None  # else it has left meanwhile
         error = EngineUnavailable("the engine has stopped") if done.cancelled() else done.exception()
         lease = None if error is not None else done.result()
@@ -412,7 +412,7 @@ class EngineLoop:
             if item in self._sequences:
                 self._remove(self._sequences[item])
         elif isinstance(item, _DecodedImage):
-            self._take_crops(*item)
+            self._take_pixels(*item)
         elif isinstance(item, _AdapterLoaded):
             self._take_adapter(*item)
         elif item is not None and item.stream.is_cancelled:
@@ -426,7 +426,7 @@ class EngineLoop:
             self._sequences[item.stream] = item.sequence
             self._deadlines.watch(item.sequence)
             self._scheduler.add(item.sequence)
-            if self._poison_requests.is_isolated(item.sequence.fingerprint):
+            if self._poison_requests.is_isolated(item.sequence.request.fingerprint):
                 self._scheduler.run_alone(item.sequence)
             if item.sequence.adapter is not None and item.sequence.adapter.is_reclaimed:
                 self._reclaims_adapters = True
@@ -500,7 +500,7 @@ class EngineLoop:
                 return False
         masks, failed = step_masks(step.batch, self._make_masks)
         for sequence in failed:
-            _log.warning("the constraint of %s takes too much work", sequence.fingerprint)
+            _log.warning("the constraint of %s takes too much work", sequence.request.fingerprint)
             self._fail(sequence, ConstraintFailed())
         try:
             self._runner.sample(step.handle, masks)
@@ -579,38 +579,38 @@ class EngineLoop:
     def _isolate(self, batch: Batch, error: Exception) -> None:
         poison = self._isolation.failed(batch, error)
         if poison is not None:
-            _log.error("%s fails by itself: it ends, and is refused from now on", poison.fingerprint)
+            _log.error("%s fails by itself: it ends, and is refused from now on", poison.request.fingerprint)
             self._fail(poison, InternalError(error))
 
-    def _emit(self, sequence: Sequence, now: float) -> None:
+    def _emit(self, sequence: TokenSequence, now: float) -> None:
         try:
             events = events_after(sequence, now)
         except Exception as error:  # a bug of the parser, which the model's tokens revealed
-            _log.exception("the output parser of %s failed", sequence.fingerprint)
+            _log.exception("the output parser of %s failed", sequence.request.fingerprint)
             self._fail(sequence, InternalError(error))
             return
-        stream, is_over = self._streams[sequence], sequence.parser.finish_reason is not None
-        if is_over and sequence.end_check is not None:
+        stream, is_over = self._streams[sequence], sequence.request.parser.finish_reason is not None
+        if is_over and sequence.request.end_check is not None:
             self._outbox.post()  # earlier events arrive before it
-            sequence.end_check.deliver(stream, events)
+            sequence.request.end_check.deliver(stream, events)
         elif events and (is_over or not stream.wants_only_end):
             self._outbox.put(stream, events)
         if is_over:
             self._answers.add(now, 1)
-            self._poison_requests.completed(sequence.fingerprint)
+            self._poison_requests.completed(sequence.request.fingerprint)
             self._remove(sequence)
 
-    def _end_overflowed(self, sequence: Sequence) -> None:
+    def _end_overflowed(self, sequence: TokenSequence) -> None:
         name = "" if sequence.adapter is None else sequence.adapter.name
         of_adapter = f", with adapter {name!r}" if name else ""
-        _log.warning("%s ends: the numbers of the model overflow%s", sequence.fingerprint, of_adapter)
+        _log.warning("%s ends: the numbers of the model overflow%s", sequence.request.fingerprint, of_adapter)
         self._fail(sequence, NumbersOverflowed(name))
 
-    def _fail(self, sequence: Sequence, error: KestrelError) -> None:
+    def _fail(self, sequence: TokenSequence, error: KestrelError) -> None:
         self._streams[sequence].fail(error)
         self._remove(sequence)
 
-    def _remove(self, sequence: Sequence) -> None:
+    def _remove(self, sequence: TokenSequence) -> None:
         self._scheduler.remove(sequence)
         self._runner.release(sequence)
         _end_adapter_lease(sequence)
@@ -622,7 +622,7 @@ class EngineLoop:
         self._admission.leave(stream)
 
 
-def _end_adapter_lease(sequence: Sequence) -> None:
+def _end_adapter_lease(sequence: TokenSequence) -> None:
     """Release the sequence's adapter: steps in flight may still read it, but their tokens are dropped."""
     if sequence.adapter is not None:
         sequence.adapter.end()
@@ -630,16 +630,16 @@ def _end_adapter_lease(sequence: Sequence) -> None:
 
 def describe(batch: Batch) -> str:
     """Describes a step's batch, for logs: names sequences by fingerprint, which does not reveal the request."""
-    names = ", ".join(sequence.fingerprint or str(sequence.id) for sequence in batch.sequences)
+    names = ", ".join(sequence.request.fingerprint or str(sequence.id) for sequence in batch.sequences)
     return f"{batch.kind} step of {names}"
 
 
-def events_after(sequence: Sequence, now: float) -> list[Event]:
+def events_after(sequence: TokenSequence, now: float) -> list[Event]:
     """Have the sequence's parser consume its newest token; returns the events for the caller.
 
     Ends the answer if the context is full. Raises the errors of the parser.
     """
-    parser = sequence.parser
+    parser = sequence.request.parser
     events: list[Event] = list(parser.consume(sequence.tokens[-1]))
     if sequence.clock.first_token is None:
         sequence.clock.first_token = now
@@ -649,17 +649,23 @@ def events_after(sequence: Sequence, now: float) -> list[Event]:
     if parser.finish_reason is not None:
         timing = _timing(sequence, now)
         usage = _usage(sequence)
-        ending = parser.finish_reason, usage, timing, parser.stop_sequence, sequence.image_size_px
+        ending = (
+            parser.finish_reason,
+            usage,
+            timing,
+            parser.stop_sequence,
+            sequence.images[0].size_px if sequence.images else None,
+        )
         events.append(Finished(parser.output(), *ending))
     return events
 
 
-def _usage(sequence: Sequence) -> Usage:
-    num_cached = sequence.num_cached_prompt or 0
-    return Usage(sequence.num_prompt_positions, sequence.num_image_tokens, sequence.num_generated, num_cached)
+def _usage(sequence: TokenSequence) -> Usage:
+    num_cached = sequence.cache.num_cached_prompt or 0
+    return Usage(sequence.num_prompt_positions, sequence.num_image_positions, sequence.num_generated, num_cached)
 
 
-def _timing(sequence: Sequence, now: float) -> Timing:
+def _timing(sequence: TokenSequence, now: float) -> Timing:
     clock = sequence.clock
     moments = (clock.preprocess_started, clock.prepared, clock.started, clock.first_token)
     preprocess_started, prepared, started, first_token = (now if moment is None else moment for moment in moments)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from kestrel_runtime.api.engine import ClearedCache
 from kestrel_runtime.api.errors import EngineUnavailable
 from kestrel_runtime.api.stream import Stream
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 
 _NUM_REMEMBERED = 256
 """The removals that are kept, to apply them to requests that were still being prepared at the time."""
@@ -111,12 +111,12 @@ class CacheClearings:
             with contextlib.suppress(IndexError):  # `close` has emptied the queue meanwhile
                 self._waiting.popleft()
 
-    def apply_to(self, sequence: Sequence) -> None:
+    def apply_to(self, sequence: TokenSequence) -> None:
         """Keeps a sequence from publishing what was removed after its request came. Runs in the engine thread."""
         if self._concern(sequence):
             sequence.leave_caches()
 
-    def _concern(self, sequence: Sequence) -> bool:
+    def _concern(self, sequence: TokenSequence) -> bool:
         """Returns True if a later removal concerns the sequence, or if there were too many to know."""
         num_later = 0
         for clearing in reversed(self._carried_out):

@@ -40,7 +40,14 @@ from kestrel_runtime.imaging.header import ImageHeader
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.family import ModelConfig, Skill
 from kestrel_runtime.scheduling.cache_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys
-from kestrel_runtime.scheduling.sequence import AdapterLease, Sequence, SequenceClock
+from kestrel_runtime.scheduling.sequence import (
+    AdapterLease,
+    CacheState,
+    SequenceClock,
+    SequenceImage,
+    SequenceRequest,
+    TokenSequence,
+)
 
 _MAX_TEXT_LENGTH_AT_ONCE = 512
 """The most characters in the text of a request that the submitting thread prepares."""
@@ -70,7 +77,9 @@ class SharedImage:
         self._turn: Future[None] | None = None  # done when the preparation that decodes has ended
         self._error: Exception | None = None
 
-    def prepare(self, start: Callable[[], Future[Sequence] | Sequence]) -> Future[Sequence] | Sequence:
+    def prepare(
+        self, start: Callable[[], Future[TokenSequence] | TokenSequence]
+    ) -> Future[TokenSequence] | TokenSequence:
         """Prepare a sample by `start`: the first sample at once, the others when it is prepared.
 
         If the first sample fails, the others fail too; if it is cancelled, the next one takes its place. Raises
@@ -90,21 +99,21 @@ class SharedImage:
         return start()
 
     def _prepare_first(
-        self, turn: Future[None], start: Callable[[], Future[Sequence] | Sequence]
-    ) -> Future[Sequence] | Sequence:
+        self, turn: Future[None], start: Callable[[], Future[TokenSequence] | TokenSequence]
+    ) -> Future[TokenSequence] | TokenSequence:
         try:
             preparation = start()
         except BaseException:
             self._turn = None
             turn.set_result(None)
             raise
-        if isinstance(preparation, Sequence):
+        if isinstance(preparation, TokenSequence):
             turn.set_result(None)
         else:
             preparation.add_done_callback(partial(self._end_turn, turn))
         return preparation
 
-    def _end_turn(self, turn: Future[None], done: Future[Sequence]) -> None:
+    def _end_turn(self, turn: Future[None], done: Future[TokenSequence]) -> None:
         error = None if done.cancelled() else done.exception()
         if isinstance(error, Exception):
             self._error = error
@@ -113,13 +122,13 @@ class SharedImage:
         turn.set_result(None)
 
 
-class _Following(Future[Sequence]):
+class _Following(Future[TokenSequence]):
     """A preparation that begins when `turn` is done. It can be cancelled before, and until a worker starts it."""
 
-    def __init__(self, turn: Future[None], start: Callable[[], Future[Sequence] | Sequence]) -> None:
+    def __init__(self, turn: Future[None], start: Callable[[], Future[TokenSequence] | TokenSequence]) -> None:
         super().__init__()
-        self._start: Callable[[], Future[Sequence] | Sequence] | None = start
-        self._current: Future[Sequence] | None = None
+        self._start: Callable[[], Future[TokenSequence] | TokenSequence] | None = start
+        self._current: Future[TokenSequence] | None = None
         turn.add_done_callback(self._begin)
 
     def cancel(self) -> bool:
@@ -139,13 +148,13 @@ class _Following(Future[Sequence]):
         except BaseException as error:
             self.set_exception(error)
         else:
-            if isinstance(preparation, Sequence):
+            if isinstance(preparation, TokenSequence):
                 self.set_result(preparation)
             else:
                 self._current = preparation
                 preparation.add_done_callback(self._end)
 
-    def _end(self, done: Future[Sequence]) -> None:
+    def _end(self, done: Future[TokenSequence]) -> None:
         error = Interrupted() if done.cancelled() else done.exception()
         if error is not None:
             self.set_exception(error)
@@ -229,7 +238,7 @@ class Preprocessor:
         *,
         is_wanted: Callable[[], bool] = lambda: True,
         shared: SharedImage | None = None,
-    ) -> Future[Sequence] | Sequence:
+    ) -> Future[TokenSequence] | TokenSequence:
         """Have the request prepared, usually by a worker; the future can be cancelled until a worker starts.
 
         Requests wait for a worker by tenant, priority and age, like sequences that wait for pages. Decoding stops
@@ -250,7 +259,7 @@ class Preprocessor:
         adapter: AdapterLease | None,
         is_wanted: Callable[[], bool],
         shared: SharedImage | None,
-    ) -> Future[Sequence] | Sequence:
+    ) -> Future[TokenSequence] | TokenSequence:
         facts = None if shared is None else shared.facts
         image = _image_of(request)
         if image is not None and facts is None:
@@ -299,7 +308,7 @@ class Preprocessor:
         check_wanted: Callable[[], None] = lambda: None,
         facts: ImageFacts | None = None,
         shared: SharedImage | None = None,
-    ) -> Sequence:
+    ) -> TokenSequence:
         """Decode the image, compute its crops and tokenise the prompt; returns the sequence.
 
         `facts`: the known facts about the image. `shared`: as for `submit`. The sequence takes over the lease of
@@ -308,19 +317,20 @@ class Preprocessor:
         Raises `DeadlineExceeded` or `QueueTimeout` before any work is done; `RequestRefused`; `InvalidRequest`,
         usually as `ImageError` or `ContextLengthExceeded`; and the errors of `check_wanted`.
         """
-        sequence, digest = self._without_crops(request, clock, tenant, namespace, adapter, facts)
+        sequence, digest = self._without_pixels(request, clock, tenant, namespace, adapter, facts)
         image = _image_of(request)
         if image is None:
             return sequence
+        (own,) = sequence.images
         if shared is not None and shared.decoded is not None:
-            sequence.crops, sequence.image_size_px = shared.decoded
-        elif not self._try_leaving_out_crops(sequence, request, facts):
+            own.pixels, own.size_px = shared.decoded
+        elif not self._try_leaving_out_pixels(sequence, request, facts):
             decoded = self._decode(image, tenant, check_wanted)
-            sequence.crops, sequence.image_size_px = decoded
+            own.pixels, own.size_px = decoded
             if shared is not None:
                 shared.facts, shared.decoded = ImageFacts(digest, 0), decoded
             if digest is not None:
-                self._sizes_px.put((namespace, digest), sequence.image_size_px)
+                self._sizes_px.put((namespace, digest), decoded[1])
             clock.prepared = time.monotonic()
         return sequence
 
@@ -332,21 +342,21 @@ class Preprocessor:
         namespace: str,
         adapter: AdapterLease | None,
         facts: ImageFacts,
-    ) -> Sequence | None:
+    ) -> TokenSequence | None:
         """Returns what a worker would return if preparing takes little time, else None."""
         if len(request.text) > _MAX_TEXT_LENGTH_AT_ONCE or request.constraint is not None:
             return None
         if self._workers.is_closing:
             raise RuntimeError("the workers are closed")
         try:
-            sequence, _ = self._without_crops(request, clock, tenant, namespace, adapter, facts)
+            sequence, _ = self._without_pixels(request, clock, tenant, namespace, adapter, facts)
         except KestrelError:
             raise
         except Exception:  # a bug of ours: the worker raises it again, into its future
             return None
-        return sequence if self._try_leaving_out_crops(sequence, request, facts) else None
+        return sequence if self._try_leaving_out_pixels(sequence, request, facts) else None
 
-    def _without_crops(
+    def _without_pixels(
         self,
         request: Request,
         clock: SequenceClock,
@@ -354,7 +364,7 @@ class Preprocessor:
         namespace: str,
         adapter: AdapterLease | None,
         facts: ImageFacts | None,
-    ) -> tuple[Sequence, bytes | None]:
+    ) -> tuple[TokenSequence, bytes | None]:
         """Returns the sequence and the digest of its image. Sets the image's size if it was decoded before."""
         clock.preprocess_started = time.monotonic()
         expiry = clock.expiry(clock.preprocess_started)
@@ -382,6 +392,10 @@ class Preprocessor:
                 keys = self._key_maker.keys(prompt, num_image_tokens, digest, namespace, content)
             if self._image_cache and digest is not None:
                 embedding_key = self._key_maker.embedding_key(digest, namespace)
+        images: list[SequenceImage] = []
+        if digest is not None:
+            size_px = self._sizes_px.get((namespace, digest))
+            images.append(SequenceImage(1, num_image_tokens, size_px=size_px, key=embedding_key))
         sampling, defaults = request.sampling, skill.defaults
         parser = skill.new_parser(request, self._tokenizer, config)
         max_context = self._max_context
@@ -395,50 +409,50 @@ class Preprocessor:
             if matcher.check is not None:
                 end_check = EndCheck(matcher.check, partial(self._have_checked, request, clock.submitted, tenant))
         clock.prepared = time.monotonic()
-        sequence = Sequence(
+        sequence = TokenSequence(
             id=next(self._ids),
             tokens=prompt,
             num_prompt_tokens=len(prompt),
-            num_image_tokens=num_image_tokens,
-            crops=None,
-            parser=parser,
-            temperature=defaults.temperature if sampling.temperature is None else sampling.temperature,
-            top_p=defaults.top_p if sampling.top_p is None else sampling.top_p,
-            seed=self._random.getrandbits(63) if sampling.seed is None else _signed(sampling.seed),
-            controls=sampling if sampling.controls_tokens else None,
-            num_logprobs=sampling.logprobs,
-            matcher=matcher,
-            end_check=end_check,
-            max_context=max_context,
+            request=SequenceRequest(
+                parser=parser,
+                temperature=defaults.temperature if sampling.temperature is None else sampling.temperature,
+                top_p=defaults.top_p if sampling.top_p is None else sampling.top_p,
+                seed=self._random.getrandbits(63) if sampling.seed is None else _signed(sampling.seed),
+                max_context=max_context,
+                controls=sampling if sampling.controls_tokens else None,
+                num_logprobs=sampling.logprobs,
+                matcher=matcher,
+                end_check=end_check,
+                fingerprint=fingerprint,
+                priority=request.options.priority,
+                standing=request.options.standing,
+                tenant=tenant,
+                computes_anew=policy is CachePolicy.REFRESH,
+            ),
             clock=clock,
-            fingerprint=fingerprint,
-            priority=request.options.priority,
-            standing=request.options.standing,
-            tenant=tenant,
-            keys=keys,
-            embedding_key=embedding_key,
+            images=images,
+            cache=CacheState(keys),
             adapter=adapter,
-            computes_anew=policy is CachePolicy.REFRESH,
-            image_size_px=None if digest is None else self._sizes_px.get((namespace, digest)),
         )
         return sequence, digest
 
-    def _try_leaving_out_crops(self, sequence: Sequence, request: Request, facts: ImageFacts | None) -> bool:
+    def _try_leaving_out_pixels(self, sequence: TokenSequence, request: Request, facts: ImageFacts | None) -> bool:
         """Returns True if the image is cached, and then sets the job that decodes it if it is evicted before the
         sequence starts."""
         image = _image_of(request)
         assert image is not None, "asked for requests with one"
-        if request.options.cache is not CachePolicy.USE or sequence.image_size_px is None:
+        if request.options.cache is not CachePolicy.USE or sequence.images[0].size_px is None:
             return False  # decode the image to learn its size
-        if not self._is_cached(sequence.keys, sequence.embedding_key):
+        if not self._is_cached(sequence.cache.keys, sequence.images[0].key):
             return False
         num_bytes = self._num_bytes(self.inspect(image)) if facts is None else facts.num_bytes
-        sequence.crop_job = Job(
-            partial(self._crops_of, image, sequence.tenant),
-            submitted=sequence.submitted,
-            priority=sequence.priority,
-            standing=sequence.standing,
-            tenant=sequence.tenant,
+        tenant, options = sequence.request.tenant, request.options
+        sequence.decode_job = Job(
+            partial(self._pixels_of, image, tenant),
+            submitted=sequence.clock.submitted,
+            priority=options.priority,
+            standing=sequence.request.standing,
+            tenant=tenant,
             num_bytes=num_bytes,
         )
         return True
@@ -455,13 +469,13 @@ class Preprocessor:
         self._known_images.put((namespace, digest), facts)
         return facts, False
 
-    def decode_again(self, sequence: Sequence) -> Future[Crops | DecodedImage]:
+    def decode_again(self, sequence: TokenSequence) -> Future[Crops | DecodedImage]:
         """Have a worker decode the image of a sequence that was prepared without its crops.
 
         The future fails with `EngineUnavailable` if the workers are closed.
         """
         try:
-            return self._workers.submit(sequence.crop_job)
+            return self._workers.submit(sequence.decode_job)
         except RuntimeError:
             refused: Future[Crops | DecodedImage] = Future()
             refused.set_exception(EngineUnavailable("no worker can decode the image"))
@@ -476,7 +490,7 @@ class Preprocessor:
         """Drop requests that have not started, and wait for the workers for a bounded time."""
         self._workers.close()
 
-    def _crops_of(self, image: RequestImage, tenant: str) -> Crops | DecodedImage:
+    def _pixels_of(self, image: RequestImage, tenant: str) -> Crops | DecodedImage:
         crops, _ = self._decode(image, tenant)
         return crops
 

@@ -17,7 +17,7 @@ from kestrel_runtime.execution.sampling import TokenRules
 from kestrel_runtime.execution.step_inputs import DecodeInputs, InputBuffers, PrefillInputs
 from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Executor(Protocol):
         """Embeds packed tokens, fills the cache, and returns hidden states [N, dim] before the final norm."""
         ...
 
-    def release(self, sequence: ScheduledSequence) -> None:
+    def release(self, sequence: TokenSequence) -> None:
         """Forgets what is kept of a sequence's image before it is complete."""
         ...
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.execution.transfer import host_buffer, to_device
-from kestrel_runtime.scheduling import sequence as scheduling
+from kestrel_runtime.scheduling.sequence import TokenSequence
 
 _IN_PROMPT = 1 << 24
 """Added to the count of a token that is in the prompt. More tokens than that are never generated."""
@@ -69,7 +69,7 @@ class LogitAdjustments:
         """Returns the memory on the device, in bytes."""
         return num_rows * vocab_size * (torch.int32.itemsize + torch.float32.itemsize)
 
-    def open(self, sequences: Sequence[scheduling.Sequence], rows: Sequence[int]) -> None:
+    def open(self, sequences: Sequence[TokenSequence], rows: Sequence[int]) -> None:
         """Writes the rows of sequences that start their prompt, from the tokens that they have. In stream order."""
         counts: list[tuple[int, int, int]] = []
         biases: list[tuple[int, int, float]] = []
@@ -78,8 +78,8 @@ class LogitAdjustments:
             counted = Counter(ids[sequence.num_prompt_tokens :])
             counted.update(dict.fromkeys(ids[1 : sequence.num_prompt_tokens], _IN_PROMPT))
             counts += [(row, token_id, count) for token_id, count in counted.items()]
-            assert sequence.controls is not None, "others have no row here"
-            biases += [(row, token_id, bias) for token_id, bias in sequence.controls.logit_bias]
+            assert sequence.request.controls is not None, "others have no row here"
+            biases += [(row, token_id, bias) for token_id, bias in sequence.request.controls.logit_bias]
         own = to_device(rows, torch.int64, self._device)
         for table, entries in ((self._counts, counts), (self._biases, biases)):
             table.index_fill_(0, own, 0)

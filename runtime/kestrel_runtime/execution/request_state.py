@@ -25,7 +25,7 @@ from kestrel_runtime.execution.logits import (
 )
 from kestrel_runtime.execution.transfer import PackedLayout, StagedCopies
 from kestrel_runtime.output.output_parser import Grammar
-from kestrel_runtime.scheduling import sequence as scheduling
+from kestrel_runtime.scheduling.sequence import TokenSequence
 
 _UNLIMITED = 2**62
 _IS_RANDOM, _IS_CONTROLLED, _WITH_LOGPROBS, _IS_RESTRICTED, _USES_ADAPTERS = 1, 2, 4, 8, 16
@@ -56,11 +56,11 @@ class SampleNeeds(NamedTuple):
     value_kinds: int
     """Bit mask of the family: kinds of values that tokens may be sampled with, and those that are fed in carry."""
     is_controlled: bool = False
-    """True if a row has `Sequence.controls`."""
+    """True if a row has `TokenSequence.request.controls`."""
     with_logprobs: bool = False
-    """True if a row has `Sequence.num_logprobs`."""
+    """True if a row has `TokenSequence.request.num_logprobs`."""
     is_restricted: bool = False
-    """True if a row has `Sequence.matcher`, so that the step samples under masks."""
+    """True if a row has `TokenSequence.request.matcher`, so that the step samples under masks."""
 
     def include(self, other: SampleNeeds) -> bool:
         """Returns True if a step with these needs gives a row of a batch with the needs `other` the same sample.
@@ -142,7 +142,7 @@ class RequestState:
         self._flags = [0] * (num_rows + 1)
         self._num_pages = [0] * (num_rows + 1)
 
-    def open(self, sequences: Sequence[scheduling.Sequence]) -> None:
+    def open(self, sequences: Sequence[TokenSequence]) -> None:
         """Gives a row to each sequence that starts its prompt; one that has a row keeps it, rewritten. In stream
         order."""
         if not sequences:
@@ -153,11 +153,11 @@ class RequestState:
             size, partial(self._open_layout, size), lambda host: self._fill_rows(host, sequences)
         )
         self._table.index_copy_(0, fields["rows"], fields["records"])
-        controlled = [sequence for sequence in sequences if sequence.controls is not None]
+        controlled = [sequence for sequence in sequences if sequence.request.controls is not None]
         if controlled:
             self.adjustments.open(controlled, [self.row(sequence) for sequence in controlled])
 
-    def _fill_rows(self, host: dict[str, NDArray[Any]], sequences: Sequence[scheduling.Sequence]) -> None:
+    def _fill_rows(self, host: dict[str, NDArray[Any]], sequences: Sequence[TokenSequence]) -> None:
         count, rows = len(sequences), host["rows"]
         records = host["records"].view(self._record)[:, 0]
         integers, floats, pages = records["integers"], records["floats"], records["pages"]
@@ -165,7 +165,7 @@ class RequestState:
         for place, sequence in enumerate(sequences):
             if sequence.id not in self._row_of:
                 self._row_of[sequence.id] = self._free.pop()
-            row, parser, token = self._row_of[sequence.id], sequence.parser, sequence.tokens[-1]
+            row, parser, token = self._row_of[sequence.id], sequence.request.parser, sequence.tokens[-1]
             rows[place] = row
             integers[place] = (
                 token.id,
@@ -173,33 +173,33 @@ class RequestState:
                 self._rule_row(parser.grammar, parser.state),
                 sequence.num_generated,
                 _UNLIMITED if parser.budget is None else parser.budget,
-                sequence.seed,
+                sequence.request.seed,
             )
-            controls = sequence.controls
+            controls = sequence.request.controls
             floats[place, : _NUM_SETTINGS + len(token.value)] = (
-                sequence.temperature,
-                sequence.top_p,
+                sequence.request.temperature,
+                sequence.request.top_p,
                 0 if controls is None else controls.top_k or 0,
                 0 if controls is None else controls.min_p or 0,
                 *(NEUTRAL if controls is None else settings_of(controls)),
                 *token.value,
             )
             records["adapter_slot"][place] = sequence.adapter_slot
-            pages[place] = sequence.pages[0]
-            pages[place, : len(sequence.pages)] = sequence.pages
+            pages[place] = sequence.cache.pages[0]
+            pages[place, : len(sequence.cache.pages)] = sequence.cache.pages
             self._flags[row] = self._flags_of(sequence)
-            self._num_pages[row] = len(sequence.pages)
+            self._num_pages[row] = len(sequence.cache.pages)
         rows[count:], host["records"][count:] = rows[count - 1], host["records"][count - 1]
 
-    def _flags_of(self, sequence: scheduling.Sequence) -> int:
-        kinds = self._value_kinds(sequence.parser.grammar) << _NUM_FLAGS
-        is_random, is_controlled = sequence.temperature > 0, sequence.controls is not None
+    def _flags_of(self, sequence: TokenSequence) -> int:
+        kinds = self._value_kinds(sequence.request.parser.grammar) << _NUM_FLAGS
+        is_random, is_controlled = sequence.request.temperature > 0, sequence.request.controls is not None
         return (
             kinds
             | _IS_RANDOM * is_random
             | _IS_CONTROLLED * is_controlled
-            | _WITH_LOGPROBS * (sequence.num_logprobs is not None)
-            | _IS_RESTRICTED * (sequence.matcher is not None)
+            | _WITH_LOGPROBS * (sequence.request.num_logprobs is not None)
+            | _IS_RESTRICTED * (sequence.request.matcher is not None)
             | _USES_ADAPTERS * (sequence.adapter_slot != 0)
         )
 
@@ -212,17 +212,17 @@ class RequestState:
     def _open_layout(self, count: int) -> PackedLayout:
         return PackedLayout({"rows": ("int64", (count,)), "records": ("int64", (count, self._row_words))})
 
-    def close(self, sequence: scheduling.Sequence) -> None:
+    def close(self, sequence: TokenSequence) -> None:
         """Frees the sequence's row, if it has one."""
         row = self._row_of.pop(sequence.id, None)
         if row is not None:
             self._free.append(row)
 
-    def row(self, sequence: scheduling.Sequence) -> int:
+    def row(self, sequence: TokenSequence) -> int:
         """Returns the row of a sequence that has one."""
         return self._row_of[sequence.id]
 
-    def needs(self, sequences: Iterable[scheduling.Sequence]) -> RowNeeds:
+    def needs(self, sequences: Iterable[TokenSequence]) -> RowNeeds:
         """Returns the features that any of the sequences needs, as of the time when each got its row."""
         flags, row_of, found = self._flags, self._row_of, 0
         for sequence in sequences:  # in every step, for every sequence
@@ -236,19 +236,19 @@ class RequestState:
         )
         return RowNeeds(sampling, bool(found & _USES_ADAPTERS))
 
-    def rows(self, sequences: Iterable[scheduling.Sequence]) -> list[int]:
+    def rows(self, sequences: Iterable[TokenSequence]) -> list[int]:
         """Returns the rows of sequences that have one."""
         row_of = self._row_of
         return [row_of[sequence.id] for sequence in sequences]
 
-    def take_new_page(self, sequence: scheduling.Sequence) -> int:
+    def take_new_page(self, sequence: TokenSequence) -> int:
         """Returns the page that a decode step adds to the sequence's row, which counts as written; -1 for none."""
-        row, count = self._row_of[sequence.id], len(sequence.pages)
+        row, count = self._row_of[sequence.id], len(sequence.cache.pages)
         if self._num_pages[row] == count:
             return -1
         assert self._num_pages[row] == count - 1, "a token takes one new page at most"
         self._num_pages[row] = count
-        return sequence.pages[-1]
+        return sequence.cache.pages[-1]
 
     def read(self, rows: Tensor) -> RowState:
         """Returns the integer columns of rows int64 [B]."""

@@ -15,9 +15,8 @@ from torch import Tensor
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize
 from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.transfer import PackedLayout, StagedCopies, host_buffer
-from kestrel_runtime.output.output_parser import Token
-from kestrel_runtime.scheduling import sequence as scheduling
 from kestrel_runtime.scheduling.batch import Chunk
+from kestrel_runtime.scheduling.sequence import SequenceImage, TokenSequence
 
 _A = TypeVar("_A")
 
@@ -197,28 +196,28 @@ class InputBuffers:
 
 
 def fill_decode(
-    fields: DecodeFields[NDArray[Any]], sequences: Sequence[scheduling.Sequence], state: RequestState
+    fields: DecodeFields[NDArray[Any]], sequences: Sequence[TokenSequence], state: RequestState
 ) -> None:
     """Lays out a decode step of `sequences`; the rest of the rows is padding."""
     count = len(sequences)
     fields.rows[count:], fields.positions[count:], fields.new_pages[count:] = state.padding_row, -1, -1
     fields.rows[:count] = state.rows(sequences)
     # The last token is not in the cache yet; its position is the number of those that are.
-    fields.positions[:count] = [sequence.num_cached for sequence in sequences]
+    fields.positions[:count] = [sequence.cache.num_cached for sequence in sequences]
     fields.new_pages[:count] = [state.take_new_page(sequence) for sequence in sequences]
 
 
 def fill_prefill(
     fields: PrefillFields[NDArray[Any]],
     chunks: Sequence[Chunk],
-    sampled: Sequence[scheduling.Sequence],
+    sampled: Sequence[TokenSequence],
     state: RequestState,
-    first_embedding: Callable[[scheduling.Sequence], int],
+    first_embedding: Callable[[SequenceImage], int],
     page_size: int,
 ) -> None:
     """Lays out a prefill of `chunks`, after which `sampled`, each the end of its chunk, get a token.
 
-    `first_embedding` returns the first row of a sequence with an image among the embeddings of all entries.
+    `first_embedding` returns the first row of an image among the embeddings of all entries.
     """
     num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
     for array, padding in ((fields.token_ids, 0), (fields.num_values, 0), (fields.embedding_rows, -1)):
@@ -235,8 +234,8 @@ def fill_prefill(
         sequence, start, end = chunk.sequence, chunk.start, chunk.end
         own = slice(first, first + end - start)
         fields.positions[own] = np.arange(start, end)
-        _fill_slots(fields.kv_slots[own], sequence.pages, start, end, page_size)
-        _fill_visible(fields.visible_until[own], sequence.bidirectional, start, end)
+        _fill_slots(fields.kv_slots[own], sequence.cache.pages, start, end, page_size)
+        _fill_visible(fields.visible_until[own], sequence.spans, start, end)
         fields.query_starts[place] = first
         fields.context_lengths[place] = end
         fields.rows[place] = state.row(sequence)
@@ -268,7 +267,7 @@ def fill_blank_decode(fields: DecodeFields[NDArray[Any]], padding_row: int) -> N
 def value_counts(chunks: Sequence[Chunk]) -> Iterator[int]:
     """Returns how many values each token of the chunks carries, for tokens with any."""
     for chunk in chunks:
-        for _, tokens in _text_of(chunk.sequence, chunk.start, chunk.end):
+        for _, tokens in chunk.sequence.text_runs(chunk.start, chunk.end):
             for token in tokens:
                 if token.value:
                     yield len(token.value)
@@ -277,20 +276,20 @@ def value_counts(chunks: Sequence[Chunk]) -> Iterator[int]:
 def _fill_tokens(
     fields: PrefillFields[NDArray[Any]],
     own: slice,
-    sequence: scheduling.Sequence,
+    sequence: TokenSequence,
     start: int,
     end: int,
-    first_embedding: Callable[[scheduling.Sequence], int],
+    first_embedding: Callable[[SequenceImage], int],
 ) -> None:
-    num_image = sequence.num_image_tokens
-    image_start, image_end = max(start, 1), min(end, 1 + num_image)
-    if image_start < image_end:
-        first = first_embedding(sequence) + image_start - 1
-        place = own.start + image_start - start
-        fields.embedding_rows[place : place + image_end - image_start] = np.arange(
-            first, first + image_end - image_start
-        )
-    for position, tokens in _text_of(sequence, start, end):
+    for image in sequence.images:
+        image_start, image_end = max(start, image.start), min(end, image.end)
+        if image_start < image_end:
+            first = first_embedding(image) + image_start - image.start
+            place = own.start + image_start - start
+            fields.embedding_rows[place : place + image_end - image_start] = np.arange(
+                first, first + image_end - image_start
+            )
+    for position, tokens in sequence.text_runs(start, end):
         first = own.start + position - start
         fields.token_ids[first : first + len(tokens)] = [token.id for token in tokens]
         for place, token in enumerate(tokens, first):
@@ -321,16 +320,6 @@ def _fill_visible(visible: NDArray[Any], spans: Sequence[tuple[int, int]], start
         is_whole = start <= span_start and span_end <= end
         assert is_whole or span_end <= start or end <= span_start, "no step divides a span"
         visible[max(span_start - start, 0) : max(span_end - start, 0)] = span_end
-
-
-def _text_of(sequence: scheduling.Sequence, start: int, end: int) -> Iterator[tuple[int, Sequence[Token]]]:
-    """Yields the tokens in [start, end) apart from the image, which follows the first one, and their places."""
-    num_image, tokens = sequence.num_image_tokens, sequence.tokens
-    if start == 0:
-        yield 0, tokens[:1]
-    first = max(start, 1 + num_image)
-    if first < end:
-        yield first, tokens[first - num_image : end - num_image]
 
 
 def _decode_layout(size: DecodeSize) -> PackedLayout:

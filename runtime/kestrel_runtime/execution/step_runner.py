@@ -8,8 +8,7 @@ weights, pages of the cache and request state, and nothing else: neither memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +36,7 @@ from kestrel_runtime.execution.transfer import to_device
 from kestrel_runtime.output.output_parser import Grammar, Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import SequenceImage, TokenSequence
 
 _NUM_SPARE_ROWS = 1
 """Rows for a probe, which is a request of the engine's own."""
@@ -102,7 +101,7 @@ class UnsampledStep(StepHandle):
         self,
         hidden: Tensor,
         inputs: PrefillInputs | DecodeInputs,
-        rows: Seq[int],
+        rows: Sequence[int],
         stream: CudaStream,
         values_per_token: int,
     ) -> None:
@@ -192,7 +191,7 @@ class StepRunner:
             return StepHandle(self._run_whole(inputs), stream, self._shape.values_per_token)
 
     @torch.inference_mode()
-    def sample(self, step: StepHandle, masks: Seq[NDArray[np.int32] | None]) -> None:
+    def sample(self, step: StepHandle, masks: Sequence[NDArray[np.int32] | None]) -> None:
         """Launches the rest of an `UnsampledStep`: samples under a mask [ceil(vocabulary / 32)] for each of
         `Batch.sampled`; None allows every token."""
         assert isinstance(step, UnsampledStep), "others are launched whole"
@@ -210,21 +209,21 @@ class StepRunner:
         self._prefill_stream.synchronize()  # the caller may read it on another stream
         return hidden
 
-    def image_embeddings(self, sequence: Sequence) -> Tensor:
+    def image_embeddings(self, sequence: TokenSequence) -> Tensor:
         """Returns the embeddings [positions, dim] of a sequence whose crops are all encoded.
 
         Raises `KeyError` where it has none.
         """
-        if sequence.embedding_entry is None:
+        if sequence.image is None or sequence.image.entry is None:
             raise KeyError(sequence.id)
-        return self._embeddings[sequence.embedding_entry]
+        return self._embeddings[sequence.image.entry]
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: TokenSequence) -> None:
         """Forgets a sequence."""
         self._state.close(sequence)
         self._executor.release(sequence)
 
-    def close_row(self, sequence: Sequence) -> None:
+    def close_row(self, sequence: TokenSequence) -> None:
         """Frees the row of a sequence that begins its prompt again before it is in another step."""
         self._state.close(sequence)
 
@@ -296,14 +295,14 @@ class StepRunner:
             return None
         return self._executor.sample(self._executor.forward(inputs), inputs)[: inputs.num_sampled]
 
-    def _prefill_inputs(self, chunks: list[Chunk], sampled: list[Sequence]) -> PrefillInputs:
+    def _prefill_inputs(self, chunks: list[Chunk], sampled: list[TokenSequence]) -> PrefillInputs:
         # Its pages may have changed since it started before, so that its row is written anew.
         self._state.open([chunk.sequence for chunk in chunks if chunk.is_first])
         lengths = [chunk.end - chunk.start for chunk in chunks]
         size = self._prefill_bucket(lengths)
         in_place = size is not None
         if size is None:
-            max_pages = max(len(chunk.sequence.pages) for chunk in chunks)
+            max_pages = max(len(chunk.sequence.cache.pages) for chunk in chunks)
             size = PrefillSize(sum(lengths), len(chunks), max(lengths), len(sampled), max_pages)
         kinds = 0
         for count in value_counts(chunks):
@@ -326,10 +325,10 @@ class StepRunner:
         needs = self._state.needs(sampled).sampling
         return PrefillInputs(fields, size, kinds, needs, len(sampled), in_place, uses_adapters)
 
-    def _first_embedding(self, sequence: Sequence) -> int:
-        """Returns the first of a sequence's rows among the image embeddings of all entries, one after the other."""
-        assert sequence.embedding_entry is not None, "a sequence whose image is computed has an entry"
-        return sequence.embedding_entry * self._shape.positions_per_image
+    def _first_embedding(self, image: SequenceImage) -> int:
+        """Returns the first of an image's rows among the embeddings of all entries, one after the other."""
+        assert image.entry is not None, "an image that is computed has an entry"
+        return image.entry * self._shape.positions_per_image
 
     def _prefill_bucket(self, lengths: list[int]) -> PrefillSize | None:
         """Returns the size of the captured graphs for a step; None where there are none for so large a one."""
@@ -340,10 +339,10 @@ class StepRunner:
         fits = size.num_tokens <= largest.num_tokens and size.num_chunks <= largest.num_chunks
         return size if fits else None
 
-    def _decode_inputs(self, sequences: list[Sequence]) -> DecodeInputs:
+    def _decode_inputs(self, sequences: list[TokenSequence]) -> DecodeInputs:
         needs = self._state.needs(sequences)
         if self._graphs is None:
-            size = DecodeSize(len(sequences), max(len(sequence.pages) for sequence in sequences))
+            size = DecodeSize(len(sequences), max(len(sequence.cache.pages) for sequence in sequences))
         else:
             num_rows = next(size for size in self._decode_sizes if size >= len(sequences))
             size = DecodeSize(num_rows, self._max_pages)

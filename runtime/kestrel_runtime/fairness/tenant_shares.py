@@ -22,7 +22,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -34,15 +34,16 @@ to compute a page again."""
 class Row(Protocol):
     """Describes the facts that the shares need about a sequence that holds a row of the batch."""
 
-    tenant: str
-    num_matched: int
-    """Positions that the sequence found in the prefix cache when it last started."""
     start_number: int | None
     """The number of the first start, which rises from row to row."""
 
     @property
-    def pages(self) -> Sequence[object]:
-        """The pages that the sequence holds."""
+    def tenant(self) -> str:
+        """The tenant of the sequence."""
+        ...
+
+    def num_own_pages(self, page_size: int) -> int:
+        """Returns the number of pages that it holds and did not find in the prefix cache when it last started."""
         ...
 
     @property
@@ -80,7 +81,7 @@ class TenantShares(Generic[Holder]):
             if holding is None:
                 holding = self._holdings[sequence.tenant] = _Holding()
             holding.rows.append(sequence)
-            holding.num_pages += self._pages_of(sequence)
+            holding.num_pages += sequence.num_own_pages(page_size)
 
     def share_of(self, tenant: str) -> float:
         """Returns the share of a tenant, from 0 to 1."""
@@ -113,7 +114,7 @@ class TenantShares(Generic[Holder]):
                 row = next((row for row in reversed(holding.rows) if row.may_yield), None)
                 if row is None:
                     continue
-                num_rows, num_kept = len(holding.rows) - 1, holding.num_pages - self._pages_of(row)
+                num_rows, num_kept = len(holding.rows) - 1, holding.num_pages - row.num_own_pages(self._page_size)
                 if self._share(num_rows, num_kept) >= share_then or (
                     not own.rows
                     and (num_rows or service_of(tenant) >= service_of(sequence.tenant) + sequence.length)
@@ -138,6 +139,3 @@ class TenantShares(Generic[Holder]):
 
     def _share(self, num_rows: int, num_pages: int) -> float:
         return max(num_rows / self._max_rows, num_pages / self._num_pages)
-
-    def _pages_of(self, sequence: Holder) -> int:
-        return len(sequence.pages) - sequence.num_matched // self._page_size

@@ -20,7 +20,7 @@ from kestrel_runtime.imaging.crops import Cropping, DecodedImage
 from kestrel_runtime.loading.checkpoint import Checkpoint
 from kestrel_runtime.output.output_parser import OutputParser, Token
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _LEAST_TOLERANCE = 2.0**-126
 """The smallest normal float32: errors are divided by no less."""
 
-Prepare = Callable[[Request], Sequence]
+Prepare = Callable[[Request], TokenSequence]
 """Decodes an image, makes its crops and tokenises a request, as the engine does before it is scheduled."""
 
 

@@ -11,38 +11,45 @@ from typing import Literal, NamedTuple
 
 from kestrel_runtime.scheduling.embedding_cache import EntryId
 from kestrel_runtime.scheduling.page_manager import PageCopy, StepId
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import PreparedImage, SequenceImage, TokenSequence
 
 
 class EncodeItem(NamedTuple):
-    """Crops [first_crop, end_crop) of a sequence's image that one step encodes."""
+    """Crops [first_crop, end_crop) of an image of a sequence that one step encodes."""
 
-    sequence: Sequence
+    sequence: TokenSequence
+    image: SequenceImage
     first_crop: int
     end_crop: int
 
     @property
     def entry(self) -> EntryId:
         """The entry of the embedding cache that the image is encoded into."""
-        assert self.sequence.embedding_entry is not None, "a sequence gets an entry before its image is encoded"
-        return self.sequence.embedding_entry
+        assert self.image.entry is not None, "an image gets an entry before it is encoded"
+        return self.image.entry
+
+    @property
+    def pixels(self) -> PreparedImage:
+        """The pixels of the image."""
+        assert self.image.pixels is not None, "only decoded images are encoded"
+        return self.image.pixels
 
     @property
     def is_last(self) -> bool:
         """True if these are the last crops of the image."""
-        return self.sequence.crops is not None and self.end_crop == self.sequence.crops.num_crops
+        return self.end_crop == self.pixels.num_crops
 
     @classmethod
-    def rest_of(cls, sequence: Sequence) -> EncodeItem:
-        """Returns all crops of the sequence's image that are not encoded yet."""
-        assert sequence.crops is not None, "only sequences with an image have crops"
-        return cls(sequence, sequence.num_encoded_crops, sequence.crops.num_crops)
+    def rest_of(cls, sequence: TokenSequence, image: SequenceImage) -> EncodeItem:
+        """Returns all crops of a sequence's decoded image that are not encoded yet."""
+        assert image.pixels is not None, "only decoded images are encoded"
+        return cls(sequence, image, image.num_encoded_crops, image.pixels.num_crops)
 
 
 class Chunk(NamedTuple):
     """Positions [start, end) of a sequence that one prefill step writes to the KV cache."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     start: int
     end: int
     num_samples: int = 0
@@ -51,9 +58,9 @@ class Chunk(NamedTuple):
     """True if the sequence starts with this chunk, and needs a row of the request state."""
 
     @classmethod
-    def of(cls, sequence: Sequence, start: int, end: int) -> Chunk:
+    def of(cls, sequence: TokenSequence, start: int, end: int) -> Chunk:
         """Returns a chunk. It samples a token if it ends with the sequence's last position."""
-        return cls(sequence, start, end, int(end == sequence.length), start == sequence.num_matched)
+        return cls(sequence, start, end, int(end == sequence.length), start == sequence.cache.num_matched)
 
 
 class Batch(NamedTuple):
@@ -62,8 +69,8 @@ class Batch(NamedTuple):
     kind: Literal["prefill", "decode"]
     encode: tuple[EncodeItem, ...]
     prefill: tuple[Chunk, ...]
-    decode: tuple[Sequence, ...]
-    sampled: tuple[Sequence, ...]
+    decode: tuple[TokenSequence, ...]
+    sampled: tuple[TokenSequence, ...]
     """The sequences that get a token in this step, in the order of the step's outputs."""
     copies: tuple[PageCopy, ...]
     """Copies of pages that the step makes before anything else."""
@@ -88,21 +95,21 @@ class Batch(NamedTuple):
         computed."""
         chunks = tuple(prefill)
         sampled = tuple(chunk.sequence for chunk in chunks if chunk.num_samples)
-        copies = tuple(copy for chunk in chunks if chunk.is_first for copy in chunk.sequence.copies)
+        copies = tuple(copy for chunk in chunks if chunk.is_first for copy in chunk.sequence.cache.copies)
         is_restricted = _is_restricted(sampled)
         return cls("prefill", tuple(encode), chunks, (), sampled, copies, after, frozenset(), is_restricted)
 
     @classmethod
-    def of_decode(cls, sequences: Iterable[Sequence] = ()) -> Batch:
+    def of_decode(cls, sequences: Iterable[TokenSequence] = ()) -> Batch:
         """Returns a decode step, in which each sequence gets a token. It depends on the prefill steps that still
         write the sequences' prompts."""
         running = tuple(sequences)
-        writing = [sequence.writing for sequence in running if sequence.writing]
+        writing = [sequence.cache.writing for sequence in running if sequence.cache.writing]
         depends_on = frozenset[StepId]().union(*writing)
         return cls("decode", (), (), running, running, (), frozenset(), depends_on, _is_restricted(running))
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[TokenSequence]:
         """All sequences of the step, each once."""
         parts = (*self.encode, *self.prefill)
         return list(dict.fromkeys([*(part.sequence for part in parts), *self.decode]))
@@ -112,8 +119,8 @@ class Batch(NamedTuple):
         return not (self.encode or self.prefill or self.decode)
 
 
-def _is_restricted(sampled: tuple[Sequence, ...]) -> bool:
-    return any(sequence.matcher is not None for sequence in sampled)
+def _is_restricted(sampled: tuple[TokenSequence, ...]) -> bool:
+    return any(sequence.request.matcher is not None for sequence in sampled)
 
 
 class Plan(NamedTuple):

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple, NewType
 
 from kestrel_runtime.api.config import EngineConfig
@@ -19,6 +20,7 @@ from kestrel_runtime.output.output_parser import Token
 
 Digest = NewType("Digest", bytes)
 
+_values_of = attrgetter("value")
 _pack_length = struct.Struct("<Q").pack
 _pack_text_token = struct.Struct("<cq").pack
 
@@ -218,7 +220,7 @@ def _content(tokens: Sequence[Token], num_image_tokens: int, image: bytes, start
         records.append(_record(tokens[0]))
     first_token = max(start, 1 + num_image_tokens) - num_image_tokens
     text = tokens[first_token : end - num_image_tokens]
-    if any(token.value for token in text):
+    if any(map(_values_of, text)):
         records += map(_record, text)
     else:
         records.append(struct.pack(f"<cq{len(text)}q", b"r", len(text), *(token.id for token in text)))

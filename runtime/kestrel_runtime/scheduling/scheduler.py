@@ -49,7 +49,7 @@ from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
 from kestrel_runtime.scheduling.cache_keys import Digest
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.page_manager import PageId, PageManager, PrefixMatch, StepId
-from kestrel_runtime.scheduling.sequence import PreparedImage, Sequence, SequenceState
+from kestrel_runtime.scheduling.sequence import PreparedImage, SequenceState, TokenSequence
 
 _NO_MATCH = PrefixMatch()
 _NEXT_REQUEST_S = 1.0
@@ -60,13 +60,13 @@ class _Start(NamedTuple):
     it."""
 
     match: PrefixMatch
-    yielding: list[Sequence]
+    yielding: list[TokenSequence]
 
 
 class _Isolated(NamedTuple):
     """A sequence that was active when a step failed, and runs alone. `is_decoding`: it was decoding then."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     is_decoding: bool
 
 
@@ -104,17 +104,19 @@ class Scheduler:
         self._cuts_at_share_points = cuts_at_share_points
         self._waiting = WaitingQueue(ageing_s=ageing_s)
         self._shared_prefills = SharedPrefills()
-        self._without_crops: dict[Sequence, bool] = {}  # parked for their crops; whether these have been asked for
-        self._without_adapter: set[Sequence] = set()  # parked until they have a slot again
-        self._active: list[Sequence] = []  # PREFILLING, PREFILLED and RUNNING, oldest first
+        self._without_pixels: dict[
+            TokenSequence, bool
+        ] = {}  # parked for their pixels; whether these have been asked for
+        self._without_adapter: set[TokenSequence] = set()  # parked until they have a slot again
+        self._active: list[TokenSequence] = []  # PREFILLING, PREFILLED and RUNNING, oldest first
         self._num_active_of: Counter[str] = Counter()  # by tenant, without zeros
         self._several_until = 0.0  # until when prompts are computed as if several tenants were active
         self._start_numbers = itertools.count()
         self._isolated: deque[_Isolated] = deque()  # the first runs alone
-        self._alone: list[Sequence] = []  # all steps of the first run alone
+        self._alone: list[TokenSequence] = []  # all steps of the first run alone
         self._in_flight: set[StepId] = set()
         self._tail_steps: set[StepId] = set()  # decode steps in flight with sequences that have left
-        self._preempted: list[Sequence] = []  # since they were taken
+        self._preempted: list[TokenSequence] = []  # since they were taken
         self._now = 0.0  # of the last plan
         self.num_lookups = 0
         """Sequences that searched the prefix cache at their first start."""
@@ -123,7 +125,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        num_parked = len(self._shared_prefills) + len(self._without_crops) + len(self._without_adapter)
+        num_parked = len(self._shared_prefills) + len(self._without_pixels) + len(self._without_adapter)
         return len(self._waiting) + num_parked
 
     @property
@@ -136,10 +138,10 @@ class Scheduler:
 
     @property
     def is_blocked(self) -> bool:
-        """True if no step can be planned until crops, an adapter or another sequence arrive."""
+        """True if no step can be planned until pixels, an adapter or another sequence arrive."""
         if self._isolated:
-            return self._isolated[0].sequence in self._without_crops
-        return bool(self._without_crops or self._without_adapter) and not (self._waiting or self._active)
+            return self._isolated[0].sequence in self._without_pixels
+        return bool(self._without_pixels or self._without_adapter) and not (self._waiting or self._active)
 
     @property
     def is_isolating(self) -> bool:
@@ -161,21 +163,21 @@ class Scheduler:
         """True if any sequence decodes in the next step."""
         return any(sequence.has_room for sequence in self._active)
 
-    def sequences(self) -> Iterator[Sequence]:
+    def sequences(self) -> Iterator[TokenSequence]:
         """Yields every sequence in the scheduler, active ones first."""
         yield from self._active
         yield from self._waiting
         yield from self._shared_prefills
-        yield from self._without_crops
+        yield from self._without_pixels
         yield from self._without_adapter
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         """Queues a prepared sequence."""
         assert sequence.state is SequenceState.WAITING
-        assert sequence.num_prompt_positions < sequence.max_context, "checked when the request was prepared"
+        assert sequence.num_prompt_positions < sequence.request.max_context, "checked when the request was prepared"
         self._waiting.push(sequence)
 
-    def run_alone(self, sequence: Sequence) -> None:
+    def run_alone(self, sequence: TokenSequence) -> None:
         """Makes all steps of a waiting sequence run alone. Of several such sequences, one runs at a time."""
         self._alone.append(sequence)
 
@@ -202,20 +204,20 @@ class Scheduler:
         """Records that a batch was launched as `step`; each token that it samples is pending from now on."""
         self._in_flight.add(step)
         for item in batch.encode:
-            item.sequence.num_encoded_crops = item.end_crop
+            item.image.num_encoded_crops = item.end_crop
             if item.is_last:
                 self._embeddings.fill(item.sequence.id, step)
         for chunk in batch.prefill:
-            chunk.sequence.num_cached = chunk.end
-            chunk.sequence.writing.add(step)
-            if chunk.sequence.copies:
+            chunk.sequence.cache.num_cached = chunk.end
+            chunk.sequence.cache.writing.add(step)
+            if chunk.sequence.cache.copies:
                 self._pages.commit_copies(chunk.sequence.id, step)
-                chunk.sequence.copies = ()
+                chunk.sequence.cache.copies = ()
             if chunk.num_samples:
                 chunk.sequence.move_to(SequenceState.PREFILLED)
         for sequence in batch.decode:
-            sequence.num_cached += 1
-            sequence.last_decode = step
+            sequence.cache.num_cached += 1
+            sequence.cache.last_decode = step
         for sequence in batch.sampled:
             sequence.num_pending += 1
 
@@ -233,7 +235,7 @@ class Scheduler:
         starts = any(chunk.is_first for chunk in batch.prefill)
         return batch._replace(after=frozenset(self._tail_steps)) if starts else batch
 
-    def complete(self, step: StepId, batch: Batch, tokens: list[Token], now: float = 0.0) -> list[Sequence]:
+    def complete(self, step: StepId, batch: Batch, tokens: list[Token], now: float = 0.0) -> list[TokenSequence]:
         """Takes the tokens of a completed step, in the order of `batch.sampled`. `now` is as for `schedule`.
 
         Returns the sampled sequences that are still here, each with its new token as the last.
@@ -244,11 +246,11 @@ class Scheduler:
         self._embeddings.complete(step, now)
         for chunk in batch.prefill:
             # A sequence that was preempted meanwhile does not have these pages any more.
-            if step in chunk.sequence.writing:
+            if step in chunk.sequence.cache.writing:
                 self._publish(chunk.sequence, chunk.end, now)
         for chunk in batch.prefill:
-            chunk.sequence.writing.discard(step)
-        here: list[Sequence] = []
+            chunk.sequence.cache.writing.discard(step)
+        here: list[TokenSequence] = []
         for sequence, token in zip(batch.sampled, tokens, strict=True):
             if sequence.state is not SequenceState.FINISHED:
                 sequence.num_pending -= 1
@@ -277,7 +279,7 @@ class Scheduler:
             self._forget_step(step)
         for sequence in self._active:
             sequence.num_pending = 0
-            sequence.writing.clear()
+            sequence.cache.writing.clear()
         while self._active:
             self._preempt(self._active[-1])
         self._pages.forget_cached()  # it is unknown what the failed step has written
@@ -285,13 +287,13 @@ class Scheduler:
         for sequence in self._waiting:
             self._release_embedding(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: TokenSequence) -> None:
         """Removes a finished, cancelled or failed sequence and releases its pages, as I1 requires."""
         if sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
         elif sequence.state is SequenceState.PARKED:
             self._shared_prefills.remove(sequence)
-            self._without_crops.pop(sequence, None)
+            self._without_pixels.pop(sequence, None)
             self._without_adapter.discard(sequence)
         else:
             self._deactivate(sequence)
@@ -300,7 +302,7 @@ class Scheduler:
         self._isolated = deque(item for item in self._isolated if item.sequence is not sequence)
         self._alone = [other for other in self._alone if other is not sequence]
 
-    def take_preempted(self) -> list[Sequence]:
+    def take_preempted(self) -> list[TokenSequence]:
         """Returns the sequences that have been preempted since the last call.
 
         They have no row of the request state any more, since others may start before they return.
@@ -308,25 +310,25 @@ class Scheduler:
         found, self._preempted = self._preempted, []
         return found
 
-    def take_without_crops(self) -> list[Sequence]:
+    def take_without_pixels(self) -> list[TokenSequence]:
         """Returns the sequences whose image must be decoded because it is no longer cached; each is returned
         once."""
-        found = [sequence for sequence, is_asked_for in self._without_crops.items() if not is_asked_for]
-        self._without_crops.update(dict.fromkeys(found, True))
+        found = [sequence for sequence, is_asked_for in self._without_pixels.items() if not is_asked_for]
+        self._without_pixels.update(dict.fromkeys(found, True))
         return found
 
-    def add_crops(self, sequence: Sequence, crops: PreparedImage) -> None:
-        """Gives a sequence the crops of its decoded image. The sequence waits for its start again."""
-        del self._without_crops[sequence]
-        sequence.crops = crops
+    def add_pixels(self, sequence: TokenSequence, pixels: PreparedImage) -> None:
+        """Gives a sequence the pixels of its decoded image. The sequence waits for its start again."""
+        del self._without_pixels[sequence]
+        sequence.images[0].pixels = pixels
         self._wait_again(sequence)
 
-    def take_adapter(self, sequence: Sequence) -> bool:
+    def take_adapter(self, sequence: TokenSequence) -> bool:
         """Parks a sequence whose adapter gives up its slot, until `give_adapter`. No token of it may be pending.
 
         Returns False if that must wait: while its image is being decoded, or it runs alone.
         """
-        if self._isolated or sequence in self._without_crops:
+        if self._isolated or sequence in self._without_pixels:
             return False
         if sequence.state is SequenceState.PARKED:
             self._shared_prefills.remove(sequence)
@@ -339,7 +341,7 @@ class Scheduler:
         self._without_adapter.add(sequence)
         return True
 
-    def give_adapter(self, sequence: Sequence) -> None:
+    def give_adapter(self, sequence: TokenSequence) -> None:
         """Lets a parked sequence wait for its start, since its adapter has a slot again."""
         self._without_adapter.remove(sequence)
         self._wait_again(sequence)
@@ -355,13 +357,13 @@ class Scheduler:
                 self._stop_filling(sequence)
         return self._pages.forget_cached(namespace, image), self._embeddings.forget(namespace, image)
 
-    def allocate_probe(self, probe: Sequence) -> None:
+    def allocate_probe(self, probe: TokenSequence) -> None:
         """Allocates pages and an entry for a request of the engine itself, which is not scheduled. No step may be
         in flight."""
         assert not self._in_flight, "a probe runs alone"
         self._allocate(probe, _NO_MATCH)
 
-    def release_probe(self, probe: Sequence) -> None:
+    def release_probe(self, probe: TokenSequence) -> None:
         """Releases the pages and the entry of a probe."""
         self._release(probe)
         self._release_embedding(probe)
@@ -371,54 +373,56 @@ class Scheduler:
             while self._needs_page(sequence) and sequence.has_room:
                 if self._pages.num_available:
                     # Decode steps run in the order of their launches, so this one runs after earlier writers.
-                    sequence.pages += self._pages.append(sequence.id, sequence.length)
+                    sequence.cache.pages += self._pages.append(sequence.id, sequence.length)
                 else:
                     self._preempt(self._shares().first_to_preempt())  # may be `sequence`, and then the loop ends
 
-    def _needs_page(self, sequence: Sequence) -> bool:
-        return sequence.length > len(sequence.pages) * self._pages.page_size
+    def _needs_page(self, sequence: TokenSequence) -> bool:
+        return sequence.length > len(sequence.cache.pages) * self._pages.page_size
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: TokenSequence) -> None:
         assert not sequence.num_pending, "only a sequence whose tokens are known can be prefilled again"
         self._deactivate(sequence)
         self._preempted.append(sequence)
         self._wait_again(sequence)
 
-    def _deactivate(self, sequence: Sequence) -> None:
+    def _deactivate(self, sequence: TokenSequence) -> None:
         self._active.remove(sequence)
         self._num_active_of[sequence.tenant] -= 1
         if not self._num_active_of[sequence.tenant]:
             del self._num_active_of[sequence.tenant]
         self._release(sequence)
 
-    def _wait_again(self, sequence: Sequence) -> None:
+    def _wait_again(self, sequence: TokenSequence) -> None:
         sequence.move_to(SequenceState.WAITING)
         self._waiting.push_returning(sequence, sequence.start_number)
 
-    def _allocate(self, sequence: Sequence, match: PrefixMatch) -> None:
+    def _allocate(self, sequence: TokenSequence, match: PrefixMatch) -> None:
         allocation = self._pages.allocate(sequence.id, match, sequence.length)
-        sequence.pages, sequence.copies = list(allocation.pages), allocation.copies
-        sequence.num_cached = sequence.num_matched = match.num_positions
-        if match.num_positions < sequence.prefix_length and sequence.embedding_entry is None:
+        sequence.cache.pages, sequence.cache.copies = list(allocation.pages), allocation.copies
+        sequence.cache.num_cached = sequence.cache.num_matched = match.num_positions
+        image = sequence.image
+        if image is not None and match.num_positions < image.end and image.entry is None:
             if not self._embeddings.num_leases_left:
-                self._release_embedding(next(item for item in self._waiting if item.embedding_entry is not None))
-            sequence.embedding_entry, sequence.has_cached_embeddings = self._embeddings.lease(
-                sequence.id, sequence.embedding_key, computes_anew=sequence.computes_anew
+                self._release_embedding(next(item for item in self._waiting if _has_entry(item)))
+            image.entry, image.has_cached_embeddings = self._embeddings.lease(
+                sequence.id, image.key, computes_anew=sequence.request.computes_anew
             )
 
-    def _release_embedding(self, sequence: Sequence) -> None:
+    def _release_embedding(self, sequence: TokenSequence) -> None:
         """Ends the sequence's lease of an entry for embeddings."""
         self._embeddings.release(sequence.id)
-        sequence.embedding_entry, sequence.has_cached_embeddings, sequence.num_encoded_crops = None, False, 0
+        for image in sequence.images:
+            image.entry, image.has_cached_embeddings, image.num_encoded_crops = None, False, 0
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: TokenSequence) -> None:
         self._stop_filling(sequence)
-        if sequence.last_decode is not None and sequence.last_decode in self._in_flight:
-            self._tail_steps.add(sequence.last_decode)
-        self._pages.release(sequence.id, sequence.writing)
-        sequence.pages, sequence.copies = [], ()
-        sequence.num_cached = sequence.num_matched = 0
-        sequence.writing = set()
+        if sequence.cache.last_decode is not None and sequence.cache.last_decode in self._in_flight:
+            self._tail_steps.add(sequence.cache.last_decode)
+        self._pages.release(sequence.id, sequence.cache.writing)
+        sequence.cache.pages, sequence.cache.copies = [], ()
+        sequence.cache.num_cached = sequence.cache.num_matched = 0
+        sequence.cache.writing = set()
 
     def _forget_step(self, step: StepId) -> None:
         self._in_flight.remove(step)
@@ -441,12 +445,12 @@ class Scheduler:
                     return
                 if self._park_for_prefix(sequence, match):
                     continue
-                if not self._lacks_crops(sequence, start.match):  # else it is parked
+                if not self._lacks_pixels(sequence, start.match):  # else it is parked
                     for item in start.yielding:
                         self._preempt(item)
             self._start_or_park(sequence, start.match)
 
-    def _first_waiting(self) -> Sequence | None:
+    def _first_waiting(self) -> TokenSequence | None:
         return self._waiting.first(self._now, lambda: self._shares().share_of)
 
     def _has_others(self, tenant: str) -> bool:
@@ -471,10 +475,14 @@ class Scheduler:
             page_size=self._pages.page_size,
         )
 
-    def _park_for_prefix(self, sequence: Sequence, match: PrefixMatch) -> bool:
+    def _park_for_prefix(self, sequence: TokenSequence, match: PrefixMatch) -> bool:
         """Parks a waiting sequence if its image is being computed for another one. Returns True if it is parked."""
         share_point = sequence.missing_share_point(match.num_positions, self._pages.page_size)
-        if share_point is None or sequence.computes_anew or not self._shared_prefills.is_filled(share_point):
+        if (
+            share_point is None
+            or sequence.request.computes_anew
+            or not self._shared_prefills.is_filled(share_point)
+        ):
             return False
         self._waiting.start(sequence)
         self._release_embedding(sequence)  # others may start meanwhile, and need entries
@@ -482,7 +490,7 @@ class Scheduler:
         self._shared_prefills.park(share_point, sequence)
         return True
 
-    def _possible_start(self, sequence: Sequence, match: PrefixMatch) -> _Start | None:
+    def _possible_start(self, sequence: TokenSequence, match: PrefixMatch) -> _Start | None:
         """Returns how a waiting sequence can start now, with its cached pages or without, or None if it must
         wait."""
         start = self._start_with(sequence, match)
@@ -492,7 +500,7 @@ class Scheduler:
             start = self._start_with(sequence, _NO_MATCH)
         return start
 
-    def _start_with(self, sequence: Sequence, match: PrefixMatch) -> _Start | None:
+    def _start_with(self, sequence: TokenSequence, match: PrefixMatch) -> _Start | None:
         """Returns how a waiting sequence can start with these cached pages, or None.
 
         There must be pages for its next token, and a page in reserve for each active sequence; otherwise it would
@@ -506,7 +514,7 @@ class Scheduler:
             return None
         dropped = Counter[PageId](dict.fromkeys(match.pages, -1))  # the start adds a reference to each of these
 
-        def suffice(yielding: list[Sequence]) -> bool:
+        def suffice(yielding: list[TokenSequence]) -> bool:
             nonlocal num_spare
             if yielding:
                 num_spare += self._pages.num_freed(yielding[-1].id, dropped)
@@ -517,29 +525,30 @@ class Scheduler:
         yielding = self._shares().yielding_to(sequence, num_pages, suffice, self._waiting.service_of)
         return None if yielding is None else _Start(match, yielding)
 
-    def _start_or_park(self, sequence: Sequence, match: PrefixMatch) -> None:
-        if self._lacks_crops(sequence, match):
+    def _start_or_park(self, sequence: TokenSequence, match: PrefixMatch) -> None:
+        if self._lacks_pixels(sequence, match):
             self._waiting.start(sequence)
             sequence.move_to(SequenceState.PARKED)
-            self._without_crops[sequence] = False
+            self._without_pixels[sequence] = False
         else:
             self._start(sequence, match)
 
-    def _lacks_crops(self, sequence: Sequence, match: PrefixMatch) -> bool:
-        has_embeddings = sequence.embedding_entry is not None or sequence.embedding_key in self._embeddings
-        return sequence.lacks_crops(match.num_positions) and not has_embeddings
+    def _lacks_pixels(self, sequence: TokenSequence, match: PrefixMatch) -> bool:
+        image = sequence.image
+        has_embeddings = image is not None and (image.entry is not None or image.key in self._embeddings)
+        return sequence.lacks_pixels(match.num_positions) and not has_embeddings
 
-    def _match(self, sequence: Sequence, max_positions: int) -> PrefixMatch:
-        if sequence.keys is None or sequence.computes_anew:
+    def _match(self, sequence: TokenSequence, max_positions: int) -> PrefixMatch:
+        if sequence.cache.keys is None or sequence.request.computes_anew:
             return _NO_MATCH
-        return self._pages.match(sequence.keys, max_positions)
+        return self._pages.match(sequence.cache.keys, max_positions)
 
-    def _start(self, sequence: Sequence, match: PrefixMatch) -> None:
+    def _start(self, sequence: TokenSequence, match: PrefixMatch) -> None:
         self._waiting.start(sequence)
         self._allocate(sequence, match)
-        if sequence.num_cached_prompt is None:
-            sequence.num_cached_prompt = match.num_positions
-            self.num_lookups += sequence.keys is not None and not sequence.computes_anew
+        if sequence.cache.num_cached_prompt is None:
+            sequence.cache.num_cached_prompt = match.num_positions
+            self.num_lookups += sequence.cache.keys is not None and not sequence.request.computes_anew
             self.num_hits += match.num_positions > 0
         share_point = sequence.missing_share_point(match.num_positions, self._pages.page_size)
         if share_point is not None:
@@ -551,36 +560,36 @@ class Scheduler:
         insort(self._active, sequence, key=_start_number)
         self._num_active_of[sequence.tenant] += 1
 
-    def _publish(self, sequence: Sequence, num_positions: int, now: float) -> None:
+    def _publish(self, sequence: TokenSequence, num_positions: int, now: float) -> None:
         """Publishes the first `num_positions` positions of a sequence, which completed steps have written."""
-        keys = sequence.keys
+        keys = sequence.cache.keys
         if keys is None:
             return
-        keys.extend(sequence.tokens, sequence.num_image_tokens, num_positions, self._pages.page_size)
-        self._pages.publish(sequence.id, keys, num_positions, replaces=sequence.computes_anew, now=now)
+        keys.extend(sequence.tokens, sequence.num_image_positions, num_positions, self._pages.page_size)
+        self._pages.publish(sequence.id, keys, num_positions, replaces=sequence.request.computes_anew, now=now)
         if num_positions >= sequence.prefix_length:
             self._stop_filling(sequence)
 
-    def _stop_filling(self, sequence: Sequence) -> None:
+    def _stop_filling(self, sequence: TokenSequence) -> None:
         for parked in self._shared_prefills.end(sequence):
             self._wait_again(parked)
 
-    def _isolation_run(self, sequence: Sequence, is_decoding: bool) -> Plan:
+    def _isolation_run(self, sequence: TokenSequence, is_decoding: bool) -> Plan:
         """Plans one sequence alone: its image and tokens in a step; if it was decoding, its last token in
         another."""
         if sequence.state is SequenceState.PREFILLING:
             sequence.move_to(SequenceState.RUNNING)
             return Plan(self._prefill_batch(), Batch.of_decode([sequence]))
-        if sequence not in self._without_crops:
+        if sequence not in self._without_pixels:
             self._start_alone(sequence, is_decoding=is_decoding)
         encode: list[EncodeItem] = []
         chunks: list[Chunk] = []
-        if sequence not in self._without_crops:
-            encode += [EncodeItem.rest_of(sequence)] if sequence.num_crops_to_encode else []
-            chunks = self._cut(sequence, sequence.num_matched, sequence.length - is_decoding)
+        if sequence not in self._without_pixels:
+            encode += [EncodeItem.rest_of(sequence, sequence.images[0])] if sequence.num_crops_to_encode else []
+            chunks = self._cut(sequence, sequence.cache.num_matched, sequence.length - is_decoding)
         return Plan(self._prefill_batch(encode, chunks), Batch.of_decode())
 
-    def _plan_alone(self, sequence: Sequence) -> Plan | None:
+    def _plan_alone(self, sequence: TokenSequence) -> Plan | None:
         """Plans the next step of a sequence whose steps all run alone. Returns None while the sequence waits."""
         if sequence.state is SequenceState.WAITING:
             self._isolated.append(_Isolated(sequence, is_decoding=False))
@@ -589,7 +598,7 @@ class Scheduler:
             return None
         return Plan(self._prefill_batch(), Batch.of_decode([sequence] if sequence.has_room else []))
 
-    def _start_alone(self, sequence: Sequence, *, is_decoding: bool) -> None:
+    def _start_alone(self, sequence: TokenSequence, *, is_decoding: bool) -> None:
         match = self._match(sequence, sequence.length - 1 - is_decoding)
         # All isolated sequences held pages together. If they shared more pages then than they find now, other
         # sequences wait again.
@@ -623,8 +632,9 @@ class Scheduler:
             if num_crops:
                 count = min(num_crops, crops_left) if bounded else num_crops
                 if count:
-                    start = sequence.num_encoded_crops
-                    encode.append(EncodeItem(sequence, start, start + count))
+                    image = sequence.images[0]
+                    start = image.num_encoded_crops
+                    encode.append(EncodeItem(sequence, image, start, start + count))
                     crops_left -= count
                 if count < num_crops:
                     continue
@@ -639,8 +649,8 @@ class Scheduler:
                 break
         return encode, prefill
 
-    def _next_chunks(self, sequence: Sequence, tokens_left: int, *, may_exceed_limit: bool) -> list[Chunk]:
-        start = sequence.num_cached
+    def _next_chunks(self, sequence: TokenSequence, tokens_left: int, *, may_exceed_limit: bool) -> list[Chunk]:
+        start = sequence.cache.num_cached
         end = min(sequence.length, start + tokens_left)
         if end < sequence.prefix_length:  # a prefix is not split; the first of a step may exceed the limit, alone
             if not may_exceed_limit:
@@ -648,7 +658,7 @@ class Scheduler:
             end = sequence.prefix_length
         return self._cut(sequence, start, end) if end > start else []
 
-    def _cut(self, sequence: Sequence, start: int, end: int) -> list[Chunk]:
+    def _cut(self, sequence: TokenSequence, start: int, end: int) -> list[Chunk]:
         """Returns positions [start, end) as one chunk, or as two with a share point between them."""
         share_point = sequence.prefix_length
         if self._cuts_at_share_points and start < share_point < end:
@@ -664,13 +674,13 @@ class SharedPrefills:
     """
 
     def __init__(self) -> None:
-        self._key_of: dict[Sequence, Digest] = {}  # of the fillers
-        self._parked: dict[Digest, list[Sequence]] = {}  # in the order of parking; a key for each filler
+        self._key_of: dict[TokenSequence, Digest] = {}  # of the fillers
+        self._parked: dict[Digest, list[TokenSequence]] = {}  # in the order of parking; a key for each filler
 
     def __len__(self) -> int:
         return sum(map(len, self._parked.values())) if self._parked else 0
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[TokenSequence]:
         for sequences in self._parked.values():
             yield from sequences
 
@@ -678,23 +688,23 @@ class SharedPrefills:
         """Returns True if a sequence computes the prefix of the key."""
         return key in self._parked
 
-    def begin(self, key: Digest, filler: Sequence) -> None:
+    def begin(self, key: Digest, filler: TokenSequence) -> None:
         """Records that the sequence computes the prefix of the key. Has no effect if another one does."""
         if key not in self._parked:
             self._key_of[filler] = key
             self._parked[key] = []
 
-    def park(self, key: Digest, sequence: Sequence) -> None:
+    def park(self, key: Digest, sequence: TokenSequence) -> None:
         """Parks a sequence until the filler of the key has published it."""
         self._parked[key].append(sequence)
 
-    def end(self, filler: Sequence) -> list[Sequence]:
+    def end(self, filler: TokenSequence) -> list[TokenSequence]:
         """Ends the filling by a sequence that has published its prefix, or leaves. Returns the sequences that
         waited for it."""
         key = self._key_of.pop(filler, None)
         return [] if key is None else self._parked.pop(key)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: TokenSequence) -> None:
         """Removes a parked sequence, which leaves."""
         for sequences in self._parked.values():
             if sequence in sequences:
@@ -702,6 +712,10 @@ class SharedPrefills:
                 return
 
 
-def _start_number(sequence: Sequence) -> int:
+def _has_entry(sequence: TokenSequence) -> bool:
+    return any(image.entry is not None for image in sequence.images)
+
+
+def _start_number(sequence: TokenSequence) -> int:
     assert sequence.start_number is not None, "only sequences that have started are compared"
     return sequence.start_number

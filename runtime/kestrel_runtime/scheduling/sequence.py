@@ -1,8 +1,8 @@
-"""Describes one request inside the engine: its tokens, pages, state and deadlines, and the legal transitions."""
+"""Describes one request inside the engine: what it asks for, its images, its place in the cache, and its states."""
 
 from __future__ import annotations
 
-from collections import abc
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ class SequenceState(IntEnum):
     WAITING = auto()
     """Prepared; holds no page."""
     PARKED = auto()
-    """Like WAITING, but it cannot start until its prefix, its crops or its adapter are available."""
+    """Like WAITING, but it cannot start until its prefix, its pixels or its adapter are available."""
     PREFILLING = auto()
     """Holds pages; steps write its prompt to the cache."""
     PREFILLED = auto()
@@ -120,7 +120,7 @@ class AdapterLease(Protocol):
 class TokenMatcher(Protocol):
     """Follows the tokens of one constrained sequence. One thread at a time."""
 
-    def take(self, generated: abc.Sequence[Token]) -> None:
+    def take(self, generated: Sequence[Token]) -> None:
         """Follows the sequence: all tokens that it has generated, even if some were removed since the last call.
 
         Raises `ConstraintFailed` if a token is not allowed, or if following it takes too much work.
@@ -137,29 +137,19 @@ class EndDelivery(Protocol):
         ...
 
 
-def bidirectional_spans(images: abc.Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def bidirectional_spans(images: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Returns the spans that attend to themselves both ways, for images at positions [start, end).
 
     The positions of an image attend to each other. The first token (BOS) is part of the span of an image that
     follows it directly. No step divides a span.
     """
-    return tuple((0 if start == 1 else start, end) for start, end in images if start < end)
+    return tuple([(0 if start == 1 else start, end) for start, end in images if start < end])
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """A prompt and the tokens that have been generated after it.
+@dataclass(slots=True)
+class SequenceRequest:
+    """Describes what a request asks for: whose it is, and how its answer is sampled, parsed and checked."""
 
-    Positions: the first token (BOS) is at 0; the image's tokens follow, then all other tokens.
-    """
-
-    id: int
-    tokens: list[Token]
-    """Prompt and generated tokens, BOS first, without image tokens."""
-    num_prompt_tokens: int
-    """The number of `tokens` that belong to the prompt."""
-    num_image_tokens: int
-    crops: PreparedImage | None
     parser: OutputParser
     temperature: float
     top_p: float
@@ -167,7 +157,6 @@ class Sequence:
     """The seed of the sequence's random numbers."""
     max_context: int
     """Positions after which the sequence must end: its context is full, or its parser takes no further token."""
-    clock: SequenceClock
     controls: SamplingParams | None = None
     """The settings, if they limit the choice of tokens or adjust logits (`SamplingParams.controls_tokens`)."""
     num_logprobs: int | None = None
@@ -183,20 +172,41 @@ class Sequence:
     """The priority compared with sequences of other tenants."""
     tenant: str = ""
     """The tenant that sent the request; "" if tenants are not distinguished."""
-    keys: PrefixKeys | None = None
-    """The keys of its positions in the prefix cache; None if the sequence neither uses the cache nor adds to it."""
-    embedding_key: EmbeddingKey | None = None
-    """The key of its image's embeddings; None if the sequence neither uses cached embeddings nor adds to them."""
-    crop_job: Any = None
-    """A worker's job that decodes its image, if `crops` were left out because the image's pages or embeddings were
-    cached."""
     computes_anew: bool = False
     """True if the sequence uses no cached data, and replaces it."""
-    image_size_px: tuple[int, int] | None = None
-    """Width and height of its image, upright; None without an image."""
-    adapter: AdapterLease | None = None
-    """Keeps its adapter in a slot until the sequence leaves the engine; None without an adapter."""
-    state: SequenceState = SequenceState.WAITING
+
+
+@dataclass(slots=True, eq=False)
+class SequenceImage:
+    """An image of a sequence: its positions, its pixels and its embeddings."""
+
+    start: int
+    """The first of its positions."""
+    num_positions: int
+    pixels: PreparedImage | None = None
+    """The pixels that the vision encoder computes; None while they are not decoded."""
+    size_px: tuple[int, int] | None = None
+    """Width and height, upright; None until the image has been decoded once."""
+    key: EmbeddingKey | None = None
+    """The key of the embeddings; None if the sequence neither uses cached embeddings nor adds to them."""
+    num_encoded_crops: int = 0
+    entry: EntryId | None = None
+    """The entry of the embeddings; None if it needs none, or has not started."""
+    has_cached_embeddings: bool = False
+    """True if its entry was cached, so that no crop needs encoding."""
+
+    @property
+    def end(self) -> int:
+        """The position behind its last one."""
+        return self.start + self.num_positions
+
+
+@dataclass(slots=True)
+class CacheState:
+    """The pages of a sequence, and which of its positions are in them."""
+
+    keys: PrefixKeys | None = None
+    """The keys of its positions in the prefix cache; None if the sequence neither uses the cache nor adds to it."""
     pages: list[PageId] = field(default_factory=list)
     """The pages that the page manager gave it, in the order of its positions."""
     num_cached: int = 0
@@ -207,11 +217,35 @@ class Sequence:
     """Positions that were in the prefix cache at its first start; None before."""
     copies: tuple[PageCopy, ...] = ()
     """Copies of partly shared pages, which its next prefill step makes."""
-    num_encoded_crops: int = 0
-    embedding_entry: EntryId | None = None
-    """The entry of its image's embeddings; None if it needs none, or has not started."""
-    has_cached_embeddings: bool = False
-    """True if its entry was cached, so that no crop needs encoding."""
+    writing: set[StepId] = field(default_factory=set)
+    """Prefill steps in flight that write its prompt to its pages."""
+    last_decode: StepId | None = None
+    """The last decode step that wrote to its pages; it may be complete."""
+
+
+@dataclass(slots=True, eq=False)
+class TokenSequence:
+    """A prompt and the tokens that have been generated after it.
+
+    Positions: the first token (BOS) is at 0; each image has positions of its own between two tokens.
+    """
+
+    id: int
+    tokens: list[Token]
+    """Prompt and generated tokens, BOS first, without image tokens."""
+    num_prompt_tokens: int
+    """The number of `tokens` that belong to the prompt."""
+    request: SequenceRequest
+    clock: SequenceClock
+    images: list[SequenceImage] = field(default_factory=list)
+    """Its images, in the order of their positions."""
+    decode_job: Any = None
+    """A worker's job that decodes its image, if the pixels were left out because the image's pages or embeddings
+    were cached."""
+    cache: CacheState = field(default_factory=CacheState)
+    adapter: AdapterLease | None = None
+    """Keeps its adapter in a slot until the sequence leaves the engine; None without an adapter."""
+    state: SequenceState = SequenceState.WAITING
     start_number: int | None = None
     """The number of its first start among all sequences of the engine; None before. Preemption does not change
     it."""
@@ -219,10 +253,27 @@ class Sequence:
     """The number of `tokens` at its last start."""
     num_pending: int = 0
     """Tokens that steps in flight sample: they have positions and pages, but are not in `tokens` yet."""
-    writing: set[StepId] = field(default_factory=set)
-    """Prefill steps in flight that write its prompt to its pages."""
-    last_decode: StepId | None = None
-    """The last decode step that wrote to its pages; it may be complete."""
+    num_image_positions: int = field(init=False)
+    """The number of positions of all images."""
+    spans: tuple[tuple[int, int], ...] = field(init=False)
+    """The spans of its images (`bidirectional_spans`), in their order."""
+
+    def __post_init__(self) -> None:
+        places = [(image.start, image.start + image.num_positions) for image in self.images]
+        self.num_image_positions = sum([end - start for start, end in places])
+        self.spans = bidirectional_spans(places)
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def priority(self) -> Priority:
+        return self.request.priority
+
+    @property
+    def standing(self) -> Priority:
+        return self.request.standing
 
     @property
     def adapter_slot(self) -> int:
@@ -231,64 +282,89 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """The number of positions of the image and all tokens, pending ones included."""
-        return len(self.tokens) + self.num_pending + self.num_image_tokens
+        """The number of positions of images and all tokens, pending ones included."""
+        return len(self.tokens) + self.num_pending + self.num_image_positions
 
     @property
     def is_full(self) -> bool:
         """True if the sequence has as many known tokens as it may have."""
-        return len(self.tokens) + self.num_image_tokens >= self.max_context
+        return len(self.tokens) + self.num_image_positions >= self.request.max_context
 
     @property
     def has_room(self) -> bool:
         """True if the sequence decodes and may have a token in addition to those known and pending."""
-        return self.state is SequenceState.RUNNING and self.length < self.max_context
+        return self.state is SequenceState.RUNNING and self.length < self.request.max_context
+
+    @property
+    def image(self) -> SequenceImage | None:
+        """The first of its images."""
+        return self.images[0] if self.images else None
 
     @property
     def prefix_length(self) -> int:
-        """The number of positions with bidirectional attention: BOS and the image; 0 without an image."""
-        return 1 + self.num_image_tokens if self.num_image_tokens else 0
-
-    @property
-    def bidirectional(self) -> tuple[tuple[int, int], ...]:
-        """The spans [start, end) of positions that attend to each other both ways, in their order."""
-        return bidirectional_spans([(1, 1 + self.num_image_tokens)])
+        """The number of leading positions with bidirectional attention; 0 if it does not begin with an image."""
+        return self.spans[0][1] if self.spans and not self.spans[0][0] else 0
 
     @property
     def num_crops_to_encode(self) -> int:
-        if self.crops is None or self.has_cached_embeddings or self.num_cached >= self.prefix_length:
+        image = self.image
+        if image is None or image.pixels is None or image.has_cached_embeddings:
             return 0
-        return self.crops.num_crops - self.num_encoded_crops
+        if self.cache.num_cached >= image.end:
+            return 0
+        return image.pixels.num_crops - image.num_encoded_crops
 
-    def lacks_crops(self, num_cached: int) -> bool:
+    def lacks_pixels(self, num_cached: int) -> bool:
         """Returns True if the image must be decoded, or found encoded, before the sequence can start after
         `num_cached` cached positions."""
-        return self.crops is None and self.crop_job is not None and num_cached < self.prefix_length
+        image = self.image
+        if image is None or image.pixels is not None or self.decode_job is None:
+            return False
+        return num_cached < image.end
+
+    def text_runs(self, start: int, end: int) -> Iterator[tuple[int, Sequence[Token]]]:
+        """Yields the known tokens at positions [start, end), in runs between images: the first position of each
+        run, and its tokens."""
+        position, num_image_positions = start, 0
+        for image in self.images:
+            stop = min(image.start, end)
+            if position < stop:
+                yield position, self.tokens[position - num_image_positions : stop - num_image_positions]
+            position = max(position, image.end)
+            num_image_positions += image.num_positions
+        if position < end:
+            yield position, self.tokens[position - num_image_positions : end - num_image_positions]
 
     def missing_share_point(self, num_positions: int, page_size: int) -> Digest | None:
         """Returns the key of the image if the first `num_positions` do not cover it; None without an image or
         keys."""
-        return None if self.keys is None else self.keys.missing_share_point(num_positions, page_size)
+        return None if self.cache.keys is None else self.cache.keys.missing_share_point(num_positions, page_size)
 
     def belongs_to(self, namespace: str | None, image: bytes | None) -> bool:
         """Returns True if the sequence would publish pages or embeddings of a namespace, or of an image in it. None
         means all."""
-        keys = self.keys or self.embedding_key
-        return keys is not None and keys.scope.is_part_of(namespace, image)
+        keys = (self.cache.keys, *(item.key for item in self.images))
+        return any(key is not None and key.scope.is_part_of(namespace, image) for key in keys)
 
     def leave_caches(self) -> None:
         """Stops reading from the caches and adding to them."""
-        self.keys = self.embedding_key = None
+        self.cache.keys = None
+        for image in self.images:
+            image.key = None
+
+    def num_own_pages(self, page_size: int) -> int:
+        """Returns the number of pages that it holds and did not find in the prefix cache when it last started."""
+        return len(self.cache.pages) - self.cache.num_matched // page_size
 
     @property
     def num_written(self) -> int:
         """The number of positions that completed steps have written, once the prompt is written: all but that of
         the last token."""
-        return len(self.tokens) + self.num_image_tokens - 1
+        return len(self.tokens) + self.num_image_positions - 1
 
     @property
     def num_prompt_positions(self) -> int:
-        return self.num_prompt_tokens + self.num_image_tokens
+        return self.num_prompt_tokens + self.num_image_positions
 
     @property
     def submitted(self) -> float:
@@ -312,7 +388,7 @@ class Sequence:
     def may_yield(self) -> bool:
         """True if the sequence may be preempted for another tenant (Y2 in `fairness/tenant_shares.py`)."""
         if self.state is SequenceState.PREFILLING:
-            return self.num_cached == self.num_matched
+            return self.cache.num_cached == self.cache.num_matched
         has_returned = self.num_tokens_at_start > self.num_prompt_tokens
         num_tokens = len(self.tokens) + self.num_pending - self.num_tokens_at_start
         return num_tokens >= (MIN_TOKENS if has_returned else 1)

@@ -139,7 +139,7 @@ class Maker:
 
 def running(matcher: Any, num_generated: int = 0) -> Any:
     made = new_sequence(3)
-    made.matcher = matcher
+    made.request.matcher = matcher
     made.tokens += [Token(90 + number) for number in range(num_generated)]
     return made
 

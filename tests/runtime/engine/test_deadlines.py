@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 from kestrel_runtime.engine.deadlines import Deadlines
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 from tests.runtime.sequences import new_sequence
 
 
-def watched(deadlines: Deadlines, deadline: float | None, queue_deadline: float | None = None) -> Sequence:
+def watched(deadlines: Deadlines, deadline: float | None, queue_deadline: float | None = None) -> TokenSequence:
     sequence = new_sequence()
     sequence.clock.deadline, sequence.clock.queue_deadline = deadline, queue_deadline
     deadlines.watch(sequence)

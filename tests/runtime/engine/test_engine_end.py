@@ -54,7 +54,7 @@ from kestrel_runtime.output.output_parser import OVERFLOWED, Token
 from kestrel_runtime.scheduling import batch as step_batch
 from kestrel_runtime.scheduling import page_manager, scheduler, sequence
 from kestrel_runtime.scheduling.batch import Batch
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 from tests.runtime.fake_runner import TOKEN, FakeHandle, FakeRunner
 from tests.runtime.sequences import ShortParser, blank_crops, new_sequence
 
@@ -81,12 +81,12 @@ SCENARIOS = ("recovers", "dies", "cache is lost", "probe is lost", "three in a r
 Line = tuple[str, int]
 
 
-def prepared(name: str, num_tokens: int = 3, *, is_broken: bool = False, has_image: bool = False) -> Sequence:
+def prepared(name: str, num_tokens: int = 3, *, is_broken: bool = False, has_image: bool = False) -> TokenSequence:
     """A sequence whose fingerprint is its name."""
-    image: dict[str, Any] = {"num_image_tokens": 4, "crops": blank_crops(3)} if has_image else {}
+    image: dict[str, Any] = {"num_image_tokens": 4, "pixels": blank_crops(3)} if has_image else {}
     made = new_sequence(6, max_context=200, **image)
-    made.fingerprint = name
-    made.parser = ShortParser(num_tokens, is_broken=is_broken)
+    made.request.fingerprint = name
+    made.request.parser = ShortParser(num_tokens, is_broken=is_broken)
     return made
 
 
@@ -110,14 +110,14 @@ class Preparations:
     """In place of the preprocessor: a request is prepared when the test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._futures: list[Future[Sequence]] = []
+        self._futures: list[Future[TokenSequence]] = []
         monkeypatch.setattr(Preprocessor, "submit", self._submit)
 
-    def _submit(self, *_: object, **__: object) -> Future[Sequence]:
+    def _submit(self, *_: object, **__: object) -> Future[TokenSequence]:
         self._futures.append(Future())
         return self._futures[-1]
 
-    def of_next(self, engine: LocalEngine) -> tuple[Stream, Future[Sequence]]:
+    def of_next(self, engine: LocalEngine) -> tuple[Stream, Future[TokenSequence]]:
         made = engine.submit(Query("?"))
         return made, self._futures.pop()
 
@@ -152,7 +152,7 @@ class Device(FakeRunner):
         if self._counts["launch"] == 2:
             self.on_second_launch()
         self.is_asynchronous = self._counts["launch"] < 50
-        names = [item.fingerprint for item in batch.sequences]
+        names = [item.request.fingerprint for item in batch.sequences]
         if any(name.startswith("poison") for name in names):
             raise torch.OutOfMemoryError("poison")
         if self.scenario == "dies" and self._counts["launch"] == 4:
@@ -161,7 +161,7 @@ class Device(FakeRunner):
             raise RuntimeError("a decode step cannot be launched, once")
 
     def _waiting(self, handle: FakeHandle) -> None:
-        names = [chunk.sequence.fingerprint for chunk in handle.batch.prefill]
+        names = [chunk.sequence.request.fingerprint for chunk in handle.batch.prefill]
         if "long" in names and self._first("wait for long"):
             raise RuntimeError("noticed late")
         if handle.batch.decode and handle.batch.is_restricted:
@@ -174,8 +174,8 @@ class Device(FakeRunner):
         if self._counts["sample"] == 12:
             raise RuntimeError("sampling cannot be launched, once")
 
-    def _sampled(self, item: Sequence) -> Token:
-        return Token(OVERFLOWED) if item.fingerprint == "overflowing" else TOKEN
+    def _sampled(self, item: TokenSequence) -> Token:
+        return Token(OVERFLOWED) if item.request.fingerprint == "overflowing" else TOKEN
 
     def _running(self, batch: Batch) -> None:
         if self._first("run") or (self.scenario == "probe is lost" and self.num_restarts):
@@ -187,10 +187,10 @@ class Device(FakeRunner):
             raise RuntimeError("no cache can be made")
 
 
-def decoded_again(item: Sequence) -> Future[Any]:
+def decoded_again(item: TokenSequence) -> Future[Any]:
     """What a worker does for a sequence without crops."""
     future: Future[Any] = Future()
-    if item.crop_job == "lost image":
+    if item.decode_job == "lost image":
         future.set_exception(RuntimeError("it cannot be decoded any more"))
     else:
         future.set_result(blank_crops(3))
@@ -324,24 +324,24 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
             prepared("late"),
         ]
         for item in sequences[-3:-1]:  # their pages were cached when they were prepared
-            item.crops, item.crop_job = None, item.fingerprint
+            item.images[0].pixels, item.decode_job = None, item.request.fingerprint
         sequences[-1].clock.deadline = 0.0
         if scenario == "three in a row":
-            sequences.sort(key=lambda item: not item.fingerprint.startswith("poison"))
+            sequences.sort(key=lambda item: not item.request.fingerprint.startswith("poison"))
         if scenario == "restricted":
             sequences = [prepared(name, 30) for name in ("long", "stuck", "other", "leaving")]
             for item in sequences[:2]:
-                item.matcher = cast(Any, item.fingerprint)
-            sequences[2].end_check = Checks()
+                item.request.matcher = cast(Any, item.request.fingerprint)
+            sequences[2].request.end_check = Checks()
         if scenario == "adapters":
             names = ("long", "replaced", "lost adapter", "overflowing", "leaving", "other")
             sequences = [prepared(name, 30) for name in names]
             for item in sequences[:-1]:
-                item.adapter = Adapter(item.fingerprint, is_reclaimed=item.fingerprint == "leaving")
+                item.adapter = Adapter(item.request.fingerprint, is_reclaimed=item.request.fingerprint == "leaving")
             vars(loop)["_lease_adapter"] = leased_again
         streams: dict[str, Stream] = {}
         for item in sequences:
-            streams[item.fingerprint], future = preparations.of_next(engine)
+            streams[item.request.fingerprint], future = preparations.of_next(engine)
             future.set_result(item)
 
         def on_second_launch() -> None:

@@ -29,7 +29,7 @@ from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.models.second_family.small_pictures import PicturesQuery
 
@@ -48,7 +48,7 @@ class Stage(NamedTuple):
 
     owner: type
     method: str
-    sequences: Callable[[Any], Iterable[Sequence]]
+    sequences: Callable[[Any], Iterable[TokenSequence]]
 
 
 ENCODE = Stage(StepRunner, "launch", lambda batch: [item.sequence for item in batch.encode])
@@ -70,7 +70,7 @@ def bystanders() -> list[Request]:
     ]
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, stage: Stage, look: Callable[[list[Sequence]], None]) -> None:
+def watch(monkeypatch: pytest.MonkeyPatch, stage: Stage, look: Callable[[list[TokenSequence]], None]) -> None:
     """Have `look` see who was worked for, after the stage: what it raises, the stage raises."""
     original = getattr(stage.owner, stage.method)
 
@@ -94,8 +94,10 @@ def poison(
     """`stage` raises `error` whenever one of `requests` takes part and has generated `after` tokens."""
     marked = {fingerprint_of(request) for request in requests}
 
-    def look(sequences: list[Sequence]) -> None:
-        if any(sequence.fingerprint in marked and sequence.num_generated >= after for sequence in sequences):
+    def look(sequences: list[TokenSequence]) -> None:
+        if any(
+            sequence.request.fingerprint in marked and sequence.num_generated >= after for sequence in sequences
+        ):
             raise error
 
     watch(monkeypatch, stage, look)
@@ -203,7 +205,7 @@ async def test_r3_failures_only_within_a_batch_end_no_request(
 ) -> None:
     num_shared = itertools.count(1)
 
-    def look(sequences: list[Sequence]) -> None:
+    def look(sequences: list[TokenSequence]) -> None:
         if len(sequences) > 1 and next(num_shared) % 4 == 0:
             raise torch.OutOfMemoryError("too many at once")
 
@@ -285,8 +287,8 @@ async def test_who_breaks_the_device_itself_is_pardoned_once(
 ) -> None:
     device = FragileDevice(monkeypatch, loaded.model)
 
-    def look(sequences: list[Sequence]) -> None:
-        if any(sequence.fingerprint == fingerprint_of(POISON) for sequence in sequences):
+    def look(sequences: list[TokenSequence]) -> None:
+        if any(sequence.request.fingerprint == fingerprint_of(POISON) for sequence in sequences):
             device.is_broken = True
             raise RuntimeError("broken")
 
@@ -364,7 +366,7 @@ async def test_a_request_may_be_cancelled_in_its_isolation_run(
     poison(monkeypatch, DECODE, RuntimeError("no"), after=5)
     streams = [engine.submit(request) for request in (*bystanders(), POISON)]
 
-    def leave(sequences: list[Sequence]) -> None:
+    def leave(sequences: list[TokenSequence]) -> None:
         if len(sequences) == 1:
             for stream in streams:
                 stream.loop.call_soon_threadsafe(stream.cancel)

@@ -24,7 +24,7 @@ from kestrel_runtime.fairness.queue_admission import Cost, QueueAdmission, Queue
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.sequences import ShortParser, new_sequence
 
@@ -61,7 +61,7 @@ class Bench:
 
     def add(self, name: str, num_tokens: int = 4) -> Stream:
         sequence, stream = new_sequence(6), Stream()
-        sequence.fingerprint, sequence.parser = name, ShortParser(num_tokens)
+        sequence.request.fingerprint, sequence.request.parser = name, ShortParser(num_tokens)
         self._admission.enter(stream, Cost("", Priority.NORMAL, Priority.NORMAL, 0, 1), 0.0)
         self.loop.add(sequence, stream)
         return stream
@@ -75,7 +75,7 @@ class Bench:
         raise AssertionError("the loop goes on for ever")
 
     def _launch(self, batch: Batch) -> None:
-        self.events.append(" ".join(item.fingerprint for item in batch.sequences))
+        self.events.append(" ".join(item.request.fingerprint for item in batch.sequences))
         error = self._fails(batch)
         if error is not None:
             raise error
@@ -86,7 +86,7 @@ class Bench:
 
 
 def names(batch: Batch) -> list[str]:
-    return [item.fingerprint for item in batch.sequences]
+    return [item.request.fingerprint for item in batch.sequences]
 
 
 async def failure_of(stream: Stream) -> object:
@@ -236,4 +236,6 @@ async def test_an_isolated_request_that_has_left_is_not_kept_alive(caplog: pytes
     bench.loop.cancel(stream)
     bench.turn_until_idle()
     gc.collect()
-    assert [item for item in gc.get_objects() if type(item) is Sequence and item.fingerprint == "poison"] == []
+    assert [
+        item for item in gc.get_objects() if type(item) is TokenSequence and item.request.fingerprint == "poison"
+    ] == []

@@ -26,7 +26,7 @@ from kestrel_runtime.scheduling.batch import Batch, Chunk
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_manager import PageManager, StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock, SequenceState
+from kestrel_runtime.scheduling.sequence import SequenceClock, SequenceState, TokenSequence
 from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.fake_runner import FakeHandle, FakeRunner
 from tests.runtime.preprocessors import new_preprocessor
@@ -284,7 +284,7 @@ async def test_a_request_that_comes_during_a_capture_waits_for_that_one_alone(
 
 def test_a_step_is_named_by_its_kind_its_id_and_its_sequences() -> None:
     first, second = new_sequence(3), new_sequence(3)
-    first.fingerprint = "query-abc"
+    first.request.fingerprint = "query-abc"
     for batch, expected in (
         (Batch.of_prefill(prefill=[Chunk(first, 0, 3)]), "step 7, a prefill step of query-abc"),
         (Batch.of_decode([first, second]), f"step 7, a decode step of query-abc, {second.id}"),
@@ -295,7 +295,7 @@ def test_a_step_is_named_by_its_kind_its_id_and_its_sequences() -> None:
 
 def test_the_first_token_starts_the_answer_and_a_full_context_ends_it() -> None:
     sequence = new_sequence(3, num_image_tokens=4, max_context=9)
-    sequence.parser = RuleParser(TokenRule())
+    sequence.request.parser = RuleParser(TokenRule())
     sequence.tokens.append(Token(7))
     (started,) = events_after(sequence, 1.0)
     assert isinstance(started, Started)
@@ -349,13 +349,13 @@ def new_loop(runner: Any) -> EngineLoop:
 
 async def test_no_token_is_sampled_that_a_parser_does_not_take() -> None:
     runner = FakeRunner()
-    sampled: list[Sequence] = []
+    sampled: list[TokenSequence] = []
     runner.on_launch = lambda batch: sampled.extend(batch.sampled)
     loop = new_loop(runner)
     limits = [1, 2, 3, 7]
     sequences = [new_sequence(6, max_context=6 + limit) for limit in limits]
     for sequence, limit in zip(sequences, limits, strict=True):
-        sequence.parser = ShortParser(limit)
+        sequence.request.parser = ShortParser(limit)
         loop.add(sequence, Stream())
     for _ in range(20):
         loop.run_turn()
@@ -370,8 +370,8 @@ async def test_a_prefill_step_waits_for_the_tail_steps_and_for_no_other_decode_s
         sequence = new_sequence(6)
         if every is not None and number % every == 0:
             # Before a step with masks is sampled, those before it are completed, by which sequences leave.
-            sequence.matcher = AnyToken()
-        sequence.parser = ShortParser(3 + number % 5)
+            sequence.request.matcher = AnyToken()
+        sequence.request.parser = ShortParser(3 + number % 5)
         loop.add(sequence, Stream())
         for _ in range(1 + number % 4):
             loop.run_turn()

@@ -36,7 +36,7 @@ from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.imaging.crops import DecodedImage, keep_decoded
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.cache_keys import PrefixKeyMaker
-from kestrel_runtime.scheduling.sequence import Sequence, SequenceClock
+from kestrel_runtime.scheduling.sequence import SequenceClock, TokenSequence
 from tests import hostile_images
 from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.preprocessors import new_preprocessor
@@ -56,7 +56,7 @@ def clock() -> SequenceClock:
     return SequenceClock(submitted=time.monotonic())
 
 
-def submit(preprocessor: Preprocessor, *arguments: Any, **options: Any) -> Future[Sequence]:
+def submit(preprocessor: Preprocessor, *arguments: Any, **options: Any) -> Future[TokenSequence]:
     """Have a worker prepare a request."""
     future = preprocessor.submit(*arguments, **options)
     assert isinstance(future, Future)
@@ -67,23 +67,24 @@ def test_images_may_be_kept_decoded_and_divided_into_crops_later(loaded: LoadedM
     preprocessor = new_preprocessor(loaded, keeps_decoded=True)
     sequence = preprocessor.prepare(Caption(IMAGE), clock())
     preprocessor.close()
-    assert isinstance(sequence.crops, DecodedImage)
-    assert sequence.crops.pixels.shape[:2] == (400, 500)
+    (image,) = sequence.images
+    assert isinstance(image.pixels, DecodedImage)
+    assert image.pixels.pixels.shape[:2] == (400, 500)
     assert sequence.num_crops_to_encode == 9
 
 
 def test_a_question_without_an_image_has_no_prefix(preprocessor: Preprocessor) -> None:
     sequence = preprocessor.prepare(Query("hello"), clock())
-    assert (sequence.num_image_tokens, sequence.prefix_length, sequence.crops) == (0, 0, None)
+    assert (sequence.num_image_positions, sequence.prefix_length, sequence.images) == (0, 0, [])
 
 
 def test_open_settings_take_the_skills_defaults_and_zero_is_not_open(preprocessor: Preprocessor) -> None:
     text = preprocessor.prepare(Query("hello"), clock())
     place = preprocessor.prepare(Detect("cat", IMAGE), clock())
     greedy = preprocessor.prepare(Query("hello", sampling=SamplingParams(temperature=0.0, top_p=0.5)), clock())
-    assert (text.temperature, text.top_p) == (0.2, 0.9)
-    assert (place.temperature, place.top_p) == (0.0, 1.0)
-    assert (greedy.temperature, greedy.top_p) == (0.0, 0.5)
+    assert (text.request.temperature, text.request.top_p) == (0.2, 0.9)
+    assert (place.request.temperature, place.request.top_p) == (0.0, 1.0)
+    assert (greedy.request.temperature, greedy.request.top_p) == (0.0, 0.5)
 
 
 def test_a_sequence_ends_where_its_parser_takes_no_further_token_or_its_context_is_full(
@@ -93,18 +94,18 @@ def test_a_sequence_ends_where_its_parser_takes_no_further_token_or_its_context_
         preprocessor.prepare(Query("hello", sampling=SamplingParams(max_tokens=limit)), clock())
         for limit in (3, 4096)
     )
-    assert short.max_context == short.num_prompt_positions + 3
-    assert long.max_context == 1000
+    assert short.request.max_context == short.num_prompt_positions + 3
+    assert long.request.max_context == 1000
 
 
 def test_a_seed_is_that_of_the_request_or_drawn(preprocessor: Preprocessor) -> None:
     sampling = SamplingParams(seed=3)
     first, second = (preprocessor.prepare(Query("hello", sampling=sampling), clock()) for _ in range(2))
-    assert first.seed == second.seed == 3
+    assert first.request.seed == second.request.seed == 3
     assert first.id != second.id
     largest = preprocessor.prepare(Query("hello", sampling=SamplingParams(seed=2**64 - 1)), clock())
-    assert largest.seed == -1, "its bits, as tensors have them"
-    unseeded = [preprocessor.prepare(Query("hello"), clock()).seed for _ in range(2)]
+    assert largest.request.seed == -1, "its bits, as tensors have them"
+    unseeded = [preprocessor.prepare(Query("hello"), clock()).request.seed for _ in range(2)]
     assert unseeded[0] != unseeded[1]
 
 
@@ -373,15 +374,15 @@ def test_a_known_and_cached_image_is_neither_opened_nor_handed_to_a_worker(
     monkeypatch.setattr(preprocessing, "inspect_image", None)
     monkeypatch.setattr(preprocessor, "_workers", FakeWorkers())
     found = preprocessor.submit(Query("Where?", IMAGE), clock(), "t", "a")
-    assert isinstance(found, Sequence)
-    assert found.crops is None
-    assert (found.tokens, found.keys, found.tenant, found.fingerprint) == (
+    assert isinstance(found, TokenSequence)
+    assert found.images[0].pixels is None
+    assert (found.tokens, found.cache.keys, found.tenant, found.request.fingerprint) == (
         expected.tokens,
-        expected.keys,
+        expected.cache.keys,
         expected.tenant,
-        expected.fingerprint,
+        expected.request.fingerprint,
     )
-    assert found.crop_job.num_bytes == expected.crop_job.num_bytes > 0
+    assert found.decode_job.num_bytes == expected.decode_job.num_bytes > 0
     assert found.clock.preprocess_started is not None
     assert found.clock.prepared is not None
 
@@ -394,7 +395,7 @@ def test_of_large_images_those_that_bring_their_digest_are_prepared_at_once(
     monkeypatch.setattr(preprocessor, "_workers", FakeWorkers())
     cached.add(image_digest(IMAGE))
     request = Query("Where?", HashedImage(IMAGE, image_digest(IMAGE)))
-    assert isinstance(preprocessor.submit(request, clock(), namespace="a"), Sequence)
+    assert isinstance(preprocessor.submit(request, clock(), namespace="a"), TokenSequence)
     with pytest.raises(AssertionError, match="a worker was asked"):
         submit(preprocessor, Query("Where?", IMAGE), clock(), namespace="a")
 
@@ -420,8 +421,8 @@ def test_an_image_that_is_known_and_not_cached_any_more_is_decoded(loaded: Loade
     preprocessor, _ = known_image_preprocessor(loaded)
     sequence = submit(preprocessor, Query("Where?", IMAGE), clock(), namespace="a").result(MAX_WAIT_S)
     preprocessor.close()
-    assert sequence.crops is not None
-    assert sequence.crop_job is None, "it would hold the encoded image"
+    assert sequence.images[0].pixels is not None
+    assert sequence.decode_job is None, "it would hold the encoded image"
 
 
 def test_another_namespace_learns_nothing_from_an_image_that_is_known(

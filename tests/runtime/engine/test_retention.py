@@ -23,7 +23,7 @@ from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.fake_runner import FakeHandle, FakeRunner
 from tests.runtime.sequences import ShortParser, blank_crops, new_sequence
@@ -47,7 +47,7 @@ def new_loop(runner: FakeRunner) -> EngineLoop:
 
 def census() -> dict[str, int]:
     """How many objects there are of what a request or a step holds."""
-    kinds = {Sequence: 0, Crops: 0, Stream: 0, Batch: 0, FakeHandle: 0}
+    kinds = {TokenSequence: 0, Crops: 0, Stream: 0, Batch: 0, FakeHandle: 0}
     for item in gc.get_objects():
         if type(item) in kinds:
             kinds[type(item)] += 1
@@ -67,8 +67,8 @@ async def test_a_steady_load_retains_neither_sequences_nor_images_nor_steps(num_
         peak, num_sent = dict(before), 0
         for turn in range(NUM_TURNS):
             if loop.num_waiting < 2:  # no more than is served: a queue that grows is not what is looked for
-                sequence = new_sequence(6, num_image_tokens=4, crops=blank_crops(2))
-                sequence.parser = ShortParser(num_tokens)
+                sequence = new_sequence(6, num_image_tokens=4, pixels=blank_crops(2))
+                sequence.request.parser = ShortParser(num_tokens)
                 loop.add(sequence, Stream())
                 num_sent += 1
                 del sequence

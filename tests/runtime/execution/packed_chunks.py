@@ -15,7 +15,7 @@ from tests.kernels.paged import visible_until
 def packed_chunks(chunks: Collection[Chunk], page_size: int, device: torch.device) -> PackedChunks:
     """Chunks one after the other; their sequences own the pages they need."""
     counts = [chunk.end - chunk.start for chunk in chunks]
-    own_pages = [chunk.sequence.pages for chunk in chunks]
+    own_pages = [chunk.sequence.cache.pages for chunk in chunks]
     max_pages = max(map(len, own_pages))
     table = np.array([pages + pages[:1] * (max_pages - len(pages)) for pages in own_pages])
     positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
@@ -32,7 +32,7 @@ def packed_chunks(chunks: Collection[Chunk], page_size: int, device: torch.devic
         query_starts=small(np.cumsum([0, *counts])),
         lengths=small([chunk.end for chunk in chunks]),
         visible_until=torch.cat(
-            [visible_until(chunk.sequence.bidirectional, chunk.start, chunk.end) for chunk in chunks]
+            [visible_until(chunk.sequence.spans, chunk.start, chunk.end) for chunk in chunks]
         ).to(device),
         max_chunk=max(counts),
     )

@@ -17,7 +17,7 @@ from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.sampling import TokenRules, TokenSampler
 from kestrel_runtime.output.output_parser import Token, TokenRule
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 from tests.runtime.sequences import new_sequence
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def distribution(setting: dict[str, Any]) -> list[float]:
     return [weights[token_id] / spent if token_id in nucleus else 0.0 for token_id in range(VOCABULARY)]
 
 
-def sequence_with(setting: dict[str, Any], seed: int) -> Sequence:
+def sequence_with(setting: dict[str, Any], seed: int) -> TokenSequence:
     params = SamplingParams(**setting)
     sequence = new_sequence(
         [Token(token_id) for token_id in PROMPT],
@@ -87,16 +87,16 @@ def sequence_with(setting: dict[str, Any], seed: int) -> Sequence:
         controls=params if params.controls_tokens else None,
     )
     sequence.tokens += [Token(token_id) for token_id in GENERATED]
-    sequence.pages = [0]
+    sequence.cache.pages = [0]
     return sequence
 
 
-def draw(sequences: list[Sequence]) -> list[int]:
+def draw(sequences: list[TokenSequence]) -> list[int]:
     """A token for each, in one batch."""
     return [int(row[0]) for row in sample(sequences, with_logprobs=False)]
 
 
-def sample(sequences: list[Sequence], *, with_logprobs: bool) -> list[list[float]]:
+def sample(sequences: list[TokenSequence], *, with_logprobs: bool) -> list[list[float]]:
     """What a step tells of a token for each, in one batch."""
     rules = TokenRules(VOCABULARY, CPU)
     state = RequestState(
@@ -110,7 +110,7 @@ def sample(sequences: list[Sequence], *, with_logprobs: bool) -> list[list[float
     )
     state.open(sequences)
     rows = torch.tensor([state.row(sequence) for sequence in sequences])
-    is_controlled = any(sequence.controls is not None for sequence in sequences)
+    is_controlled = any(sequence.request.controls is not None for sequence in sequences)
     needs = SampleNeeds(True, 0, is_controlled, with_logprobs)
     sampler = TokenSampler(state, rules, rows, needs, philox_uniform)
     ids = sampler.ids(torch.tensor([LOGITS]).expand(len(sequences), -1))

@@ -28,7 +28,7 @@ def new_cache(num_pages=16, page_size=3, dtype=torch.float32):
 
 def holder(pages, length, num_image_tokens=0):
     sequence = new_sequence(length - num_image_tokens, num_image_tokens=num_image_tokens)
-    sequence.pages = pages
+    sequence.cache.pages = pages
     return sequence
 
 
@@ -125,7 +125,7 @@ def test_decoding_writes_the_newest_position_and_attends_to_all(lengths):
     wanted = torch.stack([rows.attended(0)[-1] for _, rows in everyone])
     torch.testing.assert_close(attended, wanted, rtol=1e-4, atol=1e-5)
     for sequence, rows in everyone:
-        assert torch.equal(context(cache.key_pages[0], sequence.pages)[: rows.length], rows.key[0])
+        assert torch.equal(context(cache.key_pages[0], sequence.cache.pages)[: rows.length], rows.key[0])
 
 
 def test_a_float8_cache_is_read_back_with_its_scales():

@@ -13,7 +13,7 @@ from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.execution.logits import AllowedTokens, num_words
 from kestrel_runtime.execution.request_state import RequestState
 from kestrel_runtime.output.output_parser import Token
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 from tests.runtime.sequences import new_sequence
 
 VOCABULARY = 7
@@ -44,15 +44,15 @@ def new_state(num_rows: int) -> RequestState:
     )
 
 
-def sequence_of(controls: SamplingParams | None, prompt: list[int], generated: list[int]) -> Sequence:
+def sequence_of(controls: SamplingParams | None, prompt: list[int], generated: list[int]) -> TokenSequence:
     """The first token of the prompt is 0."""
     sequence = new_sequence([Token(0), *map(Token, prompt)], controls=controls)
     sequence.tokens += map(Token, generated)
-    sequence.pages = [0]
+    sequence.cache.pages = [0]
     return sequence
 
 
-def adjusted(state: RequestState, sequences: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
+def adjusted(state: RequestState, sequences: list[TokenSequence], logits: torch.Tensor) -> torch.Tensor:
     rows = torch.tensor([state.row(sequence) for sequence in sequences])
     return state.adjustments.apply(logits, rows, state.adjustment_settings(rows))
 

@@ -36,7 +36,7 @@ def new_state(num_rows=4, max_pages=6):
 
 def holder(pages, *tokens, rule=ONLY_3, **settings):
     sequence = new_sequence([Token(0), *tokens], rule=rule, **settings)
-    sequence.pages = pages
+    sequence.cache.pages = pages
     return sequence
 
 
@@ -95,7 +95,7 @@ def test_a_new_page_is_told_once_and_written_where_its_position_needs_it():
     state, short, long = new_state(), holder([4]), holder([7, 2, 9])
     state.open([short, long])
     assert [state.take_new_page(sequence) for sequence in (short, long)] == [-1, -1]
-    short.pages.append(8)
+    short.cache.pages.append(8)
     assert [state.take_new_page(short) for _ in range(2)] == [8, -1]
     rows = rows_of(state, short, long)
     padded = torch.cat((rows, torch.tensor([state.padding_row])))
@@ -108,7 +108,7 @@ def test_a_new_page_is_told_once_and_written_where_its_position_needs_it():
 def test_two_new_pages_at_once_are_our_own_mistake():
     state, sequence = new_state(), holder([4])
     state.open([sequence])
-    sequence.pages += [5, 6]
+    sequence.cache.pages += [5, 6]
     with pytest.raises(AssertionError):
         state.take_new_page(sequence)
 
@@ -116,7 +116,7 @@ def test_two_new_pages_at_once_are_our_own_mistake():
 def test_a_row_opened_anew_forgets_its_pages():
     state, sequence = new_state(), holder([4, 5, 6])
     state.open([sequence])
-    sequence.pages = [1, 2]
+    sequence.cache.pages = [1, 2]
     state.open([sequence])
     assert state.page_table[rows_of(state, sequence)].tolist() == [[1, 2, 1, 1, 1, 1]]
     assert state.take_new_page(sequence) == -1
@@ -144,9 +144,9 @@ def test_a_step_needs_what_any_of_its_sequences_needs():
     state, plain = new_state(num_rows=6), holder([1])
     random, controlled = holder([2], temperature=0.5), holder([3], controls=SamplingParams(top_k=2))
     logged, adapted, bound = holder([4]), holder([5]), holder([6])
-    logged.num_logprobs = 0
+    logged.request.num_logprobs = 0
     adapted.adapter = Lease()
-    bound.matcher = cast(Any, object())
+    bound.request.matcher = cast(Any, object())
     state.open([plain, random, controlled, logged, adapted, bound])
     nothing, drawn = SampleNeeds(False, 0), SampleNeeds(True, 0)
     assert state.needs([plain]) == (nothing, False)

@@ -74,16 +74,16 @@ def test_what_is_written_moves_a_row_on() -> None:
         CPU, rules.row, lambda _: 0, num_rows=2, max_pages=1, values_per_token=2, vocab_size=VOCABULARY
     )
     sequence, other = new_sequence(seed=5), new_sequence(seed=6)
-    sequence.parser.grammar, sequence.parser.budget = GRAMMARS["a budget"], 1
+    sequence.request.parser.grammar, sequence.request.parser.budget = GRAMMARS["a budget"], 1
     for one in (sequence, other):
-        one.pages = [0]
+        one.cache.pages = [0]
     state.open([sequence, other])
     before = state.read(torch.tensor([state.row(other)]))
     rows = torch.tensor([state.row(sequence)])
     sampler = TokenSampler(state, rules, rows, SampleNeeds(False, 0), philox_uniform)
     sampled = sampler.write(torch.tensor([7]), torch.tensor([1]), torch.tensor([[0.5, 0.0]]))
     assert sampled.tolist() == [[7, 1, 0.5, 0.0]]
-    exhausted = rules.row(sequence.parser.grammar, 1)
+    exhausted = rules.row(sequence.request.parser.grammar, 1)
     assert [column.item() for column in state.read(rows)] == [7, 1, exhausted, 1, 1, 5]
     assert state.values(rows).tolist() == [[0.5, 0.0]]
     after = state.read(torch.tensor([state.row(other)]))

@@ -18,7 +18,6 @@ from kestrel_runtime.execution.step_inputs import (
 )
 from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Chunk
-from kestrel_runtime.scheduling.sequence import Sequence
 from tests.runtime.sequences import new_sequence
 
 CPU = torch.device("cpu")
@@ -39,7 +38,7 @@ def new_state(num_rows=5, max_pages=4):
 
 def holder(pages, length, num_image_tokens=0):
     sequence = new_sequence(length - num_image_tokens, num_image_tokens=num_image_tokens)
-    sequence.pages = pages
+    sequence.cache.pages = pages
     return sequence
 
 
@@ -97,17 +96,18 @@ def test_a_chunk_that_divides_an_image_is_refused(chunk):
         ([(1, 3), (4, 7), (9, 12)], [1, 3, 3, 4, 7, 7, 7, 8, 9, 12, 12, 12]),  # text before the first
     ],
 )
-def test_positions_see_themselves_those_before_them_and_all_of_their_span(spans, visible, monkeypatch):
-    monkeypatch.setattr(Sequence, "bidirectional", property(lambda _: spans))
+def test_positions_see_themselves_those_before_them_and_all_of_their_span(spans, visible):
     chunks = [(0, 12), (0, 3), (3, 7), (7, 12), (4, 8)]
     own = [Chunk(holder([7, 2, 4, 1], 12), *chunk) for chunk in chunks]
+    for chunk in own:
+        chunk.sequence.spans = tuple(spans)
     fields = prefill(own, [], new_state(7))
     assert fields.visible_until.tolist() == [end for chunk in chunks for end in visible[slice(*chunk)]]
 
 
 def test_tokens_bring_their_values():
     sequence = new_sequence([Token(0), Token(5, (0.25,)), Token(6, (0.5, 0.75)), Token(9)])
-    sequence.pages = [1, 2]
+    sequence.cache.pages = [1, 2]
     chunk = Chunk(sequence, 0, 4)
     fields = prefill([chunk], [sequence], new_state())
     assert fields.num_values.tolist() == [0, 1, 2, 0]
@@ -143,8 +143,8 @@ def test_the_kernels_get_the_types_they_ask_for_and_the_pages_of_each_row():
 def test_a_decode_step_tells_rows_positions_and_new_pages():
     first, second, state = holder([3], 3), holder([5, 1], 5), new_state()
     state.open([first, second])
-    first.num_cached, second.num_cached = 3, 4
-    first.pages.append(2)
+    first.cache.num_cached, second.cache.num_cached = 3, 4
+    first.cache.pages.append(2)
     fields = InputBuffers(CPU, 2).decode(
         DecodeSize(4, 4), lambda host: fill_decode(host, [first, second], state), in_place=False
     )

@@ -54,7 +54,7 @@ class Bench:
     def add(self, tokens, image=None, **settings):
         crops = None if image is None else PicturesCropping().make_crops(image)
         num_image_tokens = 0 if image is None else NUM_IMAGE_TOKENS
-        sequence = new_sequence(tokens, num_image_tokens=num_image_tokens, crops=crops, **settings)
+        sequence = new_sequence(tokens, num_image_tokens=num_image_tokens, pixels=crops, **settings)
         self.scheduler.add(sequence)
         return sequence
 

@@ -39,7 +39,7 @@ def test_y1_a_row_of_the_tenant_that_has_all_yields_and_returns_with_its_tokens(
     question = world.add(tenant="modest", generates=2)
     tokens = list(sequences[3].tokens)
     assert [chunk.sequence for chunk in world.step().prefill] == [question]
-    assert (sequences[3].state, sequences[3].tokens, sequences[3].pages) == (WAITING, tokens, [])
+    assert (sequences[3].state, sequences[3].tokens, sequences[3].cache.pages) == (WAITING, tokens, [])
     world.step()
     assert question.state is FINISHED
     assert [chunk.sequence for chunk in world.step().prefill] == [sequences[3]]
@@ -217,7 +217,9 @@ def test_tenants_of_any_demand_all_finish_with_what_they_would_have_got_alone(se
     here, preempted, lost = [], Counter(), Counter()
 
     def step():
-        computed = {sequence for sequence in world.active() if sequence.num_cached > sequence.num_matched}
+        computed = {
+            sequence for sequence in world.active() if sequence.cache.num_cached > sequence.cache.num_matched
+        }
         world.step()
         gave_way = world.scheduler.take_preempted()
         preempted.update(gave_way)

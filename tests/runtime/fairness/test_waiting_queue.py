@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.fairness.waiting_queue import WaitingQueue
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 from tests.runtime.sequences import new_sequence
 
 INTERACTIVE, NORMAL, BATCH = Priority
@@ -17,14 +17,14 @@ def queue() -> WaitingQueue:
     return WaitingQueue(ageing_s=10.0)
 
 
-def push(queue: WaitingQueue, *sequences: Sequence) -> None:
+def push(queue: WaitingQueue, *sequences: TokenSequence) -> None:
     for sequence in sequences:
         queue.push(sequence)
 
 
-def start_all(queue: WaitingQueue, now: float = 0.0) -> list[Sequence]:
+def start_all(queue: WaitingQueue, now: float = 0.0) -> list[TokenSequence]:
     """All entries, in the order in which they start."""
-    started: list[Sequence] = []
+    started: list[TokenSequence] = []
     while (sequence := queue.first(now)) is not None:
         queue.start(sequence)
         started.append(sequence)
@@ -239,11 +239,11 @@ def test_each_entry_is_counted_listed_and_removed_exactly_once(
     arrivals: list[tuple[Priority, str, int, int]], data: st.DataObject
 ) -> None:
     queue = WaitingQueue(ageing_s=10.0)
-    here: list[Sequence] = []
+    here: list[TokenSequence] = []
     for priority, tenant, submitted, length in arrivals:
         here.append(new_sequence(length, priority=priority, tenant=tenant, submitted=float(submitted)))
         push(queue, here[-1])
-    started: list[Sequence] = []
+    started: list[TokenSequence] = []
     while here:
         assert len(queue) == len(here)
         assert set(queue) == set(here)

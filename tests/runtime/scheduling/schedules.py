@@ -23,7 +23,7 @@ from kestrel_runtime.scheduling.cache_keys import PrefixKeyMaker
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.page_manager import PageManager, StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import Sequence, SequenceState
+from kestrel_runtime.scheduling.sequence import SequenceState, TokenSequence
 from tests.runtime.scheduling.simulated_device import (
     Access,
     DeviceStep,
@@ -71,13 +71,13 @@ class Schedule:
         self.texts = [
             [Token(random.choice((1, 1, 1, 2))) for _ in range(random.randrange(2, 20))] for _ in range(5)
         ]
-        self.answers: dict[Sequence, list[Token]] = {}  # of those that are here: all tokens until they finish
-        self.alone: set[Sequence] = set()
-        self.origins: dict[Sequence, tuple[str, bytes | None]] = {}
+        self.answers: dict[TokenSequence, list[Token]] = {}  # of those that are here: all tokens until they finish
+        self.alone: set[TokenSequence] = set()
+        self.origins: dict[TokenSequence, tuple[str, bytes | None]] = {}
         self.contents: dict[object, int] = {}
-        self.decoding: list[Sequence] = []  # without crops, which a worker makes
+        self.decoding: list[TokenSequence] = []  # without crops, which a worker makes
         self.free_rows = list(range(max_batch_size + 1))
-        self.rows: dict[Sequence, int] = {}
+        self.rows: dict[TokenSequence, int] = {}
         self.in_flight: dict[str, deque[tuple[DeviceStep, Batch]]] = {"prefill": deque(), "decode": deque()}
         self.ids = itertools.count(1)
         self.counts: Counter[str] = Counter()
@@ -116,7 +116,7 @@ class Schedule:
         if not self.scheduler.can_look_ahead:
             self.complete_all()
         had_decodes = bool(decodes)
-        rows = {sequence for sequence in self.answers if sequence.pages}
+        rows = {sequence for sequence in self.answers if sequence.cache.pages}
         running = [sequence for sequence in self.answers if sequence.has_room]
         is_isolating = self.scheduler.is_isolating or bool(self.alone & self.answers.keys())
         plan = self.scheduler.schedule(0.0, may_prefill=len(prefills) < 2)
@@ -127,16 +127,16 @@ class Schedule:
             assert not members or (promoted and prompts is prefills[0][1]), "I8"
             assert (step.id in plan.decode.depends_on) == bool(members), "I8"
         gave_way = {sequence.tenant for sequence in rows if sequence.state is SequenceState.WAITING}
-        starting = {sequence.tenant for sequence in self.answers if sequence.pages and sequence not in rows}
+        starting = {sequence.tenant for sequence in self.answers if sequence.cache.pages and sequence not in rows}
         self.counts["yields"] += any(tenant != other for tenant in gave_way for other in starting)
         for sequence in self.scheduler.take_preempted():
             if sequence in self.rows:
                 self.free_rows.append(self.rows.pop(sequence))
-        self.decoding += self.scheduler.take_without_crops()
+        self.decoding += self.scheduler.take_without_pixels()
         if self.decoding and random.random() < 0.5:
             decoded = self.decoding.pop(random.randrange(len(self.decoding)))
             if decoded in self.answers:
-                self.scheduler.add_crops(decoded, blank_crops(NUM_CROPS))
+                self.scheduler.add_pixels(decoded, blank_crops(NUM_CROPS))
                 self.counts["decoded again"] += 1
         batch, max_decodes = plan.decode, random.randrange(1, 5)
         while not batch.is_empty and len(decodes) < max_decodes:
@@ -164,18 +164,19 @@ class Schedule:
             return
         crops: dict[str, Any] = {}
         if image is not None:
-            crops = {"num_image_tokens": num_image_tokens, "crops": blank_crops(NUM_CROPS)}
+            crops = {"num_image_tokens": num_image_tokens, "pixels": blank_crops(NUM_CROPS)}
         sequence = new_sequence(prompt, max_context=capacity, tenant=random.choice(self.tenants), **crops)
         if random.random() < 0.95:
             if random.random() < 0.95:
-                sequence.keys = self.maker.keys(prompt, num_image_tokens, image, namespace)
+                sequence.cache.keys = self.maker.keys(prompt, num_image_tokens, image, namespace)
             if image is not None and random.random() < 0.9:
-                sequence.embedding_key = self.maker.embedding_key(image, namespace)
-            sequence.computes_anew = random.random() < 0.1
+                sequence.images[0].key = self.maker.embedding_key(image, namespace)
+            sequence.request.computes_anew = random.random() < 0.1
             share_point = sequence.missing_share_point(0, self.manager.page_size)
             is_cached = share_point is not None and self.manager.has(share_point)
-            if (is_cached or sequence.embedding_key in self.embeddings) and not sequence.computes_anew:
-                sequence.crops, sequence.crop_job = None, "decode the image"
+            is_cached = is_cached or any(item.key in self.embeddings for item in sequence.images)
+            if sequence.images and is_cached and not sequence.request.computes_anew:
+                sequence.images[0].pixels, sequence.decode_job = None, "decode the image"
         self.answers[sequence], self.origins[sequence] = answer, (namespace, image)
         self.scheduler.add(sequence)
         if random.random() < 0.01:
@@ -190,31 +191,32 @@ class Schedule:
             assert len(batch.sequences) == 1, "I6"
             self.counts["steps alone"] += 1
         accesses: list[Access] = []
-        members: list[tuple[Sequence, int]] = []
+        members: list[tuple[TokenSequence, int]] = []
         for chunk in batch.prefill:
             sequence, length = chunk.sequence, chunk.sequence.length
             if chunk.is_first and sequence not in self.rows:
                 self.rows[sequence] = self.free_rows.pop()
             row = RowAccess(self.rows[sequence])
             if chunk.is_first:
-                image_is_there = sequence.crops is not None or sequence.has_cached_embeddings
-                image_is_there = image_is_there or chunk.start >= sequence.prefix_length
-                assert image_is_there, "what is not cached needs its image"
-                self.counts["found embeddings"] += sequence.has_cached_embeddings
+                for image in sequence.images:
+                    image_is_there = image.pixels is not None or image.has_cached_embeddings
+                    assert image_is_there or chunk.start >= image.end, "what is not cached needs its image"
+                    self.counts["found embeddings"] += image.has_cached_embeddings
                 row.opened = (sequence.id, length)
                 self.counts["shared positions"] += chunk.start
-            span_end = 1 + sequence.num_image_tokens
+            span_end = 1 + sequence.num_image_positions
             assert not 0 < chunk.start < span_end, "a chunk that begins inside an image sees a part of it only"
-            assert chunk.end >= span_end or not sequence.num_image_tokens
+            assert chunk.end >= span_end or not sequence.num_image_positions
             if chunk.num_samples:
                 row.read, row.sampled = (sequence.id, length), (sequence.id, length + 1)
             accesses.append(self.access(sequence, chunk.start, chunk.end, row))
             if chunk.start < sequence.prefix_length:
-                assert sequence.embedding_entry is not None, "I10"
-                accesses[-1].embeddings = EntryRead(sequence.embedding_entry, self.origins[sequence], NUM_CROPS)
+                entry = sequence.images[0].entry
+                assert entry is not None, "I10"
+                accesses[-1].embeddings = EntryRead(entry, self.origins[sequence], NUM_CROPS)
             members.append((sequence, chunk.end))
         for sequence in batch.decode:
-            position = sequence.num_cached
+            position = sequence.cache.num_cached
             row = RowAccess(self.rows[sequence])
             row.read, row.sampled = (sequence.id, position + 1), (sequence.id, position + 2)
             accesses.append(self.access(sequence, position, position + 1, row))
@@ -244,18 +246,18 @@ class Schedule:
         self.counts["steps"] += 1
         self.counts["copies"] += len(batch.copies)
 
-    def access(self, sequence: Sequence, start: int, end: int, row: RowAccess) -> Access:
-        return Access(tuple(sequence.pages), self.contents_of(sequence, end), start, end, row=row)
+    def access(self, sequence: TokenSequence, start: int, end: int, row: RowAccess) -> Access:
+        return Access(tuple(sequence.cache.pages), self.contents_of(sequence, end), start, end, row=row)
 
-    def contents_of(self, sequence: Sequence, end: int) -> list[object]:
+    def contents_of(self, sequence: TokenSequence, end: int) -> list[object]:
         """What each position up to `end` holds once it is written."""
-        known, span_end = self.origins[sequence], 1 + sequence.num_image_tokens
+        known, span_end = self.origins[sequence], 1 + sequence.num_image_positions
         prompt = sequence.tokens[: sequence.num_prompt_tokens]
         tokens = [*prompt, *self.answers[sequence], *[BOS] * 8]  # steps look ahead beyond the end of an answer
         contents: list[object] = []
         content: object = self.contents.setdefault(("begin", known), len(self.contents))
         for position in range(end):
-            token = None if 0 < position < span_end else tokens[max(position - sequence.num_image_tokens, 0)]
+            token = None if 0 < position < span_end else tokens[max(position - sequence.num_image_positions, 0)]
             content = self.contents.setdefault((content, token), len(self.contents))
             contents.append(content)
         return contents
@@ -270,7 +272,7 @@ class Schedule:
             if sequence.num_generated == len(self.answers[sequence]) or sequence.is_full:
                 self.leave(sequence, "finished")
 
-    def next_token(self, sequence: Sequence) -> Token:
+    def next_token(self, sequence: TokenSequence) -> Token:
         answer = self.answers.get(sequence)
         return BOS if answer is None else answer[sequence.num_generated]
 
@@ -278,14 +280,14 @@ class Schedule:
         while steps := self.in_flight["decode"] or self.in_flight["prefill"]:
             self.complete(steps)
 
-    def leave(self, sequence: Sequence, why: str) -> None:
+    def leave(self, sequence: TokenSequence, why: str) -> None:
         for steps in self.in_flight.values():  # whose output for it is dropped from now on
             for step, _ in steps:
                 for (member, _), access in zip(step.sequences, step.accesses, strict=True):
                     access.counts = access.counts and member is not sequence
         self.counts[f"parked {why}"] += sequence.state is SequenceState.PARKED
         self.scheduler.remove(sequence)
-        assert (sequence.state, sequence.pages) == (SequenceState.FINISHED, [])
+        assert (sequence.state, sequence.cache.pages) == (SequenceState.FINISHED, [])
         del self.answers[sequence]
         if sequence in self.rows:
             self.free_rows.append(self.rows.pop(sequence))

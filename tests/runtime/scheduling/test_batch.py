@@ -31,34 +31,38 @@ def test_prompts_that_end_and_running_sequences_are_sampled_in_the_order_of_the_
 
 def test_a_decode_step_depends_on_the_prefill_steps_that_still_write_its_prompts():
     first, second, third = new_sequence(6), new_sequence(6), new_sequence(6)
-    first.writing, third.writing = {StepId(7), StepId(9)}, {StepId(9)}
+    first.cache.writing, third.cache.writing = {StepId(7), StepId(9)}, {StepId(9)}
     batch = Batch.of_decode([first, second, third])
-    first.writing.clear()  # a batch does not change with its sequences
+    first.cache.writing.clear()  # a batch does not change with its sequences
     assert batch.depends_on == {7, 9}
     assert Batch.of_decode([second]).depends_on == frozenset()
 
 
 def test_an_encode_item_takes_the_crops_that_are_not_encoded():
-    sequence = new_sequence(num_image_tokens=4, crops=blank_crops(5))
-    assert EncodeItem.rest_of(sequence) == (sequence, 0, 5)
-    sequence.num_encoded_crops = 3
-    assert EncodeItem.rest_of(sequence) == (sequence, 3, 5)
-    with pytest.raises(AssertionError, match="only sequences with an image"):
-        EncodeItem.rest_of(new_sequence())
+    sequence = new_sequence(num_image_tokens=4, pixels=blank_crops(5))
+    (image,) = sequence.images
+    assert EncodeItem.rest_of(sequence, image) == (sequence, image, 0, 5)
+    image.num_encoded_crops = 3
+    assert EncodeItem.rest_of(sequence, image) == (sequence, image, 3, 5)
+    image.pixels = None
+    with pytest.raises(AssertionError, match="only decoded images"):
+        EncodeItem.rest_of(sequence, image)
 
 
 def test_a_batch_names_each_of_its_sequences_once():
-    pictured, other = new_sequence(num_image_tokens=4, crops=blank_crops(5)), new_sequence(3)
-    batch = Batch.of_prefill([EncodeItem.rest_of(pictured)], [Chunk.of(other, 0, 3), Chunk.of(pictured, 0, 5)])
+    pictured, other = new_sequence(num_image_tokens=4, pixels=blank_crops(5)), new_sequence(3)
+    batch = Batch.of_prefill(
+        [EncodeItem.rest_of(pictured, pictured.images[0])], [Chunk.of(other, 0, 3), Chunk.of(pictured, 0, 5)]
+    )
     assert batch.sequences == [pictured, other]
     assert Batch.of_decode([other]).sequences == [other]
 
 
 def test_a_batch_without_work_is_empty():
-    sequence = new_sequence(2)
+    sequence = new_sequence(2, num_image_tokens=4)
     assert Batch.of_prefill().is_empty
     assert Batch.of_decode().is_empty
-    assert not Batch.of_prefill([EncodeItem(sequence, 0, 1)]).is_empty
+    assert not Batch.of_prefill([EncodeItem(sequence, sequence.images[0], 0, 1)]).is_empty
     assert not Batch.of_prefill(prefill=[Chunk(sequence, 0, 1)]).is_empty
     assert not Batch.of_decode([sequence]).is_empty
     assert Plan(Batch.of_prefill(), Batch.of_decode()).is_empty

@@ -18,7 +18,7 @@ WAITING, _, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
 def test_i1_a_waiting_sequence_holds_no_page():
     world = World()
     sequence = world.add()
-    assert (sequence.pages, world.pages.num_held, world.scheduler.num_waiting) == ([], 0, 1)
+    assert (sequence.cache.pages, world.pages.num_held, world.scheduler.num_waiting) == ([], 0, 1)
 
 
 @pytest.mark.parametrize("state", [WAITING, PREFILLING, RUNNING])
@@ -28,11 +28,11 @@ def test_i1_a_removed_sequence_gives_all_its_pages_back(state):
     sequence = world.add(20)
     while sequence.state is not state:
         world.step()
-    held = len(sequence.pages)
+    held = len(sequence.cache.pages)
     assert (held > 0) == (state is not WAITING)
     used = world.pages.num_held
     world.scheduler.remove(sequence)
-    assert (sequence.state, sequence.pages) == (FINISHED, [])
+    assert (sequence.state, sequence.cache.pages) == (FINISHED, [])
     assert world.pages.num_held == used - held
     assert list(world.scheduler.sequences()) == [other]
     world.scheduler.remove(other)
@@ -49,7 +49,7 @@ def test_i1_pages_that_a_step_under_way_still_writes_to_are_given_back_when_it_h
     assert world.end(steps[0]) == []
     assert world.pages.num_held == 5
     assert world.end(steps[1]) == []
-    assert (sequence.pages, world.pages.num_held) == ([], 0)
+    assert (sequence.cache.pages, world.pages.num_held) == ([], 0)
 
 
 def test_i1_a_failure_gives_back_the_pages_of_those_who_left_too():
@@ -66,10 +66,10 @@ def test_i1_a_preempted_sequence_holds_no_page_and_can_be_removed():
     oldest, youngest = world.add(2), world.add(2)
     while youngest.state is not WAITING or youngest.num_generated == 0:
         world.step()
-    assert (youngest.pages, youngest.num_cached) == ([], 0)
+    assert (youngest.cache.pages, youngest.cache.num_cached) == ([], 0)
     world.scheduler.remove(youngest)
     assert youngest.state is FINISHED
-    assert world.pages.num_held == len(oldest.pages)
+    assert world.pages.num_held == len(oldest.cache.pages)
 
 
 # I2: decoding
@@ -158,7 +158,7 @@ def test_i4_pages_are_taken_one_by_one_as_tokens_need_them():
     held = []
     for _ in range(9):
         world.step()
-        held.append(len(sequence.pages))
+        held.append(len(sequence.cache.pages))
     assert held == [1, 2, 2, 2, 2, 3, 3, 3, 3]
 
 

@@ -12,6 +12,10 @@ from tests.runtime.world import World
 WAITING, PARKED, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
 
 
+def num_encoded_crops(sequence):
+    return sum(image.num_encoded_crops for image in sequence.images)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, go and run in any order; the invariants hold after each step."""
 
@@ -40,7 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def i1_every_page_has_one_owner(self):
-        held = [page for sequence in self.arrived for page in sequence.pages]
+        held = [page for sequence in self.arrived for page in sequence.cache.pages]
         # Pages of sequences that have left are quarantined while prefill steps in flight write them.
         states = vars(self.world.pages)["_pages"]
         num_quarantined = sum(bool(state.writing) and not state.references for state in states)
@@ -58,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def one_is_cancelled(self, data):
         sequence = data.draw(st.sampled_from(self.still_here()))
         self.world.scheduler.remove(sequence)
-        assert (sequence.state, sequence.pages) == (FINISHED, [])
+        assert (sequence.state, sequence.cache.pages) == (FINISHED, [])
 
     @rule()
     def a_step_is_taken(self):
@@ -85,8 +89,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def take_step(self):
         world, here = self.world, self.still_here()
         tokens = {sequence: list(sequence.tokens) for sequence in here}
-        encoded = {sequence: sequence.num_encoded_crops for sequence in here}
-        cached = {sequence: sequence.num_cached for sequence in here}
+        encoded = {sequence: num_encoded_crops(sequence) for sequence in here}
+        cached = {sequence: sequence.cache.num_cached for sequence in here}
         active_before = world.active()
         running_before = [sequence for sequence in active_before if sequence.state is RUNNING]
         is_isolating = world.scheduler.is_isolating
@@ -109,7 +113,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sum(part.end - part.start for part in batch.encode) <= world.max_crops
         for sequence, start, end in batch.encode:
             assert start == encoded[sequence] < end
-            assert sequence.state is FINISHED or sequence.num_encoded_crops == end
+            assert sequence.state is FINISHED or num_encoded_crops(sequence) == end
         for sequence, start, end in batch.prefill:
             assert start == (cached[sequence] if sequence in active_before else 0)
             assert start >= sequence.prefix_length or end >= sequence.prefix_length  # never split
@@ -124,9 +128,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def i1_no_page_is_held_by_who_may_not_have_it(self):
         for sequence in self.arrived:
-            assert (sequence.state in (PREFILLING, RUNNING)) == bool(sequence.pages)
-            assert self.world.pages.pages_for(sequence.num_cached) <= len(sequence.pages)
-            assert len(sequence.pages) <= self.world.pages.pages_for(sequence.length)
+            assert (sequence.state in (PREFILLING, RUNNING)) == bool(sequence.cache.pages)
+            assert self.world.pages.pages_for(sequence.cache.num_cached) <= len(sequence.cache.pages)
+            assert len(sequence.cache.pages) <= self.world.pages.pages_for(sequence.length)
 
     @invariant()
     def i5_the_scheduler_keeps_the_order_of_arrival(self):

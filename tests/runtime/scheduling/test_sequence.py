@@ -31,8 +31,8 @@ def test_text_alone_has_no_prefix():
 
 
 def test_bos_belongs_to_the_span_of_an_image_that_follows_it_directly():
-    assert new_sequence(4).bidirectional == ()
-    assert new_sequence(4, num_image_tokens=9).bidirectional == ((0, 10),)
+    assert new_sequence(4).spans == ()
+    assert new_sequence(4, num_image_tokens=9).spans == ((0, 10),)
     assert bidirectional_spans([(1, 5), (7, 9), (9, 12)]) == ((0, 5), (7, 9), (9, 12))
     assert bidirectional_spans([(2, 5), (5, 9)]) == ((2, 5), (5, 9))
 
@@ -44,9 +44,9 @@ def test_generated_tokens_lengthen_a_sequence_but_not_its_prompt():
 
 
 def test_crops_are_due_until_they_are_encoded():
-    sequence = new_sequence(num_image_tokens=4, crops=blank_crops(3))
+    sequence = new_sequence(num_image_tokens=4, pixels=blank_crops(3))
     assert sequence.num_crops_to_encode == 3
-    sequence.num_encoded_crops = 2
+    sequence.images[0].num_encoded_crops = 2
     assert sequence.num_crops_to_encode == 1
     assert new_sequence().num_crops_to_encode == 0
 

@@ -53,9 +53,9 @@ from kestrel_runtime.models.moondream.sampling import (
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.models.moondream.vision.device_cropping import Cropper
 from kestrel_runtime.models.moondream.vision.graphs import EncodeGraphs
-from kestrel_runtime.scheduling import sequence as scheduling
 from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
+from kestrel_runtime.scheduling.sequence import TokenSequence
 
 _ALL_KINDS = COORDINATES_BIT | SIZES_BIT
 _USUAL_NEEDS = tuple(
@@ -256,7 +256,7 @@ class MoondreamExecutor:
             adapters = self._adapters.for_rows(state.adapter_slots[inputs.token_rows()], self._add_low_rank)
         return self._backends.text.prefill(embeddings, chunks, fields.sample_tokens, self._memory.cache, adapters)
 
-    def release(self, sequence: scheduling.Sequence) -> None:
+    def release(self, sequence: TokenSequence) -> None:
         """Frees the crops and features of an incomplete image."""
         self._features.pop(sequence.id, None)
         self._crops.release(sequence.id)
@@ -453,9 +453,9 @@ class MoondreamExecutor:
 
 
 def _image_of(item: EncodeItem) -> Crops | DecodedImage:
-    image = item.sequence.crops
-    assert isinstance(image, (Crops, DecodedImage)), "only sequences with an image have crops to encode"
-    return image
+    pixels = item.pixels
+    assert isinstance(pixels, (Crops, DecodedImage)), "made by this family's cropping"
+    return pixels
 
 
 def new_step_runner(

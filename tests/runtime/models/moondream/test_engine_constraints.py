@@ -26,7 +26,7 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 from tests.reference_fixtures import MD3_SMALL
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
@@ -159,8 +159,8 @@ async def test_a_forward_pass_ahead_and_preemption_change_no_answer(
     preempted: Counter[bool] = Counter()
     preempt = Scheduler._preempt
 
-    def counted(scheduler: Scheduler, sequence: Sequence) -> None:
-        preempted[sequence.matcher is not None and sequence.num_generated > 1] += 1
+    def counted(scheduler: Scheduler, sequence: TokenSequence) -> None:
+        preempted[sequence.request.matcher is not None and sequence.num_generated > 1] += 1
         preempt(scheduler, sequence)
 
     monkeypatch.setattr(Scheduler, "_preempt", counted)

@@ -51,7 +51,7 @@ class Bench:
     def add(self, tokens, image=None, num_image_tokens=NUM_IMAGE_TOKENS, **settings):
         crops = None if image is None else MoondreamCropping(self.model.config.vision).make_crops(image)
         sequence = new_sequence(
-            tokens, num_image_tokens=0 if image is None else num_image_tokens, crops=crops, **settings
+            tokens, num_image_tokens=0 if image is None else num_image_tokens, pixels=crops, **settings
         )
         self.scheduler.add(sequence)
         return sequence

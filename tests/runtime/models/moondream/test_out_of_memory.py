@@ -18,7 +18,7 @@ from kestrel_runtime.api.requests import Query
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.poison_requests import fingerprint_of
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.engine.test_isolation import ENCODE, POISON, PREFILL, bystanders, outcome, outcomes, watch
 
@@ -43,9 +43,9 @@ async def test_a_request_that_needs_more_than_there_is_ends_alone(
 ) -> None:
     num_runs_alone = 0
 
-    def look(sequences: list[Sequence]) -> None:
+    def look(sequences: list[TokenSequence]) -> None:
         nonlocal num_runs_alone
-        if any(item.fingerprint == fingerprint_of(POISON) for item in sequences):
+        if any(item.request.fingerprint == fingerprint_of(POISON) for item in sequences):
             num_runs_alone += len(sequences) == 1
             take_all_memory()
 
@@ -66,7 +66,7 @@ async def test_memory_that_is_short_only_within_a_batch_ends_no_request(
 ) -> None:
     num_shared = 0
 
-    def look(sequences: list[Sequence]) -> None:
+    def look(sequences: list[TokenSequence]) -> None:
         nonlocal num_shared
         num_shared += len(sequences) > 1
         if len(sequences) > 1 and num_shared % 3 == 1:

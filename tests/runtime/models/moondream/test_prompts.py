@@ -15,9 +15,9 @@ def test_a_prompt_is_bos_then_image_then_the_skills_tokens(moondream3: LoadedMod
     preprocessor = new_preprocessor(moondream3)
     sequence = preprocessor.prepare(Caption(IMAGE, "short"), SequenceClock(submitted=time.monotonic()))
     assert [token.id for token in sequence.tokens] == [0, 1, 287, 80, 2, 550, 277, 3]
-    assert sequence.num_image_tokens == 729
+    assert sequence.num_image_positions == 729
     assert sequence.length == sequence.num_prompt_positions == 8 + 729
     assert sequence.prefix_length == 730
-    assert sequence.crops is not None
+    assert sequence.images[0].pixels is not None
     assert sequence.num_crops_to_encode == 9
     preprocessor.close()

@@ -40,13 +40,15 @@ def opened(model, sequences):
         vocab_size=config.text.vocab_size,
     )
     for sequence in sequences:
-        sequence.pages = [0]
+        sequence.cache.pages = [0]
     state.open(sequences)
     return state, rules
 
 
 def needs_of(state, sequences):
-    return SampleNeeds(any(item.temperature > 0 for item in sequences), state.needs(sequences).sampling.value_kinds)
+    return SampleNeeds(
+        any(item.request.temperature > 0 for item in sequences), state.needs(sequences).sampling.value_kinds
+    )
 
 
 def draw_from(model, hidden, sequences):
@@ -167,7 +169,7 @@ def test_what_a_sequence_draws_does_not_depend_on_its_company():
         """What one sequence draws over some steps, beside `others` sequences of changing kinds."""
         own, drawn = new_sequence(temperature=2.0, seed=7), []
         for step in range(12):
-            own.parser = RuleParser(rules[step % 3])
+            own.request.parser = RuleParser(rules[step % 3])
             company = [
                 new_sequence(rule=rules[(step + place) % 3], temperature=float(place % 2), seed=place)
                 for place in range(others)

@@ -27,7 +27,7 @@ from kestrel_runtime.execution.step_runner import StateShape, StepRunner
 from kestrel_runtime.imaging.crops import Crops
 from kestrel_runtime.output.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 from kestrel_runtime.scheduling.batch import EncodeItem
-from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 from tests.runtime.models.second_family.small_text import (
     PreparedSmallText,
     SmallText,
@@ -73,7 +73,7 @@ class SmallPicturesExecutor(SmallTextExecutor):
 
     def encode(self, items: Sequence[EncodeItem]) -> None:
         for item in items:
-            crops = item.sequence.crops
+            crops = item.pixels
             assert isinstance(crops, Crops)
             if not item.first_crop:
                 self._encoded[item.sequence.id] = []
@@ -99,7 +99,7 @@ class SmallPicturesExecutor(SmallTextExecutor):
         attend = cache.decode(positions, state.page_table[rows, : inputs.size.max_pages])
         return self._pictures.attended(embeddings, positions, attend)
 
-    def release(self, sequence: ScheduledSequence) -> None:
+    def release(self, sequence: TokenSequence) -> None:
         self._encoded.pop(sequence.id, None)
 
     def forget_images(self) -> None:

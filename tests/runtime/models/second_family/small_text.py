@@ -34,7 +34,7 @@ from kestrel_runtime.output.output_parser import Grammar, GrammarState, OutputPa
 from kestrel_runtime.output.text_decoder import TextDecoder
 from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.sequence import Sequence as ScheduledSequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class SmallTextExecutor:
         ids = sampler.ids(self._model.logits(hidden))
         return sampler.write(ids, torch.zeros_like(ids), torch.zeros(len(ids), 1))
 
-    def release(self, sequence: ScheduledSequence) -> None: ...
+    def release(self, sequence: TokenSequence) -> None: ...
     def forget_images(self) -> None: ...
     def capture(self) -> None: ...
     def capture_wanted(self) -> bool:

@@ -568,7 +568,7 @@ async def test_a_request_that_ends_two_processes_is_refused_and_no_other(
     loop = asyncio.get_running_loop()
 
     def launch_unless_poisoned(runner: StepRunner, batch: Batch, *others: Any) -> Any:
-        if any(sequence.fingerprint == fingerprint for sequence in batch.sequences):
+        if any(sequence.request.fingerprint == fingerprint for sequence in batch.sequences):
             loop.call_soon_threadsafe(reached.put_nowait, len(batch.sequences))
             holds.wait()  # a process that is killed now is in the middle of this step
         return launch(runner, batch, *others)

@@ -23,7 +23,7 @@ from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.sequence import Sequence
+from kestrel_runtime.scheduling.sequence import TokenSequence
 
 EMBEDDINGS = "image_embeddings_every_9th"
 LOGITS = "query_prompt_logits"
@@ -63,11 +63,11 @@ class PromptRun:
         self._backends = Backends.of(model, execution, max_batch_size=1)
         bounds = StepBounds(max_batch_size=1, max_prefill_tokens=model.config.text.max_context, max_crops=1)
         self._runner = new_step_runner(model, self.cache, execution, bounds, self._backends, adapters=adapters)
-        self._sequence: Sequence | None = None
+        self._sequence: TokenSequence | None = None
         self._num_runs = _NUM_RUNS_WITH_GRAPHS if execution.with_graphs else 1
 
     @property
-    def sequence(self) -> Sequence:
+    def sequence(self) -> TokenSequence:
         """Returns the request of the last `begin`."""
         assert self._sequence is not None, "begin a request first"
         return self._sequence
@@ -77,8 +77,9 @@ class PromptRun:
         if self._sequence is not None:
             self._runner.release(self._sequence)
         self._sequence = self._prepare(request)
-        self._sequence.pages = list(range(self.cache.num_pages))
-        self._sequence.embedding_entry = 0
+        self._sequence.cache.pages = list(range(self.cache.num_pages))
+        for entry, image in enumerate(self._sequence.images):
+            image.entry = entry
 
     @property
     def image_embeddings(self) -> Tensor:
@@ -88,7 +89,7 @@ class PromptRun:
     def prefill(self) -> Token:
         """Prefills the whole prompt in one chunk; returns the token sampled after it."""
         token = self._sampled_by(self._whole())
-        self.sequence.num_cached = self.sequence.length
+        self.sequence.cache.num_cached = self.sequence.length
         return token
 
     def decode(self, token: Token) -> Token:
@@ -99,7 +100,7 @@ class PromptRun:
         # keys and values to the cache once more.
         prefix = Batch.of_prefill(prefill=[Chunk(sequence, 0, max(sequence.prefix_length, 1), is_first=True)])
         sampled = self._sampled_by(prefix, Batch.of_decode([sequence]))
-        sequence.num_cached += 1
+        sequence.cache.num_cached += 1
         return sampled
 
     def hidden_after(self, tokens: Iterable[Token]) -> Tensor:
@@ -107,7 +108,7 @@ class PromptRun:
         for token in tokens:
             self._append(token)
         hidden = [self._runner.last_hidden(self._whole()) for _ in range(self._num_runs)][-1]
-        self.sequence.num_cached = self.sequence.length
+        self.sequence.cache.num_cached = self.sequence.length
         return hidden
 
     @torch.inference_mode()
@@ -120,7 +121,7 @@ class PromptRun:
         return self._backends.text.decode(
             self.model.embed(sequence.tokens[-1:]),
             torch.tensor([sequence.length - 1], device=device),
-            torch.tensor([sequence.pages], dtype=torch.int32, device=device),
+            torch.tensor([sequence.cache.pages], dtype=torch.int32, device=device),
             self.cache,
         )
 
@@ -144,11 +145,11 @@ class PromptRun:
 
     def _append(self, token: Token) -> None:
         self.sequence.tokens.append(token)
-        self.sequence.parser.consume(token)
+        self.sequence.request.parser.consume(token)
 
     def _whole(self) -> Batch:
         sequence = self.sequence
-        encode = [EncodeItem.rest_of(sequence)] if sequence.crops is not None else []
+        encode = [EncodeItem.rest_of(sequence, image) for image in sequence.images]
         return Batch.of_prefill(encode, [Chunk.of(sequence, 0, sequence.length)])
 
     @torch.inference_mode()
@@ -156,11 +157,11 @@ class PromptRun:
         # torch cannot index float8 tensors on all devices.
         raw = stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
         rows = (
-            raw[self.sequence.pages]
+            raw[self.sequence.cache.pages]
             .view(stored.dtype)
             .float()
             .transpose(0, 1)
-            .flatten(1, 2)[:, : self.sequence.num_cached]
+            .flatten(1, 2)[:, : self.sequence.cache.num_cached]
         )
         return (rows if scale is None else rows * scale).cpu()
 

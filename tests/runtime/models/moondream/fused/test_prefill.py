@@ -45,7 +45,7 @@ class Prompts:
         for row, length in enumerate(lengths):
             num_image_tokens = PREFIX - 1 if row in pictured else 0
             sequence = new_sequence(length - num_image_tokens, num_image_tokens=num_image_tokens)
-            sequence.pages = [free.pop() for _ in range(-(-length // 4))]
+            sequence.cache.pages = [free.pop() for _ in range(-(-length // 4))]
             self.sequences.append(sequence)
             self.embeddings.append(torch.randn(length, self.text.config.dim))
 
@@ -63,7 +63,7 @@ class Prompts:
         return self.fused.forward(embeddings, plan, self.cache, rows)
 
     def cached_keys(self, layer, row):
-        pages = self.cache.key_pages[layer, self.sequences[row].pages]
+        pages = self.cache.key_pages[layer, self.sequences[row].cache.pages]
         return pages.transpose(1, 2).flatten(0, 1)[: len(self.embeddings[row])]
 
 
