@@ -261,8 +261,8 @@ class Preprocessor:
         shared: SharedImage | None,
     ) -> Future[TokenSequence] | TokenSequence:
         facts = None if shared is None else shared.facts
-        image = _image_of(request)
-        if image is not None and facts is None:
+        if facts is None and (images := request.images):
+            (image,) = images
             facts, is_known = self._facts_of(image, namespace)
             # Requests with another policy compute their image anew, so preparing it here would be wasted.
             if is_known and request.options.cache is CachePolicy.USE:
@@ -318,9 +318,9 @@ class Preprocessor:
         usually as `ImageError` or `ContextLengthExceeded`; and the errors of `check_wanted`.
         """
         sequence, digest = self._without_pixels(request, clock, tenant, namespace, adapter, facts)
-        image = _image_of(request)
-        if image is None:
+        if not sequence.images:
             return sequence
+        (image,) = request.images
         (own,) = sequence.images
         if shared is not None and shared.decoded is not None:
             own.pixels, own.size_px = shared.decoded
@@ -370,7 +370,8 @@ class Preprocessor:
         expiry = clock.expiry(clock.preprocess_started)
         if expiry is not None:
             raise expiry
-        image, digest = _image_of(request), None
+        images_of_request, digest = request.images, None
+        image = images_of_request[0] if images_of_request else None
         if image is not None:
             digest = image_digest(image) if facts is None or facts.digest is None else facts.digest
         fingerprint = fingerprint_of(request, () if digest is None else (digest,))
@@ -439,8 +440,7 @@ class Preprocessor:
     def _try_leaving_out_pixels(self, sequence: TokenSequence, request: Request, facts: ImageFacts | None) -> bool:
         """Returns True if the image is cached, and then sets the job that decodes it if it is evicted before the
         sequence starts."""
-        image = _image_of(request)
-        assert image is not None, "asked for requests with one"
+        (image,) = request.images
         if request.options.cache is not CachePolicy.USE or sequence.images[0].size_px is None:
             return False  # decode the image to learn its size
         if not self._is_cached(sequence.cache.keys, sequence.images[0].key):
@@ -509,11 +509,6 @@ class Preprocessor:
     def _num_bytes(self, header: ImageHeader) -> int:
         """Returns the most memory that decoding an image and computing its crops takes, in bytes."""
         return header.decoding_bytes + _CROP_COPIES * crops_bytes(header.height, header.width, self._cropping)
-
-
-def _image_of(request: Request) -> RequestImage | None:
-    """Returns the image of a request, of which the engine takes one; None if it has none."""
-    return next(iter(request.images), None)
 
 
 def _signed(seed: int) -> int:

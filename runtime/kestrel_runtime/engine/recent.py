@@ -7,7 +7,8 @@ whether it was recognised.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from operator import attrgetter
 from threading import Lock
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -26,13 +27,13 @@ _MAX_PROMPT_TOKENS = 128
 """The longest prompt that is kept: all prompts together take some 10 MB at most."""
 _NOT_IN_PROMPTS = frozenset({"sampling", "options", "constraint"})
 """The fields of requests, apart from images, that no prompt depends on."""
-_PROMPT_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+_PROMPT_VALUES: Mapping[str, Callable[[Request], Hashable]] = MappingProxyType(
     {
-        kind.skill: tuple(name for name in fields_without_images(kind) if name not in _NOT_IN_PROMPTS)
+        kind.skill: attrgetter(*(name for name in fields_without_images(kind) if name not in _NOT_IN_PROMPTS))
         for kind in REQUEST_TYPES
     }
 )
-"""The fields that prompts depend on, by skill."""
+"""Returns the values of the fields that prompts depend on, by skill."""
 _MAX_CONSTRAINTS = 64
 """The most compiled constraints, which take up to some megabytes each."""
 
@@ -76,7 +77,7 @@ class Prompts:
 
     def tokens(self, request: Request, namespace: str) -> list[Token]:
         """Returns BOS and the tokens of the request's text. Raises the errors of the skill."""
-        key = (namespace, request.skill, *(getattr(request, name) for name in _PROMPT_FIELDS[request.skill]))
+        key = (namespace, request.skill, _PROMPT_VALUES[request.skill](request))
         known = self._known.get(key)
         if known is not None:
             return list(known)
