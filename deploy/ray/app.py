@@ -34,7 +34,7 @@ from kestrel_grpc.calls.peers import NoPeers
 from kestrel_grpc.calls.submission import Submission
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
 from kestrel_grpc.frontends.grpc.engine_service import EngineService
-from kestrel_grpc.frontends.grpc.message_shape import check_shape, layout_of
+from kestrel_grpc.frontends.grpc.message_shape import check_shape, shape_of
 from kestrel_grpc.frontends.grpc.status import status_code, trailing_metadata
 from kestrel_grpc.frontends.grpc.vision_service import VisionService
 from kestrel_grpc.images.image_store import CachePurges
@@ -196,14 +196,14 @@ class Replica:
 
     def _parser(self, message_class: type[Message]) -> Callable[[bytes], Any]:
         """Parses messages as the gRPC frontend does. Raises `MessageTooLarge` and `InvalidRequest`."""
-        layout, limit_bytes = layout_of(message_class.DESCRIPTOR), self._max_message_bytes
+        shape, limit_bytes = shape_of(message_class.DESCRIPTOR), self._max_message_bytes
         max_image_bytes = self._engine.info.config.max_image_bytes
 
         def parse(data: bytes) -> Any:
             if len(data) > limit_bytes:
                 raise MessageTooLarge(limit_bytes)
             try:
-                check_shape(data, layout, max_image_bytes)
+                check_shape(data, shape, max_image_bytes)
                 return message_class.FromString(data)
             except DecodeError:
                 raise InvalidRequest((Violation("", "the message cannot be parsed"),)) from None

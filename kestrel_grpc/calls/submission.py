@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from types import MappingProxyType
+from functools import partial
+from types import MappingProxyType, TracebackType
 from typing import TypeVar
 
 from kestrel_grpc.calls.call_context import CallContext, RequestSummary
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource, is_embedded
-from kestrel_grpc.images.stored_images import ImageNotFound, ImageReference, ImageUri
+from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, ImageReference, ImageUri
 from kestrel_runtime.api.adapters import AdapterName
 from kestrel_runtime.api.engine import Engine
-from kestrel_runtime.api.errors import ModelNotFound, did_you_mean
+from kestrel_runtime.api.errors import InvalidRequest, ModelNotFound, did_you_mean
 from kestrel_runtime.api.events import Finished
-from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.images import Image
+from kestrel_runtime.api.requests import Request, image_paths
 from kestrel_runtime.api.stream import Stream
 
 Rendered = TypeVar("Rendered")
@@ -52,17 +54,20 @@ class Submission:
         self._store = store
         self._large_answers = asyncio.Lock()
 
-    async def submit(self, request: Request, image: ImageReference | None, call: CallContext) -> Stream:
-        """Returns the events of a request. If `image` is given, the request's image is only a placeholder.
+    async def submit(
+        self, request: Request, references: Sequence[ImageReference | None], call: CallContext
+    ) -> Stream:
+        """Returns the events of a request. `references` has an item for each image of the request: the name of the
+        image if the request has only a placeholder, else None.
 
         A stored image is read now: the request keeps its bytes even if the stored image is deleted afterwards. When
-        this returns, only the engine refers to the image, apart from the store and the caller.
+        this returns, only the engine refers to the images, apart from the store and the caller.
         """
-        (stream,) = await self.submit_samples(request, image, call)
+        (stream,) = await self.submit_samples(request, references, call)
         return stream
 
     async def submit_samples(
-        self, request: Request, image: ImageReference | None, call: CallContext
+        self, request: Request, references: Sequence[ImageReference | None], call: CallContext
     ) -> list[Stream]:
         """Returns one stream of events for each sample that the request asks for; otherwise like `submit`.
 
@@ -72,8 +77,8 @@ class Submission:
         if call.max_priority is not request.options.max_priority:
             request = replace(request, options=replace(request.options, max_priority=call.max_priority))
         call.request = RequestSummary(request)
-        if image is not None:
-            request = await self._with_image(request, image, call)
+        if any(references):
+            request = await self._with_images(request, references, call)
             call.request = RequestSummary(request)
         streams = self._engine.submit_samples(
             request, deadline=call.deadline, tenant=call.principal, namespace=call.namespace
@@ -130,20 +135,77 @@ class Submission:
             raise ModelNotFound(options.model)
         return replace(request, options=replace(options, model=served, adapter=adapter or options.adapter))
 
-    async def _with_image(self, request: Request, image: ImageReference, call: CallContext) -> Request:
-        if isinstance(image, ImageUri):
-            return await self._with_fetched_image(request, image.uri, call)
-        if self._store is None:
-            raise ImageNotFound(image)
-        stored = await self._store.find(call.namespace, image)
-        return request.with_images((await self._store.read(call.namespace, stored),))
+    async def _with_images(
+        self, request: Request, references: Sequence[ImageReference | None], call: CallContext
+    ) -> Request:
+        """Returns the request with the images that are named.
 
-    async def _with_fetched_image(self, request: Request, uri: str, call: CallContext) -> Request:
-        """Returns the request with its image, fetched once the engine has admitted the request to its queue."""
-        if not is_embedded(uri):
+        Raises the error of the first that is missing, with the violations of all.
+        """
+        images = list(request.images)
+        for place, reference in enumerate(references):
+            if isinstance(reference, ImageHandle):
+                images[place] = await self._stored(reference, call)
+        uris = {place: item.uri for place, item in enumerate(references) if isinstance(item, ImageUri)}
+        if not uris:
+            return request.with_images(tuple(images))
+        # The engine admits the request to its queue before anything is fetched.
+        request = request.with_images(tuple(images))
+        if len(uris) == len(images) and not any(map(is_embedded, uris.values())):
             call.release()
         async with self._engine.expecting(request, deadline=call.deadline, tenant=call.principal):
-            return request.with_images((await self._images.fetch(uri, call.principal),))
+            fetches = (self._images.fetch(uri, call.principal) for uri in uris.values())
+            fetched = await asyncio.gather(*fetches, return_exceptions=True)
+        failures: list[BaseException] = []
+        for place, path, found in zip(uris, _paths(request, uris), fetched, strict=True):
+            if isinstance(found, bytes):
+                images[place] = found
+                continue
+            if isinstance(found, InvalidRequest):
+                found.rename(partial(_moved, path))
+            failures.append(found)
+        if failures:
+            raise _joined(failures)
+        return request.with_images(tuple(images))
+
+    async def _stored(self, handle: ImageHandle, call: CallContext) -> Image:
+        if self._store is None:
+            raise ImageNotFound(handle)
+        stored = await self._store.find(call.namespace, handle)
+        return await self._store.read(call.namespace, stored)
+
+
+def _paths(request: Request, places: Iterable[int]) -> list[str]:
+    paths = image_paths(request)
+    return [paths[place] for place in places]
+
+
+def _moved(path: str, field: str) -> str:
+    """Returns the path of a field of an image, which the source of images calls `image`."""
+    return f"{path}{field.removeprefix('image')}"
+
+
+def _joined(failures: Sequence[BaseException]) -> BaseException:
+    """Returns the first error that is no violation, or else the first one with the violations of all."""
+    others = [error for error in failures if not isinstance(error, InvalidRequest)]
+    if others:
+        return others[0]
+    first, *_ = invalid = [error for error in failures if isinstance(error, InvalidRequest)]
+    first.violations = tuple(item for error in invalid for item in error.violations)
+    return first
+
+
+class naming(AbstractContextManager[None]):  # noqa: N801 - used as a function
+    """Renames the fields in an `InvalidRequest` of the block to their names in the message or the body."""
+
+    def __init__(self, field_name: Callable[[str], str]) -> None:
+        self._field_name = field_name
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, InvalidRequest):
+            error.rename(self._field_name)
 
 
 async def last_event(streams: Sequence[Stream], call: CallContext) -> Finished:

@@ -17,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from kestrel_client import Client, Point
+from kestrel_client.images import names_in
 from kestrel_client.v1 import (
     engine_service_pb2,
     engine_service_pb2_grpc,
@@ -151,6 +152,17 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
         result = query_result(self.answer_pieces, THOUGHT if request.reasoning else "")
         return vision_service_pb2.CompleteQueryResponse(result=result)
 
+    def Chat(self, request: Any, context: Any) -> Any:
+        self._receive(request, context)
+        events = answer(self.answer_pieces, THOUGHT if request.reasoning else "")
+        same = (vision_service_pb2.ChatResponse.FromString(event.SerializeToString()) for event in events)
+        yield from self._until_cancelled(same, context)
+
+    def CompleteChat(self, request: Any, context: Any) -> Any:
+        self._receive(request, context)
+        result = query_result(self.answer_pieces, THOUGHT if request.reasoning else "")
+        return vision_service_pb2.CompleteChatResponse(result=result)
+
     def CompleteCaption(self, request: Any, context: Any) -> Any:
         self._receive(request, context)
         return vision_service_pb2.CompleteCaptionResponse(result=caption_result())
@@ -188,8 +200,7 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
 
     def names_unknown(self, request: Any) -> bool:
         """Whether a request names an image that is not stored."""
-        named = request.image.WhichOneof("source") == "image_id"
-        return named and request.image.image_id not in self.images.stored
+        return any(name and name not in self.images.stored for name in names_in(request))
 
     def _until_cancelled(self, events: Iterator[Any], context: Any) -> Iterator[Any]:
         if not self.endless:

@@ -13,7 +13,7 @@ import pytest
 import trustme
 import yaml
 
-from kestrel_client.requests import IMAGE_DIGEST_KEY, IMAGE_IS_STORED_KEY
+from kestrel_client.requests import IMAGE_DIGEST_KEY, IMAGE_IS_STORED_KEY, ROUTE_KEY
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.grpc.ports import MAX_CONCURRENT_STREAMS
 from tests.reference_fixtures import CHECKOUT
@@ -111,9 +111,10 @@ def routes() -> Iterator[tuple[Any, Any]]:
 
 def test_the_metadata_are_those_that_the_client_sends():
     named = {header["name"] for match, _ in routes() for header in match.get("headers", ())}
-    assert named == {IMAGE_DIGEST_KEY, IMAGE_IS_STORED_KEY}
-    hashed = {policy["header"]["header_name"] for _, action in routes() for policy in action.get("hash_policy", ())}
-    assert hashed == {IMAGE_DIGEST_KEY}
+    assert named == {ROUTE_KEY, IMAGE_DIGEST_KEY, IMAGE_IS_STORED_KEY}
+    policies = [action["hash_policy"] for _, action in routes() if "hash_policy" in action]
+    route = {"header": {"header_name": ROUTE_KEY}, "terminal": True}
+    assert all(policy == [route, {"header": {"header_name": IMAGE_DIGEST_KEY}}] for policy in policies)
 
 
 def test_no_route_ends_a_call_before_its_deadline():

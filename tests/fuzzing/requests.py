@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from kestrel_client.v1 import image_service_pb2, vision_service_pb2
 from kestrel_grpc.calls.errors import CallFailure, describe
 from kestrel_grpc.frontends.grpc import image_service
+from kestrel_grpc.frontends.grpc.parsing import parsed
 from kestrel_grpc.frontends.grpc.status import trailing_metadata
 from kestrel_grpc.frontends.grpc.vision_service import BINDINGS
 from kestrel_grpc.images.image_uris import allowed_target, parse_hosts
-from kestrel_grpc.images.stored_images import ImageHandle
+from kestrel_grpc.images.stored_images import ImageHandle, ImageUri
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import InvalidRequest, Overloaded
 from kestrel_runtime.api.requests import Request
@@ -90,8 +91,9 @@ def parse(method: str, data: bytes) -> str:
         request = PARSERS[method](message)
         if not isinstance(request, Request):
             return "understood"
-        if message.image.WhichOneof("source") == "uri":
-            allowed_target(message.image.uri, _HOSTS)
+        for reference in parsed(lambda _: request, message).references:
+            if isinstance(reference, ImageUri):
+                allowed_target(reference.uri, _HOSTS)
         prepare(request)
     except InvalidRequest as error:
         return told(error)

@@ -38,7 +38,7 @@ from kestrel_client.errors import (
     Violation,
 )
 from kestrel_client.images import ImageInput, RawImage, StoredImage
-from kestrel_client.requests import CachePolicy, CallOptions, Length, Priority, SpatialRef
+from kestrel_client.requests import CachePolicy, CallOptions, ChatMessage, Length, Priority, Role, SpatialRef
 from kestrel_client.results import (
     Adapter,
     Box,
@@ -94,6 +94,7 @@ __all__ = [
     "Cancelled",
     "CaptionAlternative",
     "CaptionResult",
+    "ChatMessage",
     "ClearedCache",
     "Client",
     "ClientClosed",
@@ -131,6 +132,7 @@ __all__ = [
     "Reasoning",
     "RequestRefused",
     "Result",
+    "Role",
     "Segment",
     "SegmentResult",
     "SegmentStream",

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self
 
@@ -14,7 +14,7 @@ import grpc
 from kestrel_client import requests
 from kestrel_client.connection import Connection
 from kestrel_client.errors import KestrelClientError, client_closed, errors_of, from_rpc_error
-from kestrel_client.images import ImageInput, bytes_in, image_bytes, name_in, name_of, put_reference
+from kestrel_client.images import ImageInput, bytes_in, fields_of, image_bytes, name_of, names_in, put_reference
 from kestrel_client.requests import CallOptions
 from kestrel_client.results import Segment, SegmentResult, TextChannel, TextDelta
 from kestrel_client.sending import (
@@ -29,6 +29,7 @@ from kestrel_client.sending import (
     TextEvents,
     cancelled_here,
 )
+from kestrel_client.v1 import media_pb2
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -57,10 +58,10 @@ class AsyncCalls:
         self.engine = EngineServiceStub(self._channel)
 
     async def call(
-        self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput | None = None
+        self, rpc: Any, build: Callable[[], Any], options: CallOptions, *images: ImageInput | None
     ) -> Any:
-        """Sends the message that `build` returns, and returns the response."""
-        attempts = self._attempts(rpc, build, options, image)
+        """Sends the message that `build` returns, with the images, and returns the response."""
+        attempts = self._attempts(rpc, build, options, images)
         with errors_of(attempts.request_id):
             while True:
                 try:
@@ -73,17 +74,17 @@ class AsyncCalls:
         rpc: Any,
         build: Callable[[], Any],
         options: CallOptions,
-        image: ImageInput | None,
         read: Callable[..., AnyResult],
+        *images: ImageInput | None,
     ) -> AsyncTextStream[AnyResult]:
-        """Returns the stream of text for the message that `build` returns."""
-        return AsyncTextStream(self._attempts(rpc, build, options, image), TextEvents(read))
+        """Returns the stream of text for the message that `build` returns, with the images."""
+        return AsyncTextStream(self._attempts(rpc, build, options, images), TextEvents(read))
 
     def outline(
         self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput, object: str
     ) -> AsyncSegmentStream:
         """Returns the stream of an outline, as `stream` returns one of text."""
-        return AsyncSegmentStream(self._attempts(rpc, build, options, image), OutlineEvents(object))
+        return AsyncSegmentStream(self._attempts(rpc, build, options, (image,)), OutlineEvents(object))
 
     async def image_bytes(self, image: ImageInput) -> bytes:
         """Returns the file of an image."""
@@ -96,11 +97,11 @@ class AsyncCalls:
         await self._channel.close()
 
     def _attempts(
-        self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput | None
+        self, rpc: Any, build: Callable[[], Any], options: CallOptions, images: Sequence[ImageInput | None]
     ) -> _Attempts:
         request_id = requests.request_id(options)
         with errors_of(request_id):
-            return _Attempts(self, rpc, build(), image, options, request_id)
+            return _Attempts(self, rpc, build(), images, options, request_id)
 
 
 class _Attempts:
@@ -111,7 +112,7 @@ class _Attempts:
         calls: AsyncCalls,
         rpc: Any,
         message: Any,
-        image: ImageInput | None,
+        images: Sequence[ImageInput | None],
         options: CallOptions,
         request_id: str,
     ) -> None:
@@ -120,9 +121,10 @@ class _Attempts:
         self._calls = calls
         self._rpc = rpc
         self._message = message
-        self._image = image
+        self._images = images
         self._options = options
-        self._delivery: Delivery | None = None
+        self._deliveries: list[tuple[media_pb2.Image, Delivery]] = []
+        """The images that are sent as files, each with its field of the message."""
         self._image_name: str | None = None
         self._retries: Retries | None = None
 
@@ -131,24 +133,27 @@ class _Attempts:
         calls = self._calls
         if self._retries is None:
             self._retries = requests.retries(self._options, calls.timeout_s, calls.max_retry_s)
-            if self._image is not None and not put_reference(self._message.image, self._image):
-                self._delivery = await Asyncio.run(self._deliver, self._image)
-                self._image_name = self._delivery.image_id
+            for field, image in zip(fields_of(self._message), self._images, strict=False):
+                if image is not None and not put_reference(field, image):
+                    self._deliveries.append((field, await Asyncio.run(self._deliver, image)))
+            first = next(iter(fields_of(self._message)), None)
+            if self._deliveries and self._deliveries[0][0] is first:
+                self._image_name = self._deliveries[0][1].image_id
             elif (held := bytes_in(self._message)) is not None:
                 self._image_name = await Asyncio.run(name_of, held)
             else:
-                self._image_name = name_in(self._message)
-        if self._delivery is not None:
-            if self._delivery.must_store:
-                await self._store(self._delivery)
-            self._delivery.fill(self._message.image)
+                self._image_name = next(iter(names_in(self._message)), None)
+        for field, delivery in self._deliveries:
+            if delivery.must_store:
+                await self._store(delivery)
+            delivery.fill(field)
         return self._send(self._rpc, self._message)
 
     async def retry(self, error: grpc.RpcError) -> None:
         """Waits until the call may start again after this error; raises its failure if it may not."""
         assert self._retries is not None, "only a started call fails"
         failure = from_rpc_error(error, self.request_id)
-        if self._delivery is not None and self._delivery.can_retry(failure):
+        if any([delivery.can_retry(failure) for _, delivery in self._deliveries]):  # noqa: C419 - each takes note
             return
         wait_s = self._retries.wait_s(failure)
         if wait_s is None:
@@ -177,7 +182,11 @@ class _Attempts:
         assert self._retries is not None, "a call has a deadline"
         calls = self._calls
         metadata = requests.metadata(
-            self.request_id, calls.connection.token, self._image_name, is_stored=name_in(message) is not None
+            self.request_id,
+            calls.connection.token,
+            self._image_name,
+            is_stored=any(names_in(message)),
+            is_chat=hasattr(self._message, "messages"),
         )
         timeout_s = self._retries.remaining_s
         try:

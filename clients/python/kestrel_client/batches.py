@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from kestrel_client.client import Client
 
 DEFAULT_CONCURRENCY = 16
-Skill = Literal["query", "caption", "point", "detect", "segment", "gaze"]
+Skill = Literal["query", "caption", "point", "detect", "segment", "gaze", "chat"]
 """The skill that a job asks for."""
 
 # Of the skills that are streamed as text, the method for a whole answer.
-_METHODS = {"query": "complete_query", "caption": "complete_caption"}
+_METHODS = {"query": "complete_query", "caption": "complete_caption", "chat": "complete_chat"}
 # A job waits for a place in the queue of the server for as long as its call may take.
 _MAX_RETRY_S = 1e9
 
@@ -34,9 +34,10 @@ class Job:
 
     Args:
         skill: The name of the skill.
-        image: The image; None for a query without one.
-        *arguments: What the method of the client takes after the image.
-        is_streamed: Whether the answer of a query or a caption is asked for as a stream, which is read to its end.
+        image: The image; None for a query without one, and for a conversation.
+        *arguments: What the method of the client takes after the image; of a conversation, its messages.
+        is_streamed: Whether the answer of a query, a caption or a conversation is asked for as a stream, which is
+            read to its end.
         **options: What it takes by keyword.
 
     Raises:
@@ -50,6 +51,8 @@ class Job:
     ) -> None:
         if skill not in get_args(Skill):
             raise ValueError(f"the skill of a job is one of {', '.join(get_args(Skill))}, not {str(skill)[:40]!r}")
+        if skill == "chat" and image is not None:
+            raise ValueError("the images of a conversation are in its messages")
         if is_streamed and skill not in _METHODS:
             raise ValueError(f"the stream of a job is that of {' or '.join(_METHODS)}, not of {skill}")
         self.skill: Skill = skill
@@ -61,7 +64,8 @@ class Job:
     def call(self, client: Client | AsyncClient) -> Any:
         """Makes the call. Returns its result; with the asyncio client, the coroutine of it."""
         method = getattr(client, self.skill if self.is_streamed else _METHODS.get(self.skill, self.skill))
-        made = method(self.image, *self.arguments, **{"max_retry_s": _MAX_RETRY_S, **self.options})
+        about = () if self.skill == "chat" else (self.image,)
+        made = method(*about, *self.arguments, **{"max_retry_s": _MAX_RETRY_S, **self.options})
         return made.result() if self.is_streamed else made
 
 

@@ -5,7 +5,7 @@ Generated from `async_calls.py` by tools/blocking_client.py. Change that file, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self
 
@@ -14,7 +14,7 @@ import grpc
 from kestrel_client import requests
 from kestrel_client.connection import Connection
 from kestrel_client.errors import KestrelClientError, client_closed, errors_of, from_rpc_error
-from kestrel_client.images import ImageInput, bytes_in, image_bytes, name_in, name_of, put_reference
+from kestrel_client.images import ImageInput, bytes_in, fields_of, image_bytes, name_of, names_in, put_reference
 from kestrel_client.requests import CallOptions
 from kestrel_client.results import Segment, SegmentResult, TextChannel, TextDelta
 from kestrel_client.sending import (
@@ -29,6 +29,7 @@ from kestrel_client.sending import (
     Threads,
     cancelled_here,
 )
+from kestrel_client.v1 import media_pb2
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -56,11 +57,9 @@ class BlockingCalls:
         self.images = ImageServiceStub(self._channel)
         self.engine = EngineServiceStub(self._channel)
 
-    def call(
-        self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput | None = None
-    ) -> Any:
-        """Sends the message that `build` returns, and returns the response."""
-        attempts = self._attempts(rpc, build, options, image)
+    def call(self, rpc: Any, build: Callable[[], Any], options: CallOptions, *images: ImageInput | None) -> Any:
+        """Sends the message that `build` returns, with the images, and returns the response."""
+        attempts = self._attempts(rpc, build, options, images)
         with errors_of(attempts.request_id):
             while True:
                 try:
@@ -73,17 +72,17 @@ class BlockingCalls:
         rpc: Any,
         build: Callable[[], Any],
         options: CallOptions,
-        image: ImageInput | None,
         read: Callable[..., AnyResult],
+        *images: ImageInput | None,
     ) -> TextStream[AnyResult]:
-        """Returns the stream of text for the message that `build` returns."""
-        return TextStream(self._attempts(rpc, build, options, image), TextEvents(read))
+        """Returns the stream of text for the message that `build` returns, with the images."""
+        return TextStream(self._attempts(rpc, build, options, images), TextEvents(read))
 
     def outline(
         self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput, object: str
     ) -> SegmentStream:
         """Returns the stream of an outline, as `stream` returns one of text."""
-        return SegmentStream(self._attempts(rpc, build, options, image), OutlineEvents(object))
+        return SegmentStream(self._attempts(rpc, build, options, (image,)), OutlineEvents(object))
 
     def image_bytes(self, image: ImageInput) -> bytes:
         """Returns the file of an image."""
@@ -96,11 +95,11 @@ class BlockingCalls:
         self._channel.close()
 
     def _attempts(
-        self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput | None
+        self, rpc: Any, build: Callable[[], Any], options: CallOptions, images: Sequence[ImageInput | None]
     ) -> _Attempts:
         request_id = requests.request_id(options)
         with errors_of(request_id):
-            return _Attempts(self, rpc, build(), image, options, request_id)
+            return _Attempts(self, rpc, build(), images, options, request_id)
 
 
 class _Attempts:
@@ -111,7 +110,7 @@ class _Attempts:
         calls: BlockingCalls,
         rpc: Any,
         message: Any,
-        image: ImageInput | None,
+        images: Sequence[ImageInput | None],
         options: CallOptions,
         request_id: str,
     ) -> None:
@@ -120,9 +119,10 @@ class _Attempts:
         self._calls = calls
         self._rpc = rpc
         self._message = message
-        self._image = image
+        self._images = images
         self._options = options
-        self._delivery: Delivery | None = None
+        self._deliveries: list[tuple[media_pb2.Image, Delivery]] = []
+        """The images that are sent as files, each with its field of the message."""
         self._image_name: str | None = None
         self._retries: Retries | None = None
 
@@ -131,24 +131,27 @@ class _Attempts:
         calls = self._calls
         if self._retries is None:
             self._retries = requests.retries(self._options, calls.timeout_s, calls.max_retry_s)
-            if self._image is not None and not put_reference(self._message.image, self._image):
-                self._delivery = Threads.run(self._deliver, self._image)
-                self._image_name = self._delivery.image_id
+            for field, image in zip(fields_of(self._message), self._images, strict=False):
+                if image is not None and not put_reference(field, image):
+                    self._deliveries.append((field, Threads.run(self._deliver, image)))
+            first = next(iter(fields_of(self._message)), None)
+            if self._deliveries and self._deliveries[0][0] is first:
+                self._image_name = self._deliveries[0][1].image_id
             elif (held := bytes_in(self._message)) is not None:
                 self._image_name = Threads.run(name_of, held)
             else:
-                self._image_name = name_in(self._message)
-        if self._delivery is not None:
-            if self._delivery.must_store:
-                self._store(self._delivery)
-            self._delivery.fill(self._message.image)
+                self._image_name = next(iter(names_in(self._message)), None)
+        for field, delivery in self._deliveries:
+            if delivery.must_store:
+                self._store(delivery)
+            delivery.fill(field)
         return self._send(self._rpc, self._message)
 
     def retry(self, error: grpc.RpcError) -> None:
         """Waits until the call may start again after this error; raises its failure if it may not."""
         assert self._retries is not None, "only a started call fails"
         failure = from_rpc_error(error, self.request_id)
-        if self._delivery is not None and self._delivery.can_retry(failure):
+        if any([delivery.can_retry(failure) for _, delivery in self._deliveries]):  # noqa: C419 - each takes note
             return
         wait_s = self._retries.wait_s(failure)
         if wait_s is None:
@@ -177,7 +180,11 @@ class _Attempts:
         assert self._retries is not None, "a call has a deadline"
         calls = self._calls
         metadata = requests.metadata(
-            self.request_id, calls.connection.token, self._image_name, is_stored=name_in(message) is not None
+            self.request_id,
+            calls.connection.token,
+            self._image_name,
+            is_stored=any(names_in(message)),
+            is_chat=hasattr(self._message, "messages"),
         )
         timeout_s = self._retries.remaining_s
         try:

@@ -24,7 +24,7 @@ from kestrel_client.connection import (
     FileName,
 )
 from kestrel_client.images import ImageInput, StoredImage
-from kestrel_client.requests import CallOptions, Length, SpatialRef
+from kestrel_client.requests import CallOptions, ChatMessage, Length, SpatialRef
 from kestrel_client.results import (
     Adapter,
     CallerUsage,
@@ -135,8 +135,8 @@ class Client:
             self._calls.vision.Query,
             lambda: requests.query(vision_pb2.QueryRequest, question, reasoning, spatial_refs, options),
             options,
-            image,
             results.query_result,
+            image,
         )
 
     def complete_query(
@@ -166,6 +166,48 @@ class Client:
         )
         return results.complete_query(response)
 
+    def chat(
+        self, messages: Sequence[ChatMessage], *, reasoning: bool | None = None, **options: Unpack[CallOptions]
+    ) -> TextStream[QueryResult]:
+        """Answers the last message of a conversation, as a stream of text.
+
+        Args:
+            messages: The conversation, whose last message is the user's. Its images may be in several messages.
+            reasoning: Whether the model reasons before it answers; the stream's `deltas()` have the reasoning.
+            **options: `temperature`, `top_p`, `max_tokens`, `seed`, `stop`, `model`, `priority`, `cache`,
+                `max_queue_s`, `timeout_s`, `request_id` and others; see `CallOptions`.
+
+        Returns:
+            The stream: iterate over its pieces of text, or take its `result()`. The next turn has the same
+            messages, the answer as a message of the assistant, and the next question.
+        """
+        return self._calls.stream(
+            self._calls.vision.Chat,
+            lambda: requests.chat(vision_pb2.ChatRequest, messages, reasoning, options),
+            options,
+            results.query_result,
+            *requests.chat_images(messages),
+        )
+
+    def complete_chat(
+        self, messages: Sequence[ChatMessage], *, reasoning: bool | None = None, **options: Unpack[CallOptions]
+    ) -> QueryResult:
+        """Answers the last message of a conversation in one response. Takes what `chat` takes.
+
+        Args:
+            messages: The conversation, whose last message is the user's. Its images may be in several messages.
+            reasoning: Whether the model reasons before it answers; the result has the reasoning.
+            **options: `temperature`, `top_p`, `max_tokens`, `seed`, `stop`, `model`, `priority`, `cache`,
+                `max_queue_s`, `timeout_s`, `request_id` and others; see `CallOptions`.
+        """
+        response = self._calls.call(
+            self._calls.vision.CompleteChat,
+            lambda: requests.chat(vision_pb2.CompleteChatRequest, messages, reasoning, options),
+            options,
+            *requests.chat_images(messages),
+        )
+        return results.complete_query(response)
+
     def caption(
         self, image: ImageInput, *, length: Length | None = None, **options: Unpack[CallOptions]
     ) -> TextStream[CaptionResult]:
@@ -184,8 +226,8 @@ class Client:
             self._calls.vision.Caption,
             lambda: requests.caption(vision_pb2.CaptionRequest, length, options),
             options,
-            image,
             results.caption_result,
+            image,
         )
 
     def complete_caption(

@@ -24,7 +24,7 @@ from urllib.parse import unquote_to_bytes
 
 from kestrel_client import pil_images
 from kestrel_client.errors import invalid_argument
-from kestrel_client.v1 import image_service_pb2, media_pb2
+from kestrel_client.v1 import image_service_pb2, media_pb2, vision_service_pb2
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -152,26 +152,28 @@ def digest_of(name: str) -> str | None:
     return None if match is None else match["digest"]
 
 
+def fields_of(message: Any) -> list[media_pb2.Image]:
+    """Returns the fields of a request that hold its images, in their order."""
+    if isinstance(message, vision_service_pb2.ChatRequest | vision_service_pb2.CompleteChatRequest):
+        return [part.image for turn in message.messages for part in turn.parts if part.HasField("image")]
+    return [message.image] if "image" in message.DESCRIPTOR.fields_by_name else []
+
+
 def bytes_in(message: Any) -> bytes | None:
-    """Returns the image that a request holds: a file or pixels. None where it holds none, or names one."""
+    """Returns the first image that a request holds: a file or pixels. None where it holds none, or names one."""
     if isinstance(message, image_service_pb2.PutImageRequest):
         return message.data
-    source = _source_of(message)
-    if source is None:
-        return None
-    return message.image.raw.pixels if source == "raw" else message.image.data if source == "data" else None
+    for image in fields_of(message)[:1]:
+        source = image.WhichOneof("source")
+        return image.raw.pixels if source == "raw" else image.data if source == "data" else None
+    return None
 
 
-def name_in(message: Any) -> str | None:
-    """Returns the name of a stored image in a request; None where it has none."""
+def names_in(message: Any) -> list[str]:
+    """Returns the name of each image of a request that is stored; "" for another one."""
     if isinstance(message, image_service_pb2.GetImageRequest | image_service_pb2.DeleteImageRequest):
-        return message.image_id
-    return message.image.image_id if _source_of(message) == "image_id" else None
-
-
-def _source_of(message: Any) -> str | None:
-    """Returns the name of the field that holds the image of a request; None without an image."""
-    return message.image.WhichOneof("source") if "image" in message.DESCRIPTOR.fields_by_name else None
+        return [message.image_id]
+    return [image.image_id for image in fields_of(message)]
 
 
 def is_address(image: ImageInput) -> TypeGuard[str]:

@@ -12,11 +12,12 @@ import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 from kestrel_client.errors import errors_of, invalid_argument
-from kestrel_client.images import StoredImage, digest_of
+from kestrel_client.images import ImageInput, StoredImage, digest_of
 from kestrel_client.results import Box, Point
 from kestrel_client.sending import Retries
 from kestrel_client.v1 import generation_pb2, image_service_pb2, media_pb2, vision_service_pb2
@@ -33,7 +34,28 @@ Priority = Literal["interactive", "normal", "batch"]
 SpatialRef = Point | Box
 """A part of the image that a request speaks about."""
 
+Role = Literal["system", "user", "assistant"]
+"""Says who speaks in a message of a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """A message of a conversation.
+
+    Args:
+        role: "system" for instructions, which precede all other messages; "user"; or "assistant" for an answer of
+            an earlier turn.
+        text: What is said.
+        images: What the message shows, each in any form of `ImageInput`; in messages of the user only.
+    """
+
+    role: Role
+    text: str
+    images: Sequence[ImageInput] = ()
+
+
 AnyQuery = TypeVar("AnyQuery", vision_service_pb2.QueryRequest, vision_service_pb2.CompleteQueryRequest)
+AnyChat = TypeVar("AnyChat", vision_service_pb2.ChatRequest, vision_service_pb2.CompleteChatRequest)
 AnyCaption = TypeVar("AnyCaption", vision_service_pb2.CaptionRequest, vision_service_pb2.CompleteCaptionRequest)
 AnySegment = TypeVar("AnySegment", vision_service_pb2.SegmentRequest, vision_service_pb2.StreamSegmentRequest)
 
@@ -46,19 +68,20 @@ class CallOptions(TypedDict, total=False):
         top_p: Sample from the most likely tokens whose probabilities add up to this.
         max_tokens: Maximum number of tokens to generate.
         seed: Seed of the sampling, for the same tokens every time.
-        stop: Strings, or a single one: the text ends before the first that comes. For queries and captions.
+        stop: Strings, or a single one: the text ends before the first that comes. For answers and captions.
         include_stop: Whether that string is part of the text.
-        top_k: Sample from so many of the most likely tokens. This and all up to `n` is for queries and captions.
+        top_k: Sample from so many of the most likely tokens. This and all up to `n` is for answers and captions.
         min_p: Sample from tokens with at least this share of the largest probability.
         repetition_penalty: Divides logits of tokens that are in the prompt or the text; 0.1 to 10.
         presence_penalty: Is subtracted from logits of tokens that are in the text; -2 to 2.
         frequency_penalty: Is subtracted each time that the text has the token; -2 to 2.
         logit_bias: By the ids of tokens, what is added to their logits; -100 to 100.
         logprobs: Returns how likely each token was, and so many of the most likely ones; 0 to 20.
-        n: How many samples to draw, 1 to 16, in `complete_query` and `complete_caption`.
-        choices: Texts, one of which is the answer of a query. This and the next two exclude each other.
-        regex: A regular expression that the whole answer of a query matches.
-        json_schema: A JSON schema, a dictionary or a text: the answer of a query is JSON that is valid under it.
+        n: How many samples to draw, 1 to 16, in `complete_query`, `complete_caption` and `complete_chat`.
+        choices: Texts, one of which is the answer. This and the next two exclude each other, and are for queries
+            and conversations.
+        regex: A regular expression that the whole answer matches.
+        json_schema: A JSON schema, a dictionary or a text: the answer is JSON that is valid under it.
         model: A name from `list_models()`.
         adapter: An adapter of the model, as `name` or `name@step`.
         priority: "interactive", "normal" or "batch": whether to start before or after others of the token.
@@ -98,6 +121,7 @@ class CallOptions(TypedDict, total=False):
     request_id: str | None
 
 
+ROUTE_KEY = "x-kestrel-route"
 IMAGE_DIGEST_KEY = "x-image-sha256"
 IMAGE_IS_STORED_KEY = "x-image-stored"
 
@@ -122,6 +146,34 @@ def query(
     )
     _put(message, "reasoning", reasoning)
     return message
+
+
+def chat(
+    kind: type[AnyChat], messages: Sequence[ChatMessage], reasoning: bool | None, options: CallOptions
+) -> AnyChat:
+    """Returns a conversation without its images, as a message of `kind`."""
+    message = kind(constraint=_constraint(options), **_shared(options, unused=()))
+    for index, turn in enumerate(_chat_messages(messages)):
+        added = message.messages.add(role=_label(f"messages[{index}].role", turn.role, Role, "CHAT_ROLE"))
+        for _ in turn.images:
+            added.parts.add(image=media_pb2.Image())
+        added.parts.add(text=_text(f"messages[{index}].text", turn.text))
+    _put(message, "reasoning", reasoning)
+    return message
+
+
+def chat_images(messages: Sequence[ChatMessage]) -> list[ImageInput]:
+    """Returns the images of a conversation in their order."""
+    return [image for turn in _chat_messages(messages) for image in turn.images]
+
+
+def _chat_messages(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    for index, turn in enumerate(messages):
+        if not isinstance(turn, ChatMessage):
+            raise invalid_argument("messages", f"are of ChatMessage, not {_shown(turn)}")
+        if isinstance(turn.images, str | bytes) or not isinstance(turn.images, Sequence):
+            raise invalid_argument(f"messages[{index}].images", "are images in a list")
+    return messages
 
 
 def caption(kind: type[AnyCaption], length: Length | None, options: CallOptions) -> AnyCaption:
@@ -206,19 +258,25 @@ def new_request_id() -> str:
 
 
 def metadata(
-    request_id: str, token: str | None, image_name: str | None = None, *, is_stored: bool = False
+    request_id: str,
+    token: str | None,
+    image_name: str | None = None,
+    *,
+    is_stored: bool = False,
+    is_chat: bool = False,
 ) -> tuple[tuple[str, str], ...]:
     """Returns the metadata that is sent with the message.
 
-    A balancer sends calls about one image to one server by the digest in `image_name`; `is_stored` says that the
-    message has this name in place of the image, so that no other server can answer.
+    A balancer sends calls about one image to one server by the digest in `image_name`, and those of a conversation
+    by that of its first image; `is_stored` says that the message has the name of a stored image in place of the
+    image, so that no other server can answer.
     """
     pairs = [("x-request-id", request_id)]
     if token is not None:
         pairs.append(("authorization", f"Bearer {token}"))
     digest = None if image_name is None else digest_of(image_name)
     if digest is not None:
-        pairs.append((IMAGE_DIGEST_KEY, digest))
+        pairs.append((ROUTE_KEY if is_chat else IMAGE_DIGEST_KEY, digest))
         if is_stored:
             pairs.append((IMAGE_IS_STORED_KEY, "1"))
     return tuple(pairs)
@@ -234,7 +292,7 @@ def _shared(options: CallOptions, unused: Sequence[str] = _CONSTRAINT) -> dict[s
         raise TypeError(f"unexpected keyword argument: {', '.join(map(_with_suggestion, sorted(unknown)))}")
     for name in unused:
         if options.get(name) is not None:
-            raise invalid_argument(name, "is for queries")
+            raise invalid_argument(name, "is for queries and conversations")
     sampling = generation_pb2.SamplingParams()
     for name in sampling.DESCRIPTOR.fields_by_name:
         if name not in ("stop", "logit_bias"):  # these two are lists

@@ -539,7 +539,9 @@ def query_result(message: vision_service_pb2.QueryResult) -> QueryResult:
     )
 
 
-def complete_query(message: vision_service_pb2.CompleteQueryResponse) -> QueryResult:
+def complete_query(
+    message: vision_service_pb2.CompleteQueryResponse | vision_service_pb2.CompleteChatResponse,
+) -> QueryResult:
     """Reads an answer and its alternatives."""
     alternatives = tuple(
         QueryAlternative(item.answer, _reasoning(item), **_ending(item)) for item in message.alternatives

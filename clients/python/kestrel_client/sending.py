@@ -50,7 +50,9 @@ _IN_MESSAGE, _STORE_FIRST, _BY_NAME = "in message", "store first", "by name"
 AnyResult = TypeVar("AnyResult", QueryResult, CaptionResult, SegmentResult)
 AnyPiece = TypeVar("AnyPiece", TextDelta, Segment)
 AnyReturned = TypeVar("AnyReturned")
-TextResponse = vision_service_pb2.QueryResponse | vision_service_pb2.CaptionResponse
+TextResponse = (
+    vision_service_pb2.QueryResponse | vision_service_pb2.CaptionResponse | vision_service_pb2.ChatResponse
+)
 
 
 class Asyncio:

@@ -41,6 +41,7 @@ from kestrel_grpc.frontends.grpc.reflection import add_reflection
 from kestrel_grpc.frontends.grpc.vision_service import VisionService
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_runtime.api.engine import Engine
+from kestrel_runtime.api.requests import Chat
 
 _VISION: Any = vision_service_pb2.DESCRIPTOR
 _IMAGES: Any = image_service_pb2.DESCRIPTOR
@@ -117,7 +118,10 @@ class GrpcFrontend:
             peers,
             instance_id=instance_id,
             max_message_bytes=config.max_message_bytes,
-            capabilities=() if store is None else ("images",),
+            capabilities=[
+                *(("chat",) if Chat.skill in engine.info.skills else ()),
+                *(() if store is None else ("images",)),
+            ],
         )
         public = (_VISION,) if store is None else (_VISION, _IMAGES)
         self._foreign = foreign

@@ -1,12 +1,13 @@
 """Limits serialized requests, before protobuf turns them into objects.
 
 A field of two bytes on the wire takes forty in memory, and a microsecond to check: a message as large as an image
-could hold millions of them. So a message must be small apart from one image, and must have few fields. The check
+could hold millions of them. So a message must be small apart from its images, and must have few fields. The check
 visits only the outermost fields and those around an image, and copies no payload.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,11 +17,14 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
+from kestrel_runtime.api.requests import MAX_CHAT_IMAGES
 
 MAX_OTHER_BYTES = 2**20
-"""The most bytes of a message apart from the payload of its image."""
+"""The most bytes of a message apart from the payloads of its images."""
 MAX_FIELDS = 1000
 """The most fields of a message and its image together, as serialized: each item of a repeated field counts."""
+MAX_CHAT_FIELDS = 4000
+"""The same of a conversation: each of 256 messages takes two fields, each of 1,024 parts two, each image four."""
 _UNCHECKED_BYTES = 128 * 1024
 """The size up to which a message is not checked: it holds too little to take long."""
 _IMAGE_URI = "kestrel.v1.Image.uri"
@@ -40,44 +44,77 @@ Layout = Mapping[int, "Payload | Layout"]
 """The fields of a message that may hold an image, or whose own fields may, by number."""
 
 
-def layout_of(descriptor: Any) -> Layout:
-    """Returns the layout of the messages of a type, which must not contain itself."""
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Bounds the messages of a type."""
+
+    layout: Layout
+    max_images: int
+    """The most images: 1, or `MAX_CHAT_IMAGES` for a type with images in a repeated field."""
+
+    @property
+    def max_fields(self) -> int:
+        """The most fields of a message and its images together."""
+        return MAX_FIELDS if self.max_images == 1 else MAX_CHAT_FIELDS
+
+
+def shape_of(descriptor: Any) -> Shape:
+    """Returns the shape of the messages of a type, which must not contain itself."""
+    layout = _layout_of(descriptor)
+    repeats = any(field.is_repeated for field in descriptor.fields if field.number in layout)
+    return Shape(layout, MAX_CHAT_IMAGES if repeats else 1)
+
+
+def _layout_of(descriptor: Any) -> Layout:
     found: dict[int, Payload | Layout] = {}
     for field in descriptor.fields:
         if field.type == FieldDescriptor.TYPE_BYTES:
             found[field.number] = Payload(is_image=not field.is_repeated)
         elif field.full_name == _IMAGE_URI:
             found[field.number] = Payload(is_image=False)
-        elif field.type == FieldDescriptor.TYPE_MESSAGE and (inner := layout_of(field.message_type)):
+        elif field.type == FieldDescriptor.TYPE_MESSAGE and (inner := _layout_of(field.message_type)):
             found[field.number] = inner
     return MappingProxyType(found)
 
 
-def check_shape(message: bytes, layout: Layout, max_image_bytes: int) -> None:
-    """Raises `InvalidRequest` for a message that is too large or has too many fields, apart from its image.
+def check_shape(message: bytes, shape: Shape, max_image_bytes: int) -> None:
+    """Raises `InvalidRequest` for a message that is too large or has too many fields, apart from its images.
 
-    Raises `ImageError` for an image above `max_image_bytes`, and `DecodeError` if the bytes are no protobuf
-    message. The image is the longest of the fields that may hold one.
+    Raises `ImageError` for the one image of a message above `max_image_bytes`, and `DecodeError` if the bytes are
+    no protobuf message. The images are the longest of the fields that may hold one. Those of a conversation are
+    checked later, with their paths.
     """
     num_bytes = len(message)
     if num_bytes <= _UNCHECKED_BYTES:
         return
-    payload_bytes, is_image, _ = _walk(message, 0, num_bytes, layout, 0)
-    if num_bytes - payload_bytes > MAX_OTHER_BYTES:
-        raise _refusal(f"holds more than {MAX_OTHER_BYTES} bytes apart from its image")
-    if is_image and payload_bytes > max_image_bytes:
+    payloads: list[tuple[int, bool]] = []
+    _walk(message, 0, num_bytes, shape.layout, 0, shape.max_fields, payloads)
+    images = heapq.nlargest(shape.max_images, payloads)
+    if num_bytes - sum(length for length, _ in images) > MAX_OTHER_BYTES:
+        name = "image" if shape.max_images == 1 else f"{shape.max_images} largest images"
+        raise _refusal(f"holds more than {MAX_OTHER_BYTES} bytes apart from its {name}")
+    if shape.max_images == 1 and images and images[0] > (max_image_bytes, True):
         raise ImageError(f"must not exceed {max_image_bytes} bytes", too_large=True)
 
 
-def _walk(message: bytes, position: int, end: int, layout: Layout, num_fields: int) -> tuple[int, bool, int]:
-    """Returns the length of the longest payload, True if that is an image and nothing else, and the number of
-    fields added to `num_fields`."""
-    payload_bytes = depth = 0
-    is_image = False
+def _walk(
+    message: bytes,
+    position: int,
+    end: int,
+    layout: Layout,
+    num_fields: int,
+    max_fields: int,
+    payloads: list[tuple[int, bool]],
+) -> int:
+    """Adds each payload to `payloads`: its length, and True if it is an image and nothing else.
+
+    Returns the number of fields added to `num_fields`.
+    """
+    depth = 0
     while position < end:
         num_fields += 1
-        if num_fields > MAX_FIELDS:
-            raise _refusal(f"holds more than {MAX_FIELDS} fields")
+        if num_fields > max_fields:
+            raise _refusal(f"holds more than {max_fields} fields")
         tag, position = _varint(message, position, end)
         kind = tag & 7
         if kind == _LENGTH:
@@ -86,15 +123,10 @@ def _walk(message: bytes, position: int, end: int, layout: Layout, num_fields: i
                 raise DecodeError
             field = None if depth else layout.get(tag >> 3)
             if isinstance(field, Payload):
-                found_bytes, found_is_image = length, field.is_image
-            elif field is None:
-                found_bytes, found_is_image = 0, False
-            else:
-                found_bytes, found_is_image, num_fields = _walk(
-                    message, position, position + length, field, num_fields
-                )
-            if found_bytes > payload_bytes:
-                payload_bytes, is_image = found_bytes, found_is_image
+                payloads.append((length, field.is_image))
+            elif field is not None:
+                inner_end = position + length
+                num_fields = _walk(message, position, inner_end, field, num_fields, max_fields, payloads)
             position += length
         elif kind == _VARINT:
             _, position = _varint(message, position, end)
@@ -110,7 +142,7 @@ def _walk(message: bytes, position: int, end: int, layout: Layout, num_fields: i
             raise DecodeError
     if position > end or depth:
         raise DecodeError
-    return payload_bytes, is_image, num_fields
+    return num_fields
 
 
 def _varint(message: bytes, position: int, end: int) -> tuple[int, int]:

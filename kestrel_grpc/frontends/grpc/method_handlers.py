@@ -33,7 +33,7 @@ from kestrel_grpc.calls.errors import CallFailure, Unsupported
 from kestrel_grpc.calls.message_gate import MessageTimeout, MessageTooLarge
 from kestrel_grpc.frontends.grpc.connections import Connections
 from kestrel_grpc.frontends.grpc.load_reports import LoadReports
-from kestrel_grpc.frontends.grpc.message_shape import check_shape, layout_of
+from kestrel_grpc.frontends.grpc.message_shape import check_shape, shape_of
 from kestrel_grpc.frontends.grpc.status import status_code, trailing_metadata
 from kestrel_grpc.images.stored_images import MAX_CHUNK_BYTES
 from kestrel_runtime.api.deadlines import deadline_in
@@ -119,7 +119,7 @@ class AdmittedServices:
 
         It raises `InvalidRequest`, `MessageTooLarge`, and `Unsupported` for a compressed message.
         """
-        layout = layout_of(parse.__self__.DESCRIPTOR)
+        shape = shape_of(parse.__self__.DESCRIPTOR)
         admission, limit_bytes = self._admission, self._max_message_bytes
 
         async def receive(context: Context, call: CallContext) -> Message | None:
@@ -131,7 +131,7 @@ class AdmittedServices:
             if data[:2] == _GZIP:  # no message begins with these bytes
                 raise _compressed()
             try:
-                check_shape(data, layout, admission.max_image_bytes)
+                check_shape(data, shape, admission.max_image_bytes)
                 return parse(data)
             except (DecodeError, InvalidRequest) as error:
                 if data[:2] in _DEFLATE:  # a message could begin with these bytes

@@ -6,27 +6,35 @@ without a member, an unknown enum value) are reported together with those that t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
-from kestrel_client.v1 import generation_pb2, media_pb2
+from kestrel_client.v1 import generation_pb2, media_pb2, vision_service_pb2
 from kestrel_grpc.images.stored_images import BAD_IMAGE_ID, ImageHandle, ImageReference, ImageUri
 from kestrel_runtime.api.constraints import MAX_CHOICES, Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Violation
-from kestrel_runtime.api.images import PixelFormat, RawImage, side_violations
+from kestrel_runtime.api.images import Image, PixelFormat, RawImage, side_violations
 from kestrel_runtime.api.requests import (
+    MAX_CHAT_MESSAGES,
     MAX_SPATIAL_REFS,
     BoxRef,
     CachePolicy,
+    Chat,
+    ChatMessage,
     PointRef,
     Priority,
     Request,
     RequestOptions,
+    Role,
     SamplingParams,
     SpatialRef,
+    too_many_messages,
     too_many_spatial_refs,
 )
 
@@ -59,40 +67,135 @@ _PIXEL_FORMATS: Mapping[int, PixelFormat] = MappingProxyType(
 )
 # Stands for the bytes of an image that the request names by an address or a handle.
 _PLACEHOLDER_IMAGE = b"?"
+_ROLES: Mapping[int, Role] = MappingProxyType(
+    {
+        vision_service_pb2.CHAT_ROLE_SYSTEM: Role.SYSTEM,
+        vision_service_pb2.CHAT_ROLE_USER: Role.USER,
+        vision_service_pb2.CHAT_ROLE_ASSISTANT: Role.ASSISTANT,
+    }
+)
+_MAX_PARTS = 1024
+"""The most parts of all messages of a conversation together."""
 _MAX_DURATION_S = 315_576_000_000
 _CHOICES = "constraint.choices"
 _DEFAULT_SAMPLING = SamplingParams()
 _DEFAULT_OPTIONS = RequestOptions()
 
 
-def image_reference(message: Any) -> ImageReference | None:
-    """Returns the address or the handle of the image; None if the message has the bytes of an image, or no image.
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """Holds a request, and what its message says about its images."""
 
-    Takes a message that has been converted; its request has a placeholder as its image.
-    """
-    source = message.image.WhichOneof("source")
+    request: Request
+    references: tuple[ImageReference | None, ...]
+    """The address or the handle of each image of the request; None for an image whose bytes the message has."""
+    field_name: Callable[[str], str]
+    """Converts the path of a field of the engine's requests to its path in the message."""
+
+
+def parsed(parse: Callable[[Any], Request], message: Any) -> Parsed:
+    """Returns the request that `parse` makes of a message. Raises `InvalidRequest`."""
+    request = parse(message)
+    if isinstance(request, Chat):
+        places = _image_places(message.messages)
+        images = [message.messages[index].parts[place].image for index, row in enumerate(places) for place in row]
+        return Parsed(request, tuple(map(_reference, images)), partial(_chat_path, places))
+    return Parsed(request, (_reference(message.image),) if request.images else (), str)
+
+
+def _reference(image: media_pb2.Image) -> ImageReference | None:
+    source = image.WhichOneof("source")
     if source == "uri":
-        return ImageUri(message.image.uri)
-    return ImageHandle.parse(message.image.image_id) if source == "image_id" else None
+        return ImageUri(image.uri)
+    return ImageHandle.parse(image.image_id) if source == "image_id" else None
 
 
 def new_request(
     kind: type[RequestT], message: Any, violations: list[Violation], *, needs_image: bool = True, **own: Any
 ) -> RequestT:
-    """Returns a request of the fields that all messages share and of its `own` fields.
+    """Returns a request of the fields that messages about one image share and of its `own` fields.
 
     Raises `InvalidRequest` with all violations: first `violations`, which the caller has found in `own`, then those
     of shared fields, then those that the request finds.
     """
+    has_image = needs_image or message.HasField("image")
+    own["image"] = _image(message.image, "image", violations) if has_image else None
+    return _made(kind, message, violations, own, str)
+
+
+def new_chat(message: Any, violations: list[Violation]) -> Chat:
+    """Returns a conversation, as `new_request` returns requests about one image."""
+    if len(message.messages) > MAX_CHAT_MESSAGES:  # before each is looked at
+        raise InvalidRequest((*violations, too_many_messages()))
+    num_parts = sum(len(item.parts) for item in message.messages)
+    if num_parts > _MAX_PARTS:
+        text = f"must have at most {_MAX_PARTS} parts together, and have {num_parts}"
+        raise InvalidRequest((*violations, Violation("messages", text)))
+    turns = enumerate(message.messages)
+    own = {
+        "messages": tuple(_chat_message(turn, f"messages[{index}]", violations) for index, turn in turns),
+        "reasoning": message.reasoning,
+        "constraint": constraint(message.constraint) if message.HasField("constraint") else None,
+    }
+    return _made(Chat, message, violations, own, partial(_chat_path, _image_places(message.messages)))
+
+
+def _made(
+    kind: type[RequestT],
+    message: Any,
+    violations: list[Violation],
+    own: dict[str, Any],
+    field_name: Callable[[str], str],
+) -> RequestT:
     options = _options(message, violations)
-    own["image"] = _image(message, violations) if needs_image or message.HasField("image") else None
     try:
         request = kind(sampling=_sampling(message), options=options, **own)
     except InvalidRequest as error:
+        error.rename(field_name)
         raise InvalidRequest((*violations, *map(_renamed, error.violations))) from None
     if violations:
         raise InvalidRequest(tuple(violations))
     return request
+
+
+def _chat_message(message: vision_service_pb2.ChatMessage, path: str, violations: list[Violation]) -> ChatMessage:
+    role = _ROLES.get(message.role)
+    if role is None:
+        violations.append(Violation(f"{path}.role", "must be one of SYSTEM, USER and ASSISTANT"))
+        role = Role.USER
+    texts: list[str] = []
+    images: list[Image] = []
+    for index, part in enumerate(message.parts):
+        kind = part.WhichOneof("part")
+        if kind == "text":
+            texts.append(part.text)
+        elif kind == "image":
+            images.append(_image(part.image, f"{path}.parts[{index}].image", violations))
+        else:
+            violations.append(Violation(f"{path}.parts[{index}]", "needs a text or an image"))
+    return ChatMessage(role, "\n".join(texts), tuple(images))
+
+
+def _image_places(messages: Sequence[vision_service_pb2.ChatMessage]) -> list[list[int]]:
+    """Returns for each message the indices of its parts that are images."""
+    return [
+        [index for index, part in enumerate(message.parts) if part.WhichOneof("part") == "image"]
+        for message in messages
+    ]
+
+
+_CHAT_FIELD = re.compile(r"messages\[(\d+)\]\.(content|images)(?:\[(\d+)\])?(.*)")
+
+
+def _chat_path(places: Sequence[Sequence[int]], field: str) -> str:
+    """Returns the path in the message of a field of the engine's conversation, whose texts and images are parts."""
+    found = _CHAT_FIELD.fullmatch(field)
+    if found is None:
+        return field
+    index, kind, place, rest = found.groups()
+    if kind == "content":
+        return f"messages[{index}].parts"
+    return f"messages[{index}].parts[{places[int(index)][int(place or 0)]}].image{rest}"
 
 
 def _renamed(violation: Violation) -> Violation:
@@ -141,21 +244,22 @@ def seconds_of(duration: Duration) -> float | None:
     return duration.seconds + duration.nanos * 1e-9
 
 
-def _image(message: Any, violations: list[Violation]) -> bytes | RawImage:
-    """Returns the image, or a placeholder for one that `image_reference` names."""
-    source = message.image.WhichOneof("source")
+def _image(message: media_pb2.Image, path: str, violations: list[Violation]) -> bytes | RawImage:
+    """Returns the image in the field at `path`, or a placeholder for one that it only names."""
+    source = message.WhichOneof("source")
     if source == "raw":
-        return _raw_image(message.image.raw, violations)
-    if source == "image_id" and ImageHandle.parse(message.image.image_id) is None:
-        violations.append(Violation("image.image_id", BAD_IMAGE_ID))
-    return _PLACEHOLDER_IMAGE if source in ("uri", "image_id") else message.image.data
+        return _raw_image(message.raw, path, violations)
+    if source == "image_id" and ImageHandle.parse(message.image_id) is None:
+        violations.append(Violation(f"{path}.image_id", BAD_IMAGE_ID))
+    return _PLACEHOLDER_IMAGE if source in ("uri", "image_id") else message.data
 
 
-def _raw_image(message: media_pb2.RawImage, violations: list[Violation]) -> bytes | RawImage:
+def _raw_image(message: media_pb2.RawImage, path: str, violations: list[Violation]) -> bytes | RawImage:
     pixel_format = _PIXEL_FORMATS.get(message.format)
     if pixel_format is None:
-        violations.append(Violation("image.raw.format", "must be one of RGB8, BGR8, RGBA8 and GRAY8"))
-        violations += side_violations(message.width_px, message.height_px)
+        violations.append(Violation(f"{path}.raw.format", "must be one of RGB8, BGR8, RGBA8 and GRAY8"))
+        sides = side_violations(message.width_px, message.height_px)
+        violations += (Violation(f"{path}{side.field.removeprefix('image')}", side.description) for side in sides)
         return _PLACEHOLDER_IMAGE
     stride_bytes = message.row_stride_bytes or message.width_px * pixel_format.pixel_bytes
     return RawImage(message.pixels, message.width_px, message.height_px, pixel_format, stride_bytes)

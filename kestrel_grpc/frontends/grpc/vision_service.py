@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.calls.call_context import CallContext
-from kestrel_grpc.calls.submission import Submission, ending_with, last_event
+from kestrel_grpc.calls.submission import Submission, ending_with, last_event, naming
 from kestrel_grpc.frontends.grpc import parsing, rendering
-from kestrel_grpc.images.stored_images import ImageReference
 from kestrel_runtime.api.errors import Violation
 from kestrel_runtime.api.events import (
     CaptionOutput,
@@ -31,7 +30,7 @@ from kestrel_runtime.api.events import (
     TextDelta,
     TextEvent,
 )
-from kestrel_runtime.api.requests import Caption, Detect, Gaze, Point, PointRef, Query, Request, Segment
+from kestrel_runtime.api.requests import Caption, Chat, Detect, Gaze, Point, PointRef, Query, Request, Segment
 
 ObjectRequestT = TypeVar("ObjectRequestT", Point, Detect, Segment)
 
@@ -62,9 +61,12 @@ class VisionService:
         parse, render = binding.parse, binding.render
 
         async def answer(message: Any, call: CallContext) -> Any:
-            streams = await self._submission.submit_samples(*_parsed(parse, message), call)
+            asked = parsing.parsed(parse, message)
             del message
-            finished = await last_event(streams, call)
+            with naming(asked.field_name):
+                streams = await self._submission.submit_samples(asked.request, asked.references, call)
+                del asked
+                finished = await last_event(streams, call)
             assert call.request is not None
             model = call.request.model(self._model)
             return await self._submission.rendered(finished, partial(render, finished, call.request_id, model))
@@ -75,11 +77,15 @@ class VisionService:
         parse, render = binding.parse, binding.render
 
         async def events(message: Any, call: CallContext) -> AsyncGenerator[Any, None]:
-            stream = await self._submission.submit(*_parsed(parse, message), call)
+            asked = parsing.parsed(parse, message)
             del message
+            names = naming(asked.field_name)
+            with names:
+                stream = await self._submission.submit(asked.request, asked.references, call)
+            del asked
             assert call.request is not None
             model = call.request.model(self._model)
-            with ending_with(stream):
+            with names, ending_with(stream):
                 async for event in stream:
                     if isinstance(event, Finished):
                         call.finished = event
@@ -89,11 +95,6 @@ class VisionService:
                         yield render(event, call.request_id, model)
 
         return events
-
-
-def _parsed(parse: Callable[[Any], Request], message: Any) -> tuple[Request, ImageReference | None]:
-    """Returns the request, and the address or handle of its image, if it has one."""
-    return parse(message), parsing.image_reference(message)
 
 
 def query(message: wire.QueryRequest | wire.CompleteQueryRequest) -> Query:
@@ -149,6 +150,30 @@ def _query_alternative(finished: Finished) -> wire.QueryAlternative:
         logprobs=rendering.logprobs(output.logprobs),
         finish_reason=rendering.finish_reason(finished),
         stop_sequence=finished.stop_sequence,
+    )
+
+
+def chat(message: wire.ChatRequest | wire.CompleteChatRequest) -> Chat:
+    """Returns the request for an answer to a conversation, streamed or not."""
+    return parsing.new_chat(message, _stream_violations(message))
+
+
+def chat_event(event: TextEvent, request_id: str, model: str) -> wire.ChatResponse:
+    """Returns one message of a `Chat` stream."""
+    if isinstance(event, TextDelta):
+        response = wire.ChatResponse()
+        rendering.fill_delta(response.delta, event)
+        return response
+    if isinstance(event, Started):
+        return wire.ChatResponse(started=rendering.started(event, request_id, model))
+    return wire.ChatResponse(completed=query_result(event, request_id, model))
+
+
+def complete_chat(finished: Finished, request_id: str, model: str) -> wire.CompleteChatResponse:
+    """Returns the response with a whole answer."""
+    return wire.CompleteChatResponse(
+        result=query_result(finished, request_id, model),
+        alternatives=[_query_alternative(other) for other in finished.alternatives],
     )
 
 
@@ -264,7 +289,7 @@ def gaze_response(finished: Finished, request_id: str, model: str) -> wire.GazeR
 
 def _stream_violations(message: Any) -> list[Violation]:
     """Returns a violation if a stream, which has one sample, is asked for several."""
-    if isinstance(message, wire.QueryRequest | wire.CaptionRequest) and message.sampling.n > 1:
+    if isinstance(message, wire.QueryRequest | wire.CaptionRequest | wire.ChatRequest) and message.sampling.n > 1:
         return [Violation("sampling.n", "must be 1 in a stream")]
     return []
 
@@ -308,4 +333,6 @@ BINDINGS = (
     Binding("Segment", segment, segment_response),
     Binding("StreamSegment", segment, segment_event, is_streamed=True),
     Binding("Gaze", gaze, gaze_response),
+    Binding("Chat", chat, chat_event, is_streamed=True),
+    Binding("CompleteChat", chat, complete_chat),
 )

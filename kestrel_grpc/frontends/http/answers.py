@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from kestrel_grpc.calls.call_context import CallContext, RequestSummary
 from kestrel_grpc.calls.errors import CallFailure
-from kestrel_grpc.calls.submission import Submission, ending_with, last_event, with_alternatives
+from kestrel_grpc.calls.submission import Submission, ending_with, last_event, naming, with_alternatives
 from kestrel_grpc.images.stored_images import ImageReference
-from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.events import Event, Finished
 from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
@@ -58,8 +55,8 @@ class ParsedRequest:
     """Holds a request that a frontend has read from a body."""
 
     request: Request
-    image: ImageReference | None
-    """The name of the image, if the request's image is a placeholder."""
+    references: tuple[ImageReference | None, ...]
+    """The name of each image of the request that is a placeholder; None for the others."""
     is_streamed: bool
     style: Any
     """The form of the answer that the body asks for; the frontend's renderer reads it."""
@@ -73,41 +70,26 @@ def serving(
     """Makes the `serve` of an operation. `new_renderer` takes the id of a request, its summary and its style."""
 
     async def serve(parsed: ParsedRequest, call: CallContext) -> Answer:
-        is_streamed, style, naming = parsed.is_streamed, parsed.style, _Naming(parsed.field_name)
-        with naming:
-            streams = await submission.submit_samples(parsed.request, parsed.image, call)
+        is_streamed, style, names = parsed.is_streamed, parsed.style, naming(parsed.field_name)
+        with names:
+            streams = await submission.submit_samples(parsed.request, parsed.references, call)
             assert call.request is not None
             renderer = new_renderer(call.request_id, call.request, style)
             del parsed  # it holds the image
             if is_streamed:
-                return Events(_rendered_events(submission, streams, renderer, call, naming), renderer.failure)
+                return Events(_rendered_events(submission, streams, renderer, call, names), renderer.failure)
             finished = await last_event(streams, call)
             return await submission.rendered(finished, partial(renderer.answer, finished))
 
     return serve
 
 
-class _Naming(AbstractContextManager[None]):
-    """Renames the fields in an `InvalidRequest` of the block to their names in the body."""
-
-    def __init__(self, field_name: Callable[[str], str]) -> None:
-        self._field_name = field_name
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if isinstance(error, InvalidRequest):
-            error.violations = tuple(
-                Violation(self._field_name(item.field), item.description) for item in error.violations
-            )
-
-
 async def _rendered_events(
-    submission: Submission, streams: Sequence[Stream], renderer: Renderer, call: CallContext, naming: _Naming
+    submission: Submission, streams: Sequence[Stream], renderer: Renderer, call: CallContext, names: naming
 ) -> AsyncGenerator[bytes, None]:
     """Yields the server-sent events of the samples of a request. Closing the generator cancels the request."""
     finished: dict[int, Finished] = {}
-    with naming, ending_with(*streams):
+    with names, ending_with(*streams):
         async for sample, event in _numbered(streams):
             if not isinstance(event, Finished):
                 written = renderer.events(event, sample)

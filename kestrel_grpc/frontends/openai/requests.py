@@ -355,9 +355,9 @@ def _parsed(
         problems.add_renamed(error.violations, name)
     problems.require_none()
     assert query is not None
-    reference = None if image is None else image.reference
+    references = () if image is None else (image.reference,)
     style = Style(body.stream_options.include_usage, () if call is None else call.names, skill != TEXT)
-    return ParsedRequest(query, reference, body.stream, style, name)
+    return ParsedRequest(query, references, body.stream, style, name)
 
 
 def _constraint(

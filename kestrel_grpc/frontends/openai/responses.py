@@ -254,7 +254,7 @@ def parse_response(max_image_bytes: int, served: Collection[str], data: bytes) -
     problems.require_none()
     assert request is not None
     style = ResponseStyle(_echo(body), () if call is None else call.names, skill != TEXT)
-    return ParsedRequest(request, None if image is None else image.reference, body.stream, style, name)
+    return ParsedRequest(request, () if image is None else (image.reference,), body.stream, style, name)
 
 
 def _constraint(body: ResponseBody, problems: Problems) -> Constraint | None:

@@ -271,7 +271,7 @@ def parse_request(
         problems.add_renamed(error.violations, name)
     problems.require_none()
     assert request is not None
-    return ParsedRequest(request, image.reference, is_streamed, body.format, name)
+    return ParsedRequest(request, (image.reference,), is_streamed, body.format, name)
 
 
 _NAMES: Mapping[str, str] = MappingProxyType(

@@ -60,7 +60,7 @@ class Inference:
             )
         _limit(call, wanted.timeout_s)
         with self._statistics.counting(call):
-            stream = await self._submission.submit(wanted.request, None, call)
+            stream = await self._submission.submit(wanted.request, (), call)
             del message, wanted
             return render.answer(await last_event([stream], call), call.request_id)
 
@@ -81,7 +81,7 @@ class Inference:
                 wanted = await infer_request(message, self._served, self._reader(call))
                 _limit(call, wanted.timeout_s)
                 with self._statistics.counting(call):
-                    stream, streams = await self._submission.submit(wanted.request, None, call), wanted.streams
+                    stream, streams = await self._submission.submit(wanted.request, (), call), wanted.streams
                     del message, wanted
                     out.mark_taken(index)
                     with ending_with(stream):

@@ -306,8 +306,8 @@ _ERRORS: Mapping[type[KestrelError], _Kind] = MappingProxyType(
             lambda pairs: InvalidRequest(_violations(pairs)),
         ),
         ImageError: _Kind(
-            lambda error: (error.violations[0].description, error.too_large),
-            lambda description, too_large: ImageError(description, too_large=too_large),
+            lambda error: (error.violations[0].description, error.too_large, error.violations[0].field),
+            lambda description, too_large, field: ImageError(description, too_large=too_large, field=field),
         ),
         ContextLengthExceeded: _Kind(
             lambda error: (error.violations[0].field, error.num_prompt_tokens, error.max_context_tokens),

@@ -137,18 +137,23 @@ class EngineInfo:
             raise ModelNotFound(request.options.model)
         if request.skill not in self.skills:
             raise SkillUnsupported(request.skill, self.model)
-        images = request.images
+        images, paths = request.images, image_paths(request)
         if len(images) > MAX_IMAGES:
             text = f"the engine takes {MAX_IMAGES} image in a request, and this one has {len(images)}"
-            raise InvalidRequest((Violation(image_paths(request)[MAX_IMAGES], text),))
-        for image in images:
-            self.check_image(image)
+            raise InvalidRequest((Violation(paths[MAX_IMAGES], text),))
+        for path, image in zip(paths, images, strict=True):
+            self.check_image(image, path)
+        num_bytes, limit_bytes = sum(map(len, images)), self.config.max_queued_image_bytes
+        if len(images) > 1 and num_bytes > limit_bytes:
+            text = f"the images take {num_bytes} bytes together and must not exceed {limit_bytes}"
+            raise ImageError(text, too_large=True, field="messages")
 
-    def check_image(self, image: Image) -> None:
-        """Raises `ImageError` for an image of too many bytes."""
+    def check_image(self, image: Image, path: str = "image") -> None:
+        """Raises `ImageError` for an image of too many bytes, which the field at `path` has."""
         num_bytes = image.padded_bytes if isinstance(image, RawImage) else len(image)
         if num_bytes > self.config.max_image_bytes:
-            raise ImageError(f"the image must not exceed {self.config.max_image_bytes} bytes", too_large=True)
+            text = f"the image must not exceed {self.config.max_image_bytes} bytes"
+            raise ImageError(text, too_large=True, field=path)
 
 
 @dataclass(frozen=True, slots=True)

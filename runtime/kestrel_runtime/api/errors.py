@@ -25,7 +25,7 @@ from __future__ import annotations
 import difflib
 import heapq
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -66,12 +66,16 @@ class InvalidRequest(KestrelError):
         super().__init__("; ".join(f"{item.field}: {item.description}" for item in violations))
         self.violations = violations
 
+    def rename(self, name: Callable[[str], str]) -> None:
+        """Replaces the path of the field of each violation by what `name` returns for it."""
+        self.violations = tuple(Violation(name(item.field), item.description) for item in self.violations)
+
 
 class ImageError(InvalidRequest):
-    """The image cannot be used. `too_large` distinguishes a size limit from bytes that do not decode."""
+    """The image in `field` cannot be used. `too_large` distinguishes a size limit from bytes that do not decode."""
 
-    def __init__(self, description: str, *, too_large: bool = False) -> None:
-        super().__init__((Violation("image", description),))
+    def __init__(self, description: str, *, too_large: bool = False, field: str = "image") -> None:
+        super().__init__((Violation(field, description),))
         self.too_large = too_large
 
 

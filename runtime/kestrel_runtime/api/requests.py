@@ -401,7 +401,7 @@ def image_paths(request: Request) -> list[str]:
 
 def _messages(messages: tuple[ChatMessage, ...]) -> Iterator[Violation]:
     if not 1 <= len(messages) <= MAX_CHAT_MESSAGES:
-        yield Violation("messages", f"must be from 1 to {MAX_CHAT_MESSAGES}")
+        yield too_many_messages()
         return
     is_led = True  # until somebody speaks to the model
     for index, message in enumerate(messages):
@@ -446,6 +446,11 @@ def _image(value: Image) -> Iterator[Violation]:
         yield from value.violations()
     elif not value:
         yield Violation("image", "must not be empty")
+
+
+def too_many_messages() -> Violation:
+    """Returns the violation of a conversation without messages, or with more than `MAX_CHAT_MESSAGES`."""
+    return Violation("messages", f"must be from 1 to {MAX_CHAT_MESSAGES}")
 
 
 def too_many_spatial_refs() -> Violation:

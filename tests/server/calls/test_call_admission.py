@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ class PlainFrontend:
         try:
             async with admission.admit(call):
                 request = await admission.receive(read, call, lambda: "nowhere:1")
-                stream = await self._submission.submit(request, None if uri is None else ImageUri(uri), call)
+                references = () if uri is None else (ImageUri(uri),)
+                asked = replace(request, image=b"?") if references else request
+                stream = await self._submission.submit(asked, references, call)
                 with ending_with(stream), admission.watch_reader(call) as reader:
                     async for event in stream:
                         await reader.wait_for(write(event))

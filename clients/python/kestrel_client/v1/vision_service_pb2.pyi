@@ -15,10 +15,21 @@ class CaptionLength(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAPTION_LENGTH_SHORT: _ClassVar[CaptionLength]
     CAPTION_LENGTH_NORMAL: _ClassVar[CaptionLength]
     CAPTION_LENGTH_LONG: _ClassVar[CaptionLength]
+
+class ChatRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CHAT_ROLE_UNSPECIFIED: _ClassVar[ChatRole]
+    CHAT_ROLE_SYSTEM: _ClassVar[ChatRole]
+    CHAT_ROLE_USER: _ClassVar[ChatRole]
+    CHAT_ROLE_ASSISTANT: _ClassVar[ChatRole]
 CAPTION_LENGTH_UNSPECIFIED: CaptionLength
 CAPTION_LENGTH_SHORT: CaptionLength
 CAPTION_LENGTH_NORMAL: CaptionLength
 CAPTION_LENGTH_LONG: CaptionLength
+CHAT_ROLE_UNSPECIFIED: ChatRole
+CHAT_ROLE_SYSTEM: ChatRole
+CHAT_ROLE_USER: ChatRole
+CHAT_ROLE_ASSISTANT: ChatRole
 
 class QueryRequest(_message.Message):
     __slots__ = ("question", "image", "reasoning", "spatial_refs", "sampling", "options", "constraint")
@@ -305,3 +316,65 @@ class GazeResponse(_message.Message):
     target: _media_pb2.NormalizedPoint
     info: _generation_pb2.ResponseInfo
     def __init__(self, target: _Optional[_Union[_media_pb2.NormalizedPoint, _Mapping]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
+
+class ChatPart(_message.Message):
+    __slots__ = ("text", "image")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    image: _media_pb2.Image
+    def __init__(self, text: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ...) -> None: ...
+
+class ChatMessage(_message.Message):
+    __slots__ = ("role", "parts")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    role: ChatRole
+    parts: _containers.RepeatedCompositeFieldContainer[ChatPart]
+    def __init__(self, role: _Optional[_Union[ChatRole, str]] = ..., parts: _Optional[_Iterable[_Union[ChatPart, _Mapping]]] = ...) -> None: ...
+
+class ChatRequest(_message.Message):
+    __slots__ = ("messages", "reasoning", "sampling", "options", "constraint")
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    reasoning: bool
+    sampling: _generation_pb2.SamplingParams
+    options: _generation_pb2.RequestOptions
+    constraint: _generation_pb2.Constraint
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., reasoning: bool = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., constraint: _Optional[_Union[_generation_pb2.Constraint, _Mapping]] = ...) -> None: ...
+
+class ChatResponse(_message.Message):
+    __slots__ = ("started", "delta", "completed")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    started: _generation_pb2.StreamStarted
+    delta: _generation_pb2.TextDelta
+    completed: QueryResult
+    def __init__(self, started: _Optional[_Union[_generation_pb2.StreamStarted, _Mapping]] = ..., delta: _Optional[_Union[_generation_pb2.TextDelta, _Mapping]] = ..., completed: _Optional[_Union[QueryResult, _Mapping]] = ...) -> None: ...
+
+class CompleteChatRequest(_message.Message):
+    __slots__ = ("messages", "reasoning", "sampling", "options", "constraint")
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    reasoning: bool
+    sampling: _generation_pb2.SamplingParams
+    options: _generation_pb2.RequestOptions
+    constraint: _generation_pb2.Constraint
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., reasoning: bool = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., constraint: _Optional[_Union[_generation_pb2.Constraint, _Mapping]] = ...) -> None: ...
+
+class CompleteChatResponse(_message.Message):
+    __slots__ = ("result", "alternatives")
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
+    result: QueryResult
+    alternatives: _containers.RepeatedCompositeFieldContainer[QueryAlternative]
+    def __init__(self, result: _Optional[_Union[QueryResult, _Mapping]] = ..., alternatives: _Optional[_Iterable[_Union[QueryAlternative, _Mapping]]] = ...) -> None: ...

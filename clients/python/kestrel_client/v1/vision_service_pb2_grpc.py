@@ -34,7 +34,7 @@ class VisionServiceStub(object):
     passes, stops generating. Metadata `x-request-id` (at most 128 letters, digits, dots, hyphens and underscores)
     names a request in logs and comes back in its response; without it the server makes one.
 
-    Requests are sent without compression. Apart from the bytes of its image a request is at most 1048576 bytes long.
+    Requests are sent without compression. Apart from the bytes of its images a request is at most 1048576 bytes long.
     """
 
     def __init__(self, channel):
@@ -88,6 +88,16 @@ class VisionServiceStub(object):
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.GazeRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.GazeResponse.FromString,
                 _registered_method=True)
+        self.Chat = channel.unary_stream(
+                '/kestrel.v1.VisionService/Chat',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.ChatRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.ChatResponse.FromString,
+                _registered_method=True)
+        self.CompleteChat = channel.unary_unary(
+                '/kestrel.v1.VisionService/CompleteChat',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.CompleteChatRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.CompleteChatResponse.FromString,
+                _registered_method=True)
 
 
 class VisionServiceServicer(object):
@@ -99,7 +109,7 @@ class VisionServiceServicer(object):
     passes, stops generating. Metadata `x-request-id` (at most 128 letters, digits, dots, hyphens and underscores)
     names a request in logs and comes back in its response; without it the server makes one.
 
-    Requests are sent without compression. Apart from the bytes of its image a request is at most 1048576 bytes long.
+    Requests are sent without compression. Apart from the bytes of its images a request is at most 1048576 bytes long.
     """
 
     def Query(self, request, context):
@@ -170,6 +180,22 @@ class VisionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Chat(self, request, context):
+        """Answers the last message of a conversation, about any number of images, while the answer is being written. The
+        stream is as that of `Query`. The models were trained for single questions; a conversation has the layout of their
+        makers' engine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CompleteChat(self, request, context):
+        """Answers the last message of a conversation in one response, equal to the `completed` of `Chat`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VisionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -218,6 +244,16 @@ def add_VisionServiceServicer_to_server(servicer, server):
                     request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.GazeRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.GazeResponse.SerializeToString,
             ),
+            'Chat': grpc.unary_stream_rpc_method_handler(
+                    servicer.Chat,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.ChatRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.ChatResponse.SerializeToString,
+            ),
+            'CompleteChat': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompleteChat,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.CompleteChatRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.CompleteChatResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'kestrel.v1.VisionService', rpc_method_handlers)
@@ -235,7 +271,7 @@ class VisionService(object):
     passes, stops generating. Metadata `x-request-id` (at most 128 letters, digits, dots, hyphens and underscores)
     names a request in logs and comes back in its response; without it the server makes one.
 
-    Requests are sent without compression. Apart from the bytes of its image a request is at most 1048576 bytes long.
+    Requests are sent without compression. Apart from the bytes of its images a request is at most 1048576 bytes long.
     """
 
     @staticmethod
@@ -471,6 +507,60 @@ class VisionService(object):
             '/kestrel.v1.VisionService/Gaze',
             kestrel_dot_v1_dot_vision__service__pb2.GazeRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.GazeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Chat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kestrel.v1.VisionService/Chat',
+            kestrel_dot_v1_dot_vision__service__pb2.ChatRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompleteChat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.VisionService/CompleteChat',
+            kestrel_dot_v1_dot_vision__service__pb2.CompleteChatRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.CompleteChatResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from kestrel_client.v1 import image_service_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.frontends.grpc import message_shape
-from kestrel_grpc.frontends.grpc.message_shape import MAX_FIELDS, MAX_OTHER_BYTES, Layout, check_shape, layout_of
+from kestrel_grpc.frontends.grpc.message_shape import MAX_FIELDS, MAX_OTHER_BYTES, Shape, check_shape, shape_of
 from kestrel_runtime.api.errors import ImageError, InvalidRequest
 
 MIB = 2**20
 EMPTY_REF = b"\x22\x00"
-LAYOUT = layout_of(wire.PointRequest.DESCRIPTOR)
-STORED = layout_of(image_service_pb2.PutImageRequest.DESCRIPTOR)
-WITHOUT_IMAGE = layout_of(image_service_pb2.GetImageRequest.DESCRIPTOR)
+SHAPE = shape_of(wire.PointRequest.DESCRIPTOR)
+STORED = shape_of(image_service_pb2.PutImageRequest.DESCRIPTOR)
+WITHOUT_IMAGE = shape_of(image_service_pb2.GetImageRequest.DESCRIPTOR)
 MAX_IMAGE_BYTES = 8 * MIB
 
 
@@ -29,9 +29,9 @@ def point(**fields: Any) -> bytes:
     return wire.PointRequest(**given).SerializeToString()
 
 
-def refusal(message: bytes, layout: Layout = LAYOUT) -> str:
+def refusal(message: bytes, shape: Shape = SHAPE) -> str:
     with pytest.raises(InvalidRequest) as caught:
-        check_shape(message, layout, MAX_IMAGE_BYTES)
+        check_shape(message, shape, MAX_IMAGE_BYTES)
     (violation,) = caught.value.violations
     return violation.description
 
@@ -39,21 +39,21 @@ def refusal(message: bytes, layout: Layout = LAYOUT) -> str:
 @pytest.mark.parametrize("source", ["data", "uri"])
 def test_an_image_may_be_of_any_length(source: str) -> None:
     payload = b"x" * (4 * MIB) if source == "data" else "x" * (4 * MIB)
-    check_shape(point(image={source: payload}), LAYOUT, MAX_IMAGE_BYTES)
+    check_shape(point(image={source: payload}), SHAPE, MAX_IMAGE_BYTES)
 
 
 def test_an_image_above_the_limit_is_refused_before_it_is_copied() -> None:
     image = wire.PointRequest(image={"data": b"x" * (MAX_IMAGE_BYTES + 1)}).SerializeToString()
     with pytest.raises(ImageError) as caught:
-        check_shape(image, LAYOUT, MAX_IMAGE_BYTES)
+        check_shape(image, SHAPE, MAX_IMAGE_BYTES)
     assert caught.value.too_large
 
 
 def test_pixels_may_be_of_any_length_up_to_the_limit_and_nothing_beside_them() -> None:
     raw = {"pixels": b"x" * (4 * MIB), "width_px": 1, "height_px": 1}
-    check_shape(point(image={"raw": raw}), LAYOUT, MAX_IMAGE_BYTES)
+    check_shape(point(image={"raw": raw}), SHAPE, MAX_IMAGE_BYTES)
     with pytest.raises(ImageError):
-        check_shape(point(image={"raw": {"pixels": b"x" * (MAX_IMAGE_BYTES + 1)}}), LAYOUT, MAX_IMAGE_BYTES)
+        check_shape(point(image={"raw": {"pixels": b"x" * (MAX_IMAGE_BYTES + 1)}}), SHAPE, MAX_IMAGE_BYTES)
     image = wire.PointRequest(image={"raw": raw}).image
     unknown = image.raw.SerializeToString() + b"\x9a\x06" + varint(MIB + 1) + b"x" * (MIB + 1)
     nested = b"\x22" + varint(len(unknown)) + unknown
@@ -75,7 +75,7 @@ def test_a_message_that_is_stored_has_its_image_outside() -> None:
 
 
 def test_all_but_the_image_is_small() -> None:
-    check_shape(point(object="b" * (MAX_OTHER_BYTES - 100)), LAYOUT, MAX_IMAGE_BYTES)
+    check_shape(point(object="b" * (MAX_OTHER_BYTES - 100)), SHAPE, MAX_IMAGE_BYTES)
     assert "apart from its image" in refusal(point(object="b" * (MAX_OTHER_BYTES + 1)))
     assert "apart from its image" in refusal(point(options={"model": "m" * (MAX_OTHER_BYTES + 1)}))
 
@@ -104,21 +104,21 @@ def test_many_empty_fields_are_refused_without_visiting_them(count: int) -> None
 
 def test_a_message_of_the_largest_count_passes() -> None:
     message = point() + EMPTY_REF * (MAX_FIELDS - 3)
-    check_shape(message, LAYOUT, MAX_IMAGE_BYTES)
+    check_shape(message, SHAPE, MAX_IMAGE_BYTES)
     refusal(message + EMPTY_REF)
 
 
 def test_groups_are_passed_over() -> None:
     group = b"\xfb\x3f" + b"\x12\x03abc" + b"\x08\x01" + b"\xfc\x3f"  # field 1023, with an image's number inside
-    check_shape(point() + group, LAYOUT, MAX_IMAGE_BYTES)
+    check_shape(point() + group, SHAPE, MAX_IMAGE_BYTES)
     with pytest.raises(DecodeError):
-        check_shape(point() + group[:-2], LAYOUT, MAX_IMAGE_BYTES)
+        check_shape(point() + group[:-2], SHAPE, MAX_IMAGE_BYTES)
 
 
 @pytest.mark.parametrize("end", [b"\x22\x05ab", b"\x0d\x00", b"\x09\x00", b"\x08", b"\x08" + b"\xff" * 11, b"\x0f"])
 def test_what_is_cut_off_or_has_no_meaning_is_no_message(end: bytes) -> None:
     with pytest.raises(DecodeError):
-        check_shape(point() + end, LAYOUT, MAX_IMAGE_BYTES)
+        check_shape(point() + end, SHAPE, MAX_IMAGE_BYTES)
 
 
 fields = st.one_of(
@@ -131,7 +131,7 @@ fields = st.one_of(
 def test_what_passes_and_what_protobuf_reads_agree(end: bytes) -> None:
     message = point(image={"data": b"x" * (MIB // 4)}) + end
     try:
-        check_shape(message, LAYOUT, MAX_IMAGE_BYTES)
+        check_shape(message, SHAPE, MAX_IMAGE_BYTES)
     except DecodeError:
         with pytest.raises(DecodeError):
             wire.PointRequest.FromString(message)
@@ -149,4 +149,4 @@ def varint(value: int) -> bytes:
 
 def test_short_messages_are_not_looked_at() -> None:
     with contextlib.suppress(InvalidRequest):
-        check_shape(b"\xff" * message_shape._UNCHECKED_BYTES, LAYOUT, MAX_IMAGE_BYTES)
+        check_shape(b"\xff" * message_shape._UNCHECKED_BYTES, SHAPE, MAX_IMAGE_BYTES)
