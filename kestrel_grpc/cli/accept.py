@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from kestrel_grpc import __version__
 from kestrel_grpc.cli.common import PICTURE_SUFFIXES, refuse, require_engine
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, named_values
+from kestrel_grpc.process.machine import machine_facts
 from kestrel_grpc.process.terminal import print_error
 from kestrel_runtime.api.config import BUILT_IN_MODEL, EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
@@ -292,12 +292,9 @@ class _Acceptance:
             "model": self.arguments.model,
             "revision": self.checkpoint.revision or "local files",
             **{path.name: f"sha256 {_digest(path)}" for path in self.checkpoint.weight_files},
-            "device": torch.cuda.get_device_name()
-            if device == "cuda"
-            else f"{_processor()}, {os.cpu_count()} threads",
-            "system": platform.platform(),
+            "device": torch.cuda.get_device_name() if device == "cuda" else "the processors",
+            **machine_facts(),
             "kestrel-grpc": __version__,
-            "python": platform.python_version(),
             "torch": torch.__version__,
         }
         if device == "cuda":
@@ -325,13 +322,3 @@ def _reference_not_installed() -> int:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _processor() -> str:
-    """Returns the name of the processor, if the system reports it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -25,7 +26,7 @@ from kestrel_client import (
     Usage,
     draw,
 )
-from kestrel_runtime.verify.acceptance import PrecisionResult, Speed, Verdict
+from kestrel_runtime.verify.acceptance import TIMED_TOKENS, PrecisionResult, Speed, Verdict
 from kestrel_runtime.verify.reference_fixture import AnsweredCall
 
 _LARGEST_SIDE_PX = 380
@@ -93,14 +94,17 @@ def page(
         "intersection over union of each of the reference’s boxes with the best found.</p>",
         "<h2>Speed</h2>",
         _speeds(results),
-        '<p class="soft">In this process, without a network. Each caller asks a question about one of the '
-        "pictures, again as soon as it is answered; no picture and no prompt comes from a cache.</p>",
+        '<p class="soft">In this process, without a network. Each caller asks a question about one of '
+        f"{_sizes(pictures)}, again as soon as it is answered, with at most {TIMED_TOKENS} tokens; no picture and "
+        "no prompt comes from a cache.</p>",
         "<h2>Answers</h2>",
         *_answers(results, reference, pictures),
         "<h2>Tensors</h2>",
         *_tensors(results),
         "<h2>Machine and versions</h2>",
         _table((), [(_cell(name), _cell(value)) for name, value in facts.items()]),
+        "<h2>Options of the engine</h2>",
+        _settings(results),
     ]
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>Acceptance of {escape(model)}: {verdict}</title><style>{_STYLE}</style>"
@@ -161,6 +165,25 @@ def _speeds(results: Iterable[PrecisionResult]) -> str:
     rows = [cells(result.name, speed) for result in results for speed in result.speeds]
     headings = ("precision", "callers", "requests/s", "tokens/s", "median ms", "requests measured")
     return _table(headings, rows) if rows else "<p>Not measured.</p>"
+
+
+def _sizes(pictures: Mapping[str, bytes]) -> str:
+    """Returns the number of the pictures, and their sizes in pixels."""
+    sizes: Counter[str] = Counter()
+    for data in pictures.values():
+        with Image.open(io.BytesIO(data)) as image:
+            sizes["{} × {}".format(*image.size)] += 1
+    listed = ", ".join(f"{count} of {size} px" for size, count in sizes.items())
+    return f"{len(pictures)} pictures ({listed})"
+
+
+def _settings(results: Sequence[PrecisionResult]) -> str:
+    """Returns a row for each option of the engine, with its value in each precision."""
+    rows = [
+        (_cell(name), *(_cell(result.settings.get(name, "–")) for result in results))
+        for name in dict.fromkeys(name for result in results for name in result.settings)
+    ]
+    return _table(("option", *(result.name for result in results)), rows)
 
 
 def _answers(

@@ -6,21 +6,28 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import io
 import json
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kestrel_grpc.cli.common import add_client_arguments, explain, run_with_client, show
+from kestrel_grpc.cli.conditions import server_facts, server_line
+from kestrel_grpc.process.machine import machine_facts
 from kestrel_grpc.process.terminal import print_error
+from kestrel_runtime.api.config import BUILT_IN_MODEL
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from kestrel_client import Client, Job, Outcome, Progress
+    from kestrel_client import Client, Job, Outcome, Progress, Usage
     from kestrel_grpc.evaluation.tasks import Answer, Call, Case, Report, Score, Task
 
 _FAILED, _MISUSED = 1, 2
@@ -150,21 +157,40 @@ def _open(arguments: argparse.Namespace) -> Task:
 
 def _run(task: Task, client: Client, arguments: argparse.Namespace) -> int:
     """Asks and reports; returns the exit status. Raises errors of the client and `OSError`."""
-    info = client.server_info()  # fails once, here, if there is no server
-    answers = _ask(client, task.calls(), arguments)
+    server = server_facts(client, arguments.model or "")  # fails once, here, if there is no server
+    model = arguments.model or ("unknown" if server is None else server["model"])
+    known = tuple(_warnings_of(model, arguments))
+    for warning in known:
+        print_error(f"warning: {warning}")
+    calls = task.calls()
+    begun = time.monotonic()
+    answers, usage = _ask(client, calls, arguments)
+    duration_s = time.monotonic() - begun
     report = task.report(answers)
     facts = {
         "set": task.source,
         "split": task.split,
         "sample": "all" if arguments.limit is None else f"at most {arguments.limit}",
         "asked": task.asks,
-        "calls": str(len(answers)),
-        "model": arguments.model or info.model,
+        "calls": f"{len(answers)}, {arguments.in_flight} at a time",
+        "asked_sha256": _digest(calls),
+        "picture_sizes": _sizes(calls),
+        "tokens": str(usage),
+        "took": f"{duration_s:.1f} s, {len(answers) / duration_s:.2f} calls/s",
+        "model": model,
         "adapter": arguments.adapter or "none",
         "reasoning": "yes" if arguments.reasoning else "no",
-        "server": f"{info.server_version} at {arguments.address}",
+        "server": "unknown" if server is None else server_line(server),
+        "address": arguments.address,
+        "sent_from": "; ".join((machine_facts()["processors"], machine_facts()["system"])),
     }
+    settings: Mapping[str, str] = {} if server is None else server["settings"]
     _print_scores(report.scores)
+    for name in ("server", "calls", "picture_sizes", "tokens", "took", "sent_from"):
+        show(f"{name.replace('_', ' ')}: {facts[name]}")
+    for warning in report.warnings:
+        print_error(f"warning: {warning}")
+    report = replace(report, warnings=(*known, *report.warnings))
     errors = [answer.error for answer in answers if answer.error]
     if errors:
         print_error(f"{len(errors)} of {len(answers)} calls failed and count as wrong; the first: {errors[0]}")
@@ -173,10 +199,13 @@ def _run(task: Task, client: Client, arguments: argparse.Namespace) -> int:
         from kestrel_grpc.evaluation.html_report import TEXT_PX, Drawing, html_page
 
         title = f"{arguments.task}: {facts['model']}"
+        rows = {name.replace("_", " "): fact for name, fact in facts.items()}
         drawing = Drawing(_open_picture, LabelFonts(TEXT_PX).line)
-        arguments.html.write_text(html_page(title, report, facts, arguments.worst, drawing), encoding="utf-8")
+        arguments.html.write_text(
+            html_page(title, report, rows, settings, arguments.worst, drawing), encoding="utf-8"
+        )
     if arguments.json is not None:
-        _write_json(arguments.json, arguments.task, facts, report, len(errors))
+        _write_json(arguments.json, arguments.task, {**facts, "settings": settings}, report, len(errors))
     return _FAILED if errors else 0
 
 
@@ -192,8 +221,66 @@ def _open_picture(file: Path | bytes) -> Image.Image:
         raise ValueError(str(error)) from error
 
 
-def _ask(client: Client, calls: Sequence[Call], arguments: argparse.Namespace) -> list[Answer]:
-    """Returns the answers, in the order of the calls."""
+def _warnings_of(model: str, arguments: argparse.Namespace) -> Iterator[str]:
+    """Yields what is known about the model before it answers."""
+    if model != BUILT_IN_MODEL:
+        return
+    yield (
+        f"{model}, the built-in model, knows drawn shapes and printed text alone; its scores on photographs and "
+        "charts say nothing about Moondream"
+    )
+    if arguments.task in _QUESTIONS and arguments.prompt != "{question}":
+        yield f"{model} knows questions as they are, and no instructions: --prompt '{{question}}' leaves them out"
+
+
+def _digest(calls: Sequence[Call]) -> str:
+    """Returns the start of the SHA-256 of all texts in their order, which is the same for the same sample."""
+    return hashlib.sha256("\0".join(f"{call.skill} {call.text}" for call in calls).encode()).hexdigest()[:16]
+
+
+def _sizes(calls: Sequence[Call]) -> str:
+    """Returns the smallest and the largest width and height of the pictures that can be read."""
+    from PIL import Image
+
+    sizes: list[tuple[int, int]] = []
+    for image in dict.fromkeys(call.image for call in calls):
+        with (
+            suppress(OSError, ValueError, Image.DecompressionBombError),
+            Image.open(image if isinstance(image, Path) else io.BytesIO(image)) as found,
+        ):
+            sizes.append(found.size)
+    if not sizes:
+        return "unknown"
+    widths, heights = zip(*sizes, strict=True)
+    least, most = f"{min(widths)} × {min(heights)}", f"{max(widths)} × {max(heights)}"
+    return f"{least} px" if least == most else f"from {least} to {most} px"
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """Adds up the tokens of answers."""
+
+    num_answers: int = 0
+    num_in: int = 0
+    num_cached: int = 0
+    num_out: int = 0
+
+    def add(self, usage: Usage) -> None:
+        self.num_answers += 1
+        self.num_in += usage.input_token_count
+        self.num_cached += usage.cached_token_count
+        self.num_out += usage.output_token_count
+
+    def __str__(self) -> str:
+        if not self.num_answers:
+            return "none"
+        share = self.num_cached / max(1, self.num_in)
+        means = f"{self.num_in / self.num_answers:.0f} in on average, {share:.0%} of them cached"
+        return f"{means}, and {self.num_out / self.num_answers:.1f} out"
+
+
+def _ask(client: Client, calls: Sequence[Call], arguments: argparse.Namespace) -> tuple[list[Answer], _Tokens]:
+    """Returns the answers, in the order of the calls, and the sums of their tokens."""
     options: dict[str, Any] = {"temperature": 0.0}
     options |= {
         name: getattr(arguments, name)
@@ -203,10 +290,15 @@ def _ask(client: Client, calls: Sequence[Call], arguments: argparse.Namespace) -
     jobs = [_job(call, options, arguments) for call in calls]
     on_progress = _show_progress if sys.stderr.isatty() else None
     with closing(client.map(jobs, concurrency=arguments.in_flight, on_progress=on_progress)) as outcomes:
-        answers = [_answer(outcome) for outcome in outcomes]
+        answers: list[Answer] = []
+        tokens = _Tokens()
+        for outcome in outcomes:
+            answers.append(_answer(outcome))
+            if outcome.result is not None:
+                tokens.add(outcome.result.usage)
     if on_progress is not None:
         print(file=sys.stderr)
-    return answers
+    return answers, tokens
 
 
 def _job(call: Call, options: dict[str, Any], arguments: argparse.Namespace) -> Job:
@@ -220,15 +312,15 @@ def _job(call: Call, options: dict[str, Any], arguments: argparse.Namespace) -> 
 
 
 def _answer(outcome: Outcome) -> Answer:
-    from kestrel_client import DetectResult, PointResult, QueryResult
+    from kestrel_client import DetectResult, FinishReason, PointResult, QueryResult
     from kestrel_grpc.evaluation.tasks import Answer
 
     match outcome.result:
         case None:
             assert outcome.error is not None, "a job has a result or an error"
             return Answer(error=explain(outcome.error))
-        case QueryResult(answer=text):
-            return Answer(text=text)
+        case QueryResult(answer=text, finish_reason=reason):
+            return Answer(text=text, is_cut=reason is FinishReason.LENGTH)
         case PointResult(points=points):
             return Answer(points=tuple((point.x, point.y) for point in points))
         case DetectResult(objects=objects):
@@ -252,11 +344,12 @@ def _print_scores(scores: Iterable[Score]) -> None:
         show("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _write_json(path: Path, task: str, facts: dict[str, str], report: Report, num_failed: int) -> None:
+def _write_json(path: Path, task: str, facts: dict[str, Any], report: Report, num_failed: int) -> None:
     content = {
         "task": task,
         **facts,
         "failed_calls": num_failed,
+        "warnings": report.warnings,
         "scores": {
             score.name: {"value": score.value, "interval_95": score.interval, "count": score.count}
             for score in report.scores

@@ -147,13 +147,14 @@ def _print_info(client: Client, arguments: argparse.Namespace) -> None:
         (
             str(engine.index),
             engine.device or _NOTHING,
+            engine.device_name or _NOTHING,
             _number(engine.max_running_requests or None),
             *_memory(engine.memory_plan),
             engine.device_uuid or _NOTHING,
         )
         for engine in info.engines
     )
-    _print_further_table(("engine", "device", "batch", "weights", "KV cache", "memory", "GPU"), rows)
+    _print_further_table(("engine", "device", "name", "batch", "weights", "KV cache", "memory", "GPU"), rows)
 
 
 def _print_models(client: Client, arguments: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kestrel_grpc.evaluation.intervals import Weights, bootstrap_intervals
 from kestrel_grpc.evaluation.questions import read_json
+from kestrel_grpc.evaluation.suitability import object_warnings
 from kestrel_grpc.evaluation.tasks import (
     Answer,
     BoxSides,
@@ -137,7 +138,7 @@ class DetectionTask:
             if value >= 0.0  # pycocotools gives -1 where there is no object of that size
         ]
         further = {"detections": detections, "ap_by_category": self._by_category(coco_eval)}
-        return Report(scores, self._cases(coco_eval, answers), further)
+        return Report(scores, self._cases(coco_eval, answers), further, tuple(object_warnings(answers)))
 
     def _by_category(self, coco_eval: Any) -> dict[str, float]:
         # [thresholds, recalls, categories, areas, numbers of boxes]

@@ -78,10 +78,18 @@ class Drawing:
     """Lays out a text in the size `TEXT_PX`."""
 
 
-def html_page(title: str, report: Report, facts: Mapping[str, str], num_worst: int, drawing: Drawing) -> str:
+def html_page(
+    title: str,
+    report: Report,
+    facts: Mapping[str, str],
+    settings: Mapping[str, str],
+    num_worst: int,
+    drawing: Drawing,
+) -> str:
     """Returns the whole report as HTML.
 
-    `facts` are lines about the run, such as the server and the set. At most `num_worst` cases are shown.
+    `facts` are lines about the run, such as the server and the set, and `settings` the options of the server. At
+    most `num_worst` cases are shown.
     """
     worst = report.worst(num_worst)
     failed = [case for case in report.cases if case.error]
@@ -92,9 +100,12 @@ def html_page(title: str, report: Report, facts: Mapping[str, str], num_worst: i
         _table(("score", "value", "95 % interval", "of"), map(score_cells, report.scores)),
         f"<p>Fully right: {num_right} of {len(report.cases)} cases.",
         f' <span class="bad">{failure_line}</span></p>' if failed else "</p>",
+        *(f'<p class="bad">{escape(warning)}.</p>' for warning in report.warnings),
         "<h2>Run</h2>",
         _table((), facts.items()),
     ]
+    if settings:
+        body += ["<h2>Options of the server</h2>", _table((), settings.items())]
     if failed:
         listed = [(case.name, case.error) for case in failed[:_MAX_FAILURES]]
         body += ["<h2>Failed calls</h2>", _table(("case", "error"), listed)]

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from kestrel_grpc.evaluation.metrics import is_in_box, is_in_polygons
 from kestrel_grpc.evaluation.questions import read_json
+from kestrel_grpc.evaluation.suitability import object_warnings
 from kestrel_grpc.evaluation.tasks import (
     Answer,
     BoxSides,
@@ -98,7 +99,7 @@ class PointingTask:
             Score.mean("point in outline", [case.score for case in cases], pictures),
             Score.mean("point in box", in_box, pictures),
         ]
-        return Report(scores, cases)
+        return Report(scores, cases, warnings=tuple(object_warnings(answers)))
 
 
 def open_pointing(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kestrel_grpc.evaluation.metrics import normalised_levenshtein_similarity, relaxed_accuracy, vqa_accuracy
+from kestrel_grpc.evaluation.suitability import question_warnings
 from kestrel_grpc.evaluation.tasks import Answer, Call, Case, Report, Score, SetUnusable, find_file, sample
 
 QUESTION = "{question}"
@@ -106,7 +107,9 @@ class QuestionTask:
                 case for case, question in zip(cases, self._questions, strict=True) if question.group == group
             ]
             scores.append(self._score(f"{self._kind.metric_name}, {group}", of_group))
-        return Report(scores, cases)
+        truths = [question.truths for question in self._questions]
+        found = question_warnings(self._kind.metric_name, answers, truths, [case.score for case in cases])
+        return Report(scores, cases, warnings=tuple(found))
 
     @staticmethod
     def _score(name: str, cases: Sequence[Case]) -> Score:

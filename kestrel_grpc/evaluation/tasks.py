@@ -40,6 +40,8 @@ class Answer:
     points: tuple[Position, ...] = ()
     boxes: tuple[BoxSides, ...] = ()
     error: str | None = None
+    is_cut: bool = False
+    """True if the limit of tokens ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ class Report:
     scores: Sequence[Score]
     cases: Sequence[Case]
     further: dict[str, Any] = field(default_factory=dict[str, Any])
+    warnings: Sequence[str] = ()
+    """The reasons why the scores may say little about the model."""
 
     def worst(self, count: int) -> list[Case]:
         """Returns the cases with the lowest scores, of equal ones the earlier in the set. Fully right ones are left

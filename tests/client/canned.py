@@ -228,7 +228,12 @@ class CannedEngine(engine_service_pb2_grpc.EngineServiceServicer):
         )
         engines = [
             engine_service_pb2.EngineInfo(
-                index=0, device="cuda", device_uuid="1a2b", max_running_requests=5, memory_plan=plan
+                index=0,
+                device="cuda",
+                device_uuid="1a2b",
+                max_running_requests=5,
+                memory_plan=plan,
+                device_name="A GPU",
             ),
             engine_service_pb2.EngineInfo(index=1),
         ]
@@ -240,6 +245,7 @@ class CannedEngine(engine_service_pb2_grpc.EngineServiceServicer):
             model="tiny",
             engines=engines,
             frontend_count=4,
+            settings=[engine_service_pb2.Setting(name="kv_dtype", value="float8")],
         )
 
     def ListModels(self, request: Any, context: Any) -> Any:

@@ -143,7 +143,8 @@ def test_the_server_tells_about_its_engines_and_processes(client: Client) -> Non
     assert one.memory_plan is not None
     assert (one.memory_plan.total_bytes, one.memory_plan.adapter_bytes) == (2**34, 7)
     assert two == EngineInfo(1, "", "", 0, None)
-    assert info.frontend_count == 4
+    assert one.device_name == "A GPU"
+    assert (info.frontend_count, info.settings) == (4, {"kv_dtype": "float8"})
     load = client.load()
     assert [engine.status for engine in load.engines] == list(EngineStatus)
     whole = Load(1, 2, 3, 4, 5, output_tokens_per_second=6.5, requests_per_second=7.5)

@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from kestrel_grpc.__main__ import main
 from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.process.machine import processors
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.engine.engine import LocalEngine
@@ -72,7 +73,48 @@ async def test_streamed_answers_score_as_whole_ones(address: str, tmp_path: Path
     whole, streamed = tmp_path / "whole.json", tmp_path / "streamed.json"
     assert await evaluate(address, "chartqa", folder, *PLAIN, "--json", whole) == 0
     assert await evaluate(address, "chartqa", folder, *PLAIN, "--json", streamed, "--stream") == 0
-    assert read(whole) == read(streamed)
+    one, other = read(whole), read(streamed)
+    assert (one["answers"], one["scores"]) == (other["answers"], other["scores"])
+
+
+async def test_a_report_says_the_server_the_machine_and_the_load(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = sets.chartqa(tmp_path / "set")
+    page, answers = tmp_path / "page.html", tmp_path / "answers.json"
+    words = (*PLAIN, "--in-flight", "2", "--html", page, "--json", answers)
+    assert await evaluate(address, "chartqa", folder, *words) == 0
+    shown = capsys.readouterr().out
+    written = read(answers)
+    assert f"server: {written['server']}\n" in shown
+    assert f"{written['model']} in float32 on {processors()}; max_batch_size 8" in written["server"]
+    assert written["calls"] == "3, 2 at a time"
+    assert written["picture_sizes"] == "480 × 360 px"
+    assert re.fullmatch(r"\d+ in on average, \d+% of them cached, and 2.0 out", written["tokens"])
+    assert written["settings"]["prefix_cache"] == "on"
+    assert written["sent_from"].startswith(processors())
+    text = page.read_text(encoding="utf-8")
+    assert all(part in text for part in ("<td>picture sizes</td>", "<td>max_prefill_tokens</td>", processors()))
+    digest = written["asked_sha256"]
+    assert await evaluate(address, "chartqa", folder, "--json", answers) == 0
+    assert read(answers)["asked_sha256"] != digest
+
+
+async def test_a_prompt_that_does_not_suit_the_model_is_named(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = sets.chartqa(tmp_path / "set")
+    page, answers = tmp_path / "page.html", tmp_path / "answers.json"
+    assert await evaluate(address, "chartqa", folder, "--html", page, "--json", answers) == 0
+    shown = capsys.readouterr().err
+    found = read(answers)["warnings"]
+    assert [line.removeprefix("kestrel-grpc: warning: ") for line in shown.splitlines()] == found
+    assert any("no instructions: --prompt '{question}' leaves them out" in warning for warning in found)
+    assert any(warning.startswith("3 of 3 answers are the same, ") for warning in found)
+    assert "3 of 3 answers are the same" in page.read_text(encoding="utf-8")
+    assert await evaluate(address, "chartqa", folder, *PLAIN, "--json", answers) == 0
+    (only,) = read(answers)["warnings"]
+    assert "knows drawn shapes and printed text alone" in only
 
 
 async def test_a_failed_call_is_counted_and_shown(

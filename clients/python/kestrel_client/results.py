@@ -5,8 +5,8 @@ Coordinates are fractions of the image's width and height, from 0 to 1, measured
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -378,6 +378,7 @@ class EngineInfo:
         device_uuid: Names the GPU, as `nvidia-smi -L` does after "GPU-"; empty on the host.
         max_running_requests: How many of its requests generate at a time; 0 while it has not reported yet.
         memory_plan: None where it divided no memory.
+        device_name: Names the device for people, such as "NVIDIA H200"; empty while its process starts.
     """
 
     index: int
@@ -385,6 +386,7 @@ class EngineInfo:
     device_uuid: str
     max_running_requests: int
     memory_plan: MemoryPlan | None
+    device_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +402,8 @@ class ServerInfo:
     """The engines by index; empty from an older server."""
     frontend_count: int = 0
     """Processes that take calls; 0 where one process takes the calls and runs the engine."""
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The options that say how the engines compute, by name, such as "kv_dtype"; empty from an older server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -599,7 +603,14 @@ def server_info(message: engine_service_pb2.GetServerInfoResponse) -> ServerInfo
     """Reads the information about a server."""
     limits = _same(Limits, message.limits)
     engines = tuple(map(_engine_info, message.engines))
-    return _same(ServerInfo, message, capabilities=tuple(message.capabilities), limits=limits, engines=engines)
+    return _same(
+        ServerInfo,
+        message,
+        capabilities=tuple(message.capabilities),
+        limits=limits,
+        engines=engines,
+        settings={setting.name: setting.value for setting in message.settings},
+    )
 
 
 def models(message: engine_service_pb2.ListModelsResponse) -> tuple[Model, ...]:

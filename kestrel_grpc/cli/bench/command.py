@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kestrel_grpc.cli.common import add_connection_arguments, add_token_argument, explain, show, tls_of
+from kestrel_grpc.cli.conditions import server_facts
+from kestrel_grpc.process.machine import machine_facts
 from kestrel_grpc.process.signals import Interruption
 from kestrel_grpc.process.terminal import print_error
 
@@ -254,7 +256,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     arguments.skill = arguments.skill or _SKILL
     try:
         workload = _workload(arguments)
-        target = _target(arguments)
+        asked = workload.facts()
+        target, server = _target(arguments)
     except ValueError as error:
         print_error(str(error))
         return _MISUSED
@@ -271,13 +274,16 @@ def _bench(arguments: argparse.Namespace) -> int:
             return _FAILED
         objective = arguments.slo or Objective()
         found = [_measured(*measured, objective) for measured in zip(steps, recordings, strict=False)]
+        if arguments.api == "triton":  # its answers do not say what was cached
+            found = [{**step, "total_cached_tokens": None} for step in found]
         by_signal = interruption.number
         if by_signal is not None:
             print_error(f"ended by {by_signal.name}" + ("" if found else " before anything was measured"))
         if found:
             is_complete = len(found) == len(steps) and not recordings[-1].is_partial
             options = _options(arguments, target)
-            result = document(options, date, target.model, found, is_complete=is_complete)
+            conditions = {"client": dict(machine_facts()), "server": server, "asked": asked}
+            result = document(options, date, target.model, conditions, found, is_complete=is_complete)
             try:
                 _show(result, arguments)
             except OSError as error:
@@ -355,7 +361,7 @@ def _measured(step: Step, recording: Recording, objective: Objective) -> dict[st
 def _workload(arguments: argparse.Namespace) -> Workload:
     """Returns the workload. Raises ValueError for arguments that exclude each other, OSError for unreadable
     pictures."""
-    from kestrel_grpc.cli.bench.workload import QUESTIONS, TEXT_QUESTIONS, Workload, picture_files
+    from kestrel_grpc.cli.bench.workload import OBJECTS, QUESTIONS, TEXT_QUESTIONS, Workload, picture_files
 
     problems: list[str] = []
     has_picture = arguments.num_pictures != 0
@@ -379,7 +385,7 @@ def _workload(arguments: argparse.Namespace) -> Workload:
         raise ValueError("; ".join(problems))
     if arguments.pictures is not None:
         picture_files(arguments.pictures)
-    texts = {"query": QUESTIONS if has_picture else TEXT_QUESTIONS, "caption": ()}.get(arguments.skill, ("bar",))
+    texts = {"query": QUESTIONS if has_picture else TEXT_QUESTIONS, "caption": ()}.get(arguments.skill, OBJECTS)
     return Workload(
         skill=arguments.skill,
         texts=tuple(arguments.text or texts),
@@ -393,8 +399,8 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     )
 
 
-def _target(arguments: argparse.Namespace) -> Target:
-    """Returns the server, which has answered a first question: the name of its model.
+def _target(arguments: argparse.Namespace) -> tuple[Target, dict[str, Any] | None]:
+    """Returns the server, which has answered a first question, and what it says about itself; None if it does not.
 
     Raises the errors of a client, or ValueError.
     """
@@ -405,7 +411,8 @@ def _target(arguments: argparse.Namespace) -> Target:
     tls = tls_of(arguments)
     if arguments.api in ("rest", "openai"):
         address = arguments.address or "http://localhost:8000"
-        return Target(arguments.api, address, arguments.token, tls, _model_over_http(address, tls, arguments.token))
+        model = _model_over_http(address, tls, arguments.token)
+        return Target(arguments.api, address, arguments.token, tls, model), None
     address = address_of(arguments.address)
     with Client(
         address,
@@ -415,8 +422,9 @@ def _target(arguments: argparse.Namespace) -> Target:
         tls_client_certificate=arguments.tls_client_certificate,
         tls_client_key=arguments.tls_client_key,
     ) as client:
-        (model, *_) = client.list_models()
-    return Target(arguments.api, address, arguments.token, tls, model.name)
+        server = server_facts(client)
+    model = "" if server is None else server["model"]
+    return Target(arguments.api, address, arguments.token, tls, model), server
 
 
 def _model_over_http(address: str, tls: Any, token: str | None) -> str:

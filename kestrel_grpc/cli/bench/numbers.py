@@ -220,6 +220,7 @@ def _vllm(
         "completed": len(good),
         "failed": len(counted) - len(good),
         "total_input_tokens": sum(sample.num_input_tokens for sample in good),
+        "total_cached_tokens": sum(sample.num_cached_tokens for sample in good),
         "total_output_tokens": sum(sample.num_tokens for sample in good),
     }
     found |= {name: rate(recording.samples, window, worth) for name, worth in RATES}

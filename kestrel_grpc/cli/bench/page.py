@@ -11,6 +11,7 @@ from kestrel_grpc.cli.bench.plot import Axis, Series, bar_plot, line_plot, numbe
 from kestrel_grpc.cli.bench.report import (
     TIME_NAMES,
     Table,
+    condition_table,
     load_of,
     notes,
     ramp_table,
@@ -18,6 +19,7 @@ from kestrel_grpc.cli.bench.report import (
     steps_of,
     time_table,
 )
+from kestrel_grpc.cli.conditions import flat_facts
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -51,6 +53,11 @@ def page(result: Mapping[str, Any]) -> str:
     steps = steps_of(result)
     options = {name: _fact(value) for name, value in result["options"].items() if value not in (None, [])}
     facts = {"date": result["date"], "version": result["version"], **options}
+    conditions = {
+        heading: flat_facts(result[part])
+        for part, heading in (("asked", "Requests"), ("server", "Server"), ("client", "Machine of the load"))
+        if result.get(part)
+    }
     body = [f"<h1>{escape(title)}</h1>"]
     if len(steps) > 1:
         body += [html_table(ramp_table(result)), plots(ramp_plots(steps))]
@@ -63,7 +70,8 @@ def page(result: Mapping[str, Any]) -> str:
             body.append(html_table([["error", "requests"], *_counts(step["errorDistribution"])]))
     body += [
         "<h2>What was measured</h2>",
-        facts_table(facts),
+        facts_table({**facts, **dict(condition_table(result))}),
+        *(f"<h3>{heading}</h3>{facts_table(rows)}" for heading, rows in conditions.items()),
         "<h2>What the numbers are</h2>",
         definitions(_MEANINGS),
     ]

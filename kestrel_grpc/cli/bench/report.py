@@ -11,6 +11,7 @@ from typing import Any
 
 from kestrel_grpc import __version__
 from kestrel_grpc.cli.bench.plot import number
+from kestrel_grpc.cli.conditions import flat_facts, server_line
 
 TIME_NAMES = {
     "ttft": "first token, ms",
@@ -47,11 +48,12 @@ def document(
     options: Mapping[str, Any],
     date: str,
     model: str,
+    conditions: Mapping[str, Any],
     steps: Sequence[Mapping[str, Any]],
     *,
     is_complete: bool = True,
 ) -> dict[str, Any]:
-    """Returns a document with all results of a run.
+    """Returns a document with all results of a run. `conditions` are `client`, `server` and `asked`.
 
     Without a ramp the numbers of the step stand at the top level, as in ghz and vLLM. An incomplete run was ended
     before or during its last step.
@@ -63,6 +65,7 @@ def document(
         "backend": options["api"],
         "model_id": model,
         "options": dict(options),
+        **conditions,
     }
     is_ramp = not {"ramp", "rate_ramp"}.isdisjoint(options)
     return {**found, "steps": [dict(step) for step in steps]} if is_ramp else found | dict(steps[0])
@@ -98,14 +101,46 @@ def text(result: Mapping[str, Any]) -> str:
     options = result["options"]
     lines = [f"{result['model_id'] or 'a model'} at {options['address']}, {options['api']}: {options['skill']}"]
     steps = steps_of(result)
+    ending = ["", *(f"{name}: {fact}" for name, fact in condition_table(result))]
     if len(steps) > 1:
         lines += ["", *_aligned(ramp_table(result))]
         failures = [line for step in steps if step["failed"] for line in (load_of(step), *_statuses(step))]
-        return "\n".join((*lines, *failures, *(note for step in steps for note in notes(step))))
+        return "\n".join((*lines, *failures, *(note for step in steps for note in notes(step)), *ending))
     (step,) = steps
     lines[0] += f", {load_of(step)}"
     lines += ["", *_aligned(rate_table(step)), "", *_aligned(time_table(step)), ""]
-    return "\n".join((*lines, *_statuses(step), *notes(step)))
+    return "\n".join((*lines, *_statuses(step), *notes(step), *ending))
+
+
+def condition_table(result: Mapping[str, Any]) -> Table:
+    """Returns what another person needs to know to compare the numbers: the server, the requests and the machine.
+
+    Results of older versions have none of it.
+    """
+    rows: Table = []
+    if "server" in result:
+        server = result["server"]
+        unknown = "reports its device and options over gRPC alone, on the port of EngineService"
+        rows.append(["server", unknown if server is None else server_line(server)])
+    if "asked" in result:
+        rows.append(["requests", _requests_line(result["asked"], steps_of(result))])
+    if "client" in result:
+        rows.append(["load from", f"{result['client']['processors']}; {result['client']['system']}"])
+    return rows
+
+
+def _requests_line(asked: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
+    sizes = asked["picture_sizes"]
+    pictures = asked["pictures"] + (f" ({', '.join(sizes)})" if sizes else "")
+    texts = {"query": "questions", "caption": ""}.get(asked["skill"], "objects")
+    parts = [f"pictures: {pictures}", f"{texts}: {asked['texts']}"] if texts else [f"pictures: {pictures}"]
+    completed = sum(step["completed"] for step in steps)
+    if completed:
+        total, out = (sum(step[f"total_{name}_tokens"] for step in steps) for name in ("input", "output"))
+        cached = [step["total_cached_tokens"] for step in steps]
+        share = f", {sum(cached) / total:.0%} of them cached" if total and None not in cached else ""
+        parts.append(f"on average {total / completed:.0f} tokens in{share}, and {out / completed:.1f} out")
+    return "; ".join(parts)
 
 
 def rate_table(step: Mapping[str, Any]) -> Table:
@@ -286,6 +321,12 @@ def describe_ratio(ratio: float, noise: float | None, *, more_is_better: bool) -
 
 def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
     pairs = [(name, first[field], second[field]) for name, field in _CIRCUMSTANCES]
+    for part in ("server", "asked", "client"):
+        a, b = (flat_facts(result.get(part) or {}) for result in (first, second))
+        if a and b:
+            pairs += [(f"{part}: {name}", a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b))]
+        elif a or b:
+            yield f"{part}: not known in {'B' if a else 'A'}"
     names = dict.fromkeys((*first["options"], *second["options"]))
     pairs += [(name, first["options"].get(name), second["options"].get(name)) for name in names]
     for name, a, b in pairs:

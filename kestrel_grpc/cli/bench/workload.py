@@ -6,11 +6,14 @@ global crop.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -46,6 +49,11 @@ TEXT_QUESTIONS = (
     "Describe a city by the river.",
 )
 """The default questions without a picture."""
+
+OBJECTS = ("bar",)
+_DEFAULTS = (QUESTIONS, TEXT_QUESTIONS, OBJECTS)
+_MOST_SIZES = 8
+"""The most sizes of pictures that a report lists."""
 
 _PALETTE = ("#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#9c755f", "#555555")
 _SYLLABLES = ("ka", "to", "mi", "ren", "sol", "va", "dor", "el", "nu", "pra", "shi", "gan")
@@ -87,6 +95,42 @@ class Workload:
             )
 
         return question
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what a report says about the requests: which pictures, of which size, and which texts.
+
+        Raises OSError for unreadable pictures.
+        """
+        sent = [name for name in (self._pictures()(number) for number in range(self.num_kinds)) if name is not None]
+        sizes = Counter("{} × {} px".format(*Image.open(io.BytesIO(data)).size) for data in sent)
+        return {
+            "skill": self.skill,
+            "pictures": self._said_pictures(),
+            "picture_sizes": dict(sizes.most_common(_MOST_SIZES)),
+            "mean_picture_bytes": round(sum(map(len, sent)) / len(sent)) if sent else 0,
+            "texts": f"{len(self.texts)} {'default' if self.texts in _DEFAULTS else 'given'}"
+            if self.texts
+            else "none",
+            "texts_sha256": hashlib.sha256("\n".join(self.texts).encode()).hexdigest()[:16],
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+        }
+
+    @property
+    def num_kinds(self) -> int:
+        """The number of pictures that differ in more than a comment."""
+        if self.pictures is not None:
+            return len(picture_files(self.pictures))
+        return NUM_DRAWN if self.num_pictures is None else min(self.num_pictures, NUM_DRAWN)
+
+    def _said_pictures(self) -> str:
+        if self.pictures is not None:
+            return f"{self.num_kinds} given file{'' if self.num_kinds == 1 else 's'}, in turn"
+        if self.num_pictures is None:
+            return "drawn charts, another file in each request"
+        if self.num_pictures == 0:
+            return "none"
+        return f"{self.num_pictures} drawn chart{'' if self.num_pictures == 1 else 's'}, in turn"
 
     def _pictures(self) -> Callable[[int], bytes | None]:
         if self.pictures is not None:

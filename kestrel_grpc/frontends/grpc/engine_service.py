@@ -16,6 +16,7 @@ from kestrel_grpc.calls.call_admission import CallAdmission
 from kestrel_grpc.calls.call_context import CallContext
 from kestrel_grpc.calls.peers import Peers
 from kestrel_grpc.calls.usage import USAGE_TOPIC, CallerUsage, Usage, decoded, encoded, total
+from kestrel_grpc.process.machine import processors
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterName
 from kestrel_runtime.api.engine import CoreReading, Engine, EngineStatus, Load, MemoryPlan, SkillDefaults
 from kestrel_runtime.api.errors import EngineUnavailable, InvalidRequest, Violation
@@ -182,6 +183,10 @@ class EngineService:
             ),
             memory_plan=None if info.memory is None else _memory_plan(info.memory),
             frontend_count=self._peers.num_frontends,
+            settings=[
+                wire.Setting(name=name, value=value)
+                for name, value in (config if info.chosen is None else info.chosen).described().items()
+            ],
         )
 
     def _render_model(self) -> wire.Model:
@@ -256,6 +261,7 @@ def _engine_info(core: CoreReading) -> wire.EngineInfo:
     if info is not None:
         described.device = info.device
         described.device_uuid = info.device_uuid or ""
+        described.device_name = info.device_name or processors()
         described.max_running_requests = info.max_batch_size
         if info.memory is not None:
             described.memory_plan.CopyFrom(_memory_plan(info.memory))

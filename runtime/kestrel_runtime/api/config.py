@@ -5,7 +5,7 @@ The server's flags, environment variables and documentation of these settings fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from kestrel_runtime.api.options import (
     parse_kernels,
     repositories,
     seconds_above_zero,
+    shown,
     some_text,
     whole_number,
 )
@@ -27,6 +28,8 @@ from kestrel_runtime.api.options import (
 MIB = 2**20
 BUILT_IN_MODEL = "moondream-nano"
 """Name of the small model of a toy world that the package includes; its model card is in `nano/`."""
+_NAMING = frozenset(("model", "revision", "adapters", "adapter_repositories"))
+"""The settings whose values name files or repositories, which callers need not know."""
 INVARIANT = "invariant"
 """The backend that `deterministic` selects for text and images."""
 _MOST_MEMORY_BYTES = 2**50
@@ -259,6 +262,20 @@ class EngineConfig:
         elif self.cuda_graphs is None and self.text_backend == "plain":
             chosen["cuda_graphs"] = False
         return replace(self, **chosen)
+
+    def described(self) -> Mapping[str, str]:
+        """Returns the options that have a value, as text by their names: what answers and their speed depend on.
+
+        Options that name files or repositories are left out.
+        """
+        found: dict[str, str] = {}
+        for field, item in options_of(self):
+            value = getattr(self, field)
+            if field in _NAMING or value is None:
+                continue
+            text = ",".join(map("=".join, value)) if isinstance(value, tuple) else shown(value)
+            found[item.name] = text or item.default_text
+        return found
 
     def contradictions(self, device_type: str | None = None) -> Iterator[str]:
         """Yields the problems of settings that are valid separately, but not together or not on this kind of

@@ -127,6 +127,10 @@ class EngineInfo:
     """The division of the device's memory at start; None where no memory was divided."""
     device_uuid: str | None = None
     """The GPU's identifier for its driver, such as "1a2b3c4d-…"; None on the host."""
+    device_name: str = ""
+    """The name of the GPU, such as "NVIDIA H200"; empty on the host."""
+    chosen: EngineConfig | None = None
+    """The settings with this device's values in place of None and "auto"; None where they are not known."""
 
     def check(self, request: Request) -> None:
         """Checks that this model can serve a request.

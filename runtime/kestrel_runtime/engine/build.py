@@ -187,19 +187,30 @@ def _info(
         num_cache_tokens / model_config.max_context,
         f"{model_config.max_context:,}",
     )
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
     return EngineInfo(
         model=loaded.checkpoint.name,
         revision=loaded.checkpoint.revision,
         architecture=model_config.architecture,
         skills={name: skill.defaults for name, skill in loaded.family.skills(model_config).items()},
         device=loaded.model.device.type,
-        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        dtype=dtype,
         max_context_tokens=min(model_config.max_context, num_cache_tokens),
         max_batch_size=bounds.max_batch_size,
         num_parameters=loaded.num_parameters,
         config=config,
         memory=memory,
         device_uuid=loaded.device_uuid,
+        device_name=loaded.device_name,
+        chosen=dataclasses.replace(
+            config.resolved(loaded.model.device.type),
+            max_batch_size=bounds.max_batch_size,
+            max_prefill_tokens=bounds.max_prefill_tokens,
+            max_crops_per_step=bounds.max_crops,
+            kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
+            num_kv_pages=num_cache_tokens // config.page_size,
+            image_cache_bytes=memory.image_cache_bytes,
+        ),
     )
 
 

@@ -67,6 +67,12 @@ class LoadedModel:
         device = self.model.device
         return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
+    @property
+    def device_name(self) -> str:
+        """Returns the name of its GPU, such as "NVIDIA H200"; empty on the host."""
+        device = self.model.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
 
 def device_type(config: EngineConfig) -> str:
     """Returns "cpu" or "cuda": as configured, or what this machine has."""

@@ -11,8 +11,8 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from kestrel_runtime.verify.answers import Agreement
 from kestrel_runtime.verify.recording import nudge
 from kestrel_runtime.verify.reference_fixture import AnsweredCall, ReferenceFixture
 
-_TIMED_TOKENS = 16
+TIMED_TOKENS = 16
 """The most tokens of an answer whose speed is measured."""
 
 
@@ -80,6 +80,8 @@ class PrecisionResult:
     speeds: tuple[Speed, ...]
     problems: tuple[str, ...]
     """The parts that could not be compared, and why."""
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The options that the engine ran with, by name; empty if none could start."""
 
     @property
     def failures(self) -> list[str]:
@@ -110,6 +112,7 @@ def check_precision(
     answers: list[AnsweredCall] = []
     speeds: list[Speed] = []
     problems: list[str] = []
+    settings: Mapping[str, str] = {}
     uncertain: frozenset[int] = frozenset()
     _free_memory()
     report("loading")
@@ -126,6 +129,7 @@ def check_precision(
         serving = replace(fixture.config, num_kv_pages=config.num_kv_pages)
         engine = LocalEngine(fixture.loaded, serving, owns_model=True)
         try:
+            settings = (engine.info.chosen or config).described()
             answers = _without_unsupported(asyncio.run(fixture.answers(engine)), engine)
             report("measuring the speed")
             speeds = asyncio.run(_speeds(engine, _timed_requests(fixture, folder), speed_s))
@@ -142,7 +146,7 @@ def check_precision(
     except (CheckpointError, KestrelError) as error:
         problems.append(f"answers or speed: {error}")
     return PrecisionResult(
-        name, setup, is_exact, tuple(cases), tuple(answers), uncertain, tuple(speeds), tuple(problems)
+        name, setup, is_exact, tuple(cases), tuple(answers), uncertain, tuple(speeds), tuple(problems), settings
     )
 
 
@@ -182,7 +186,7 @@ def _uncertain(fixture: ReferenceFixture, config: EngineConfig, answers: Sequenc
 
 
 def _timed_requests(fixture: ReferenceFixture, folder: Path) -> list[Request]:
-    sampling = SamplingParams(temperature=0.0, max_tokens=_TIMED_TOKENS)
+    sampling = SamplingParams(temperature=0.0, max_tokens=TIMED_TOKENS)
     options = RequestOptions(cache=CachePolicy.BYPASS)
     return [
         Query(entry["query_prompt"], (folder / entry["image"]).read_bytes(), sampling=sampling, options=options)

@@ -67,7 +67,7 @@ def three_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = MemoryPlan(2**37, 0.9, 3 * 2**30, 2**36, *[0] * 6)
 
     def cores(engine: FakeEngine) -> list[CoreReading]:
-        info = dataclasses.replace(engine.info, device="cuda", device_uuid="1a2b", memory=plan)
+        info = dataclasses.replace(engine.info, device="cuda", device_uuid="1a2b", device_name="A GPU", memory=plan)
         return [
             CoreReading(0, EngineStatus.SERVING, info, engine.load(), 4711),
             CoreReading(1, EngineStatus.RECOVERING, info, None, None),
@@ -87,10 +87,10 @@ async def test_load_and_info_have_a_line_for_each_engine(capsys):
     ]
     (info,) = tables(await printed(capsys, "info"))
     assert info == [
-        "engine device batch weights KV cache memory GPU",
-        "0 cuda 16 3.00 GiB 64.00 GiB 128.00 GiB 1a2b",
-        "1 cuda 16 3.00 GiB 64.00 GiB 128.00 GiB 1a2b",
-        "2 - - - - - -",
+        "engine device name batch weights KV cache memory GPU",
+        "0 cuda A GPU 16 3.00 GiB 64.00 GiB 128.00 GiB 1a2b",
+        "1 cuda A GPU 16 3.00 GiB 64.00 GiB 128.00 GiB 1a2b",
+        "2 - - - - - - -",
     ]
 
 

@@ -25,7 +25,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("server_version", "instance_id", "capabilities", "limits", "memory_plan", "model", "engines", "frontend_count")
+    __slots__ = ("server_version", "instance_id", "capabilities", "limits", "memory_plan", "model", "engines", "frontend_count", "settings")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class GetServerInfoResponse(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     FRONTEND_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     instance_id: str
     capabilities: _containers.RepeatedScalarFieldContainer[str]
@@ -42,21 +43,32 @@ class GetServerInfoResponse(_message.Message):
     model: str
     engines: _containers.RepeatedCompositeFieldContainer[EngineInfo]
     frontend_count: int
-    def __init__(self, server_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ..., model: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., frontend_count: _Optional[int] = ...) -> None: ...
+    settings: _containers.RepeatedCompositeFieldContainer[Setting]
+    def __init__(self, server_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ..., model: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., frontend_count: _Optional[int] = ..., settings: _Optional[_Iterable[_Union[Setting, _Mapping]]] = ...) -> None: ...
+
+class Setting(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("index", "device", "device_uuid", "max_running_requests", "memory_plan")
+    __slots__ = ("index", "device", "device_uuid", "max_running_requests", "memory_plan", "device_name")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_PLAN_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_NAME_FIELD_NUMBER: _ClassVar[int]
     index: int
     device: str
     device_uuid: str
     max_running_requests: int
     memory_plan: MemoryPlan
-    def __init__(self, index: _Optional[int] = ..., device: _Optional[str] = ..., device_uuid: _Optional[str] = ..., max_running_requests: _Optional[int] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ...) -> None: ...
+    device_name: str
+    def __init__(self, index: _Optional[int] = ..., device: _Optional[str] = ..., device_uuid: _Optional[str] = ..., max_running_requests: _Optional[int] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ..., device_name: _Optional[str] = ...) -> None: ...
 
 class MemoryPlan(_message.Message):
     __slots__ = ("total_bytes", "utilization", "weight_bytes", "cache_bytes", "activation_bytes", "graph_bytes", "image_bytes", "other_bytes", "margin_bytes", "free_bytes", "image_cache_bytes", "adapter_bytes")

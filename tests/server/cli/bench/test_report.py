@@ -24,6 +24,22 @@ from kestrel_grpc.cli.commands import run
 from tests.reference_fixtures import CHECKOUT
 
 OPTIONS = {"api": "grpc", "address": "localhost:50051", "skill": "query", "slo": "whole answer within 150 ms"}
+CONDITIONS = {
+    "client": {"processors": "a processor, 2 processors", "system": "Linux", "python": "3.11"},
+    "server": {
+        "version": "1.2.3",
+        "model": "a model",
+        "number_format": "bfloat16",
+        "devices": ["2 × NVIDIA H200"],
+        "settings": {"kv_dtype": "float8", "page_size": "16"},
+    },
+    "asked": {
+        "skill": "query",
+        "pictures": "drawn charts, another file in each request",
+        "picture_sizes": {"801 × 557 px": 16},
+        "texts": "12 default",
+    },
+}
 
 
 def answer(started: float, seconds: float, *pieces: float, error: str = "", message: str = "") -> Sample:
@@ -45,7 +61,7 @@ def result(scale: float = 1.0, seed: int = 1, count: int = 400) -> dict[str, Any
     starts = itertools.accumulate(lengths, initial=0.0)
     samples = [answer(start, length, length / 2, length) for start, length in zip(starts, lengths, strict=False)]
     step = measured(samples, duration_s=sum(lengths))
-    return json.loads(json.dumps(document(OPTIONS, "2026-01-01T00:00:00Z", "a model", [step])))
+    return json.loads(json.dumps(document(OPTIONS, "2026-01-01T00:00:00Z", "a model", CONDITIONS, [step])))
 
 
 def test_the_names_are_those_of_ghz_in_its_units() -> None:
@@ -95,9 +111,9 @@ def test_goodput_of_an_open_loop_counts_what_was_sent_in_the_window() -> None:
 def test_nothing_that_was_answered_is_no_number() -> None:
     found = measured([answer(1.0, 0.1, error="UNAVAILABLE")])
     assert (found["completed"], found["fastest"], found["median_ttft_ms"], found["histogram"]) == (0, 0, None, [])
-    shown = text(document(OPTIONS, "", "a model", [found]))
+    shown = text(document(OPTIONS, "", "a model", CONDITIONS, [found]))
     assert "1 UNAVAILABLE" in shown
-    assert "page" in page(document(OPTIONS, "", "a page", [found]))
+    assert "page" in page(document(OPTIONS, "", "a page", CONDITIONS, [found]))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +135,7 @@ def test_bounds_are_read_and_told() -> None:
 def test_a_ramp_says_at_which_step_what_failed() -> None:
     failed = measured([answer(1.0, 0.1), answer(2.0, 0.1, error="UNAVAILABLE", message="gone")])
     steps = [{**result(), "max_concurrency": 1}, {**failed, "max_concurrency": 2}]
-    shown = text(document({**OPTIONS, "ramp": [1, 2]}, "", "a model", steps))
+    shown = text(document({**OPTIONS, "ramp": [1, 2]}, "", "a model", CONDITIONS, steps))
     assert re.search(r"^1 at once .* 0$", shown, re.MULTILINE)
     assert re.search(r"^2 at once .* 1$", shown, re.MULTILINE)
     assert "2 at once\n2 requests in 10 s: 1 OK, 1 UNAVAILABLE\n  1 × gone" in shown
@@ -148,6 +164,37 @@ def test_a_comparison_says_what_differs_and_what_it_does_not_know() -> None:
     assert "noise unknown" in told
     other["max_concurrency"] = 9
     assert "no load is in both" in comparison(result(), other)
+
+
+def test_a_report_says_the_server_the_requests_and_the_machine() -> None:
+    step = measured([answer(1.0, 0.1), answer(2.0, 0.2)]) | {"total_cached_tokens": 350}
+    found = document(OPTIONS, "", "a model", CONDITIONS, [step])
+    for shown in (text(found), page(found)):
+        assert "1.2.3, a model in bfloat16 on 2 × NVIDIA H200; kv_dtype float8" in shown
+        assert "pictures: drawn charts, another file in each request (801 × 557 px); questions: 12 default" in shown
+        assert "on average 700 tokens in, 25% of them cached, and 5.0 out" in shown
+        assert "a processor, 2 processors; Linux" in shown
+    assert "<td>page_size</td><td>16</td>" in page(found)
+    unknown = document(OPTIONS, "", "a model", {**CONDITIONS, "server": None}, [step])
+    assert "server: reports its device and options over gRPC alone" in text(unknown)
+
+
+def test_a_comparison_names_other_devices_options_and_requests() -> None:
+    first, second, third = result(), result(seed=2), result(seed=3)
+    second["server"] = {
+        **second["server"],
+        "devices": ["cpu"],
+        "settings": {"kv_dtype": "float8", "page_size": "32"},
+    }
+    second["asked"] = {**second["asked"], "texts": "3 given"}
+    found = comparison(first, second)
+    assert "server: devices: 2 × NVIDIA H200 in A, cpu in B\n" in found
+    assert "server: page_size: 16 in A, 32 in B\n" in found
+    assert "asked: texts: 12 default in A, 3 given in B\n" in found
+    assert "kv_dtype" not in found
+    del third["server"]
+    assert "server: not known in B\n" in comparison(first, third)
+    assert "What was measured differs" not in comparison(first, result(seed=4))
 
 
 def test_a_comparison_begins_with_a_sentence_about_which_is_better() -> None:
@@ -184,9 +231,9 @@ def test_a_run_of_few_requests_knows_its_noise_from_four_parts() -> None:
 
 def test_answers_without_tokens_to_measure_are_named() -> None:
     short = measured([answer(1.0, 0.1), answer(2.0, 0.2)])
-    assert "tokens on average" not in text(document(OPTIONS, "", "a model", [short]))
+    assert "tokens on average" not in text(document(OPTIONS, "", "a model", CONDITIONS, [short]))
     short["total_output_tokens"] = 5
-    shown = text(document(OPTIONS, "", "a model", [short]))
+    shown = text(document(OPTIONS, "", "a model", CONDITIONS, [short]))
     assert "4 at once: answers have 2.5 tokens on average, so tokens/s and the time per token mean little" in shown
 
 

@@ -16,6 +16,8 @@ from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_client.v1 import generation_pb2, vision_service_pb2
 from kestrel_grpc import __version__
 from kestrel_grpc.access.token_file import Scope, line_for
+from kestrel_grpc.process.machine import processors
+from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import CoreReading, EngineStatus, MemoryPlan
 from tests.fakes import HOLD, FakeEngine
 from tests.server.serving import Serving, details_of, reason_of, serving
@@ -142,7 +144,9 @@ async def test_every_state_of_an_engine_has_its_status_in_the_contract(monkeypat
 async def test_server_info_tells_of_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine()
     plan = MemoryPlan(2**36 + 1, 0.875, 2**35 + 3, 5, 7, 11, 13, 17, 19, -23, 29, 31)
-    gpu = replace(engine.info, device="cuda", device_uuid="1a2b", memory=plan, max_batch_size=8)
+    gpu = replace(
+        engine.info, device="cuda", device_uuid="1a2b", device_name="A GPU", memory=plan, max_batch_size=8
+    )
     states = [
         CoreReading(0, EngineStatus.SERVING, gpu, engine.load(), 4711),
         CoreReading(1, EngineStatus.RECOVERING, None, None, None),
@@ -155,7 +159,12 @@ async def test_server_info_tells_of_each_engine(monkeypatch: pytest.MonkeyPatch)
         load = await rig.engine_service.GetLoad(wire.GetLoadRequest())
     assert list(info.engines) == [
         wire.EngineInfo(
-            index=0, device="cuda", device_uuid="1a2b", max_running_requests=8, memory_plan=info.memory_plan
+            index=0,
+            device="cuda",
+            device_uuid="1a2b",
+            device_name="A GPU",
+            max_running_requests=8,
+            memory_plan=info.memory_plan,
         ),
         wire.EngineInfo(index=1),
     ]
@@ -164,6 +173,25 @@ async def test_server_info_tells_of_each_engine(monkeypatch: pytest.MonkeyPatch)
     assert info.frontend_count == 0
     assert load.engines[1] == wire.EngineLoad(index=1, status=wire.ENGINE_STATUS_RECOVERING)
     assert not load.engines[1].HasField("load")
+
+
+async def test_server_info_has_the_options_that_matter_and_names_no_files() -> None:
+    engine = FakeEngine()
+    config = EngineConfig(
+        model="/private/model",
+        adapters="/private/adapters",
+        adapter_repositories=("org/private",),
+        kv_dtype="float8",
+    )
+    chosen = replace(config.resolved("cpu"), num_kv_pages=77, kernels=(("resample", "reference"),))
+    engine.info = replace(engine.info, config=config, chosen=chosen)
+    async with serving(engine) as rig:
+        info = await rig.engine_service.GetServerInfo(wire.GetServerInfoRequest())
+    settings = {setting.name: setting.value for setting in info.settings}
+    assert settings.items() >= {"kv_dtype": "float8", "kv_pages": "77", "max_batch_size": "16"}.items()
+    assert settings.items() >= {"prefix_cache": "on", "kernels": "resample=reference", "dtype": "float32"}.items()
+    assert "private" not in str(info)
+    assert [engine.device_name for engine in info.engines] == [processors()]
 
 
 def bearing(name: str, **more: str) -> tuple[tuple[str, str], ...]:
