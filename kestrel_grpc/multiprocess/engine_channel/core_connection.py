@@ -12,35 +12,21 @@ from typing import BinaryIO
 
 import msgspec
 
-from kestrel_grpc.multiprocess.engine_channel import messages
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
-from kestrel_grpc.multiprocess.engine_channel.messages import (
-    Answer,
-    CompletedAlone,
-    CoreState,
-    Events,
-    Expect,
-    FromCore,
-    Hello,
-    NeedPixels,
-    Operation,
-    ToCore,
-    Welcome,
-)
 from kestrel_grpc.multiprocess.protocol.connection import Connection
+from kestrel_grpc.multiprocess.protocol.errors import ProcessFault
+from kestrel_grpc.multiprocess.protocol.messages import CODEC, CoreState, Hello, Welcome
+from kestrel_grpc.multiprocess.protocol.questions import AnswerType, Exchange, Message, Question
 from kestrel_runtime.api.engine import CoreReading, EngineInfo, EngineStatus, Load
-from kestrel_runtime.api.errors import EngineUnavailable
+from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError
 
 _CONNECT_INTERVAL_S = 0.05
-_OPERATION_TIMEOUT_S = 60.0
+_ANSWER_TIMEOUT_S = 60.0
 _IS_SILENT, _IS_BACK = 3, 4
 """Consecutive looks without a message after which a core counts as silent, and with one after which it answers."""
 
 NO_LOAD = Load(0, 0, 0, 0, 0, 0.0)
 """The load of a core that has not reported any."""
-
-ForClient = Events | NeedPixels | CompletedAlone
-"""The messages that `EngineClient` handles; the connection handles the others."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,14 +35,11 @@ class BuildMismatch(Exception):
     """The core runs other code: the packages on the disk have changed while the server runs."""
 
 
-class CoreSilent(EngineUnavailable):
-    """A core that was asked for a place in its queue does not answer."""
-
-
-class CoreConnection:
+class CoreConnection(Exchange):
     """The connection to one core, whose process may change."""
 
     def __init__(self, endpoint: CoreEndpoint, identity: str, build: str) -> None:
+        super().__init__("the engine process")
         self.num_sent = 0
         """Requests that were sent since the core has reported its load."""
         self.is_silent = False
@@ -72,16 +55,16 @@ class CoreConnection:
         self._process_id: int | None = None
         self._state: CoreState | None = None
         self._connection: Connection | None = None
-        self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[Answer]] = {}
-        self._places: set[int] = set()
-        """The numbers of operations that ask for a place in the queue."""
+        self._places = itertools.count(1)
         self._welcome: asyncio.Future[Welcome | None] | None = None
-        self._unsent: list[ToCore] = []
+        """The answer to `Hello`; None if the process has ended instead."""
+        self.on(Hello, self._check_build)
+        self.on(Welcome, self._take_welcome)
+        self.on(CoreState, self._take_state)
+        self._unsent: list[Message] = []
         """Messages of this turn of the event loop. They are sent together: each send costs the core a turn of the
         interpreter's lock."""
-        self._on_message: Callable[[CoreConnection, ForClient], None] | None = None
-        self._on_undelivered: Callable[[Sequence[ToCore]], None] = lambda undelivered: None
+        self._on_undelivered: Callable[[Sequence[Message]], None] = lambda undelivered: None
         self._on_state: Callable[[], None] = lambda: None
 
     @property
@@ -127,17 +110,9 @@ class CoreConnection:
     def max_batch_size(self) -> int:
         return self.info.max_batch_size
 
-    def serve(
-        self,
-        on_message: Callable[[CoreConnection, ForClient], None],
-        on_state: Callable[[], None],
-        on_undelivered: Callable[[Sequence[ToCore]], None],
-    ) -> None:
-        """Set the callbacks: for messages of the core, for changes of its status, and for unread messages.
-
-        `on_undelivered` gets the messages that could not be sent because the core does not read.
-        """
-        self._on_message, self._on_state, self._on_undelivered = on_message, on_state, on_undelivered
+    def serve(self, on_state: Callable[[], None], on_undelivered: Callable[[Sequence[Message]], None]) -> None:
+        """Set the callbacks: for changes of the core's status, and for messages that the core does not read."""
+        self._on_state, self._on_undelivered = on_state, on_undelivered
 
     async def connect(self) -> None:
         """Greet the process that listens, once there is one. Raises `BuildMismatch`."""
@@ -146,14 +121,14 @@ class CoreConnection:
         greeting = None
         while greeting is None:
             greeting = await self._greet()
-        if greeting.build != self._build:
-            self.end()
-            raise BuildMismatch(f"core {self.index} runs another build")
         self._info, self._process_id = greeting.info, greeting.process_id
         await self._first_state
 
     async def _greet(self) -> Welcome | None:
-        """Returns the answer of the process that listens now; None, after a moment, if there is none."""
+        """Returns the answer of the process that listens now; None, after a moment, if there is none.
+
+        Raises `BuildMismatch`.
+        """
         stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             stream.setblocking(False)
@@ -164,8 +139,26 @@ class CoreConnection:
             return None
         self._welcome = welcome = self._loop.create_future()
         self._connection = Connection(stream, lambda data, _: self._receive(data), self._ended)
-        self.send(Hello(self._identity, self._build))
+        self.notify(Hello(self._build, self._identity))
         return await welcome
+
+    def _check_build(self, hello: Hello) -> None:
+        if hello.build != self._build and self._welcome is not None and not self._welcome.done():
+            self._welcome.set_exception(BuildMismatch(f"core {self.index} runs another build"))
+            self.end()
+
+    def _take_welcome(self, welcome: Welcome) -> None:
+        if self._welcome is not None and not self._welcome.done():
+            self._welcome.set_result(welcome)
+
+    def _take_state(self, state: CoreState) -> None:
+        is_news = state.status is not self.state.status
+        self._state = state
+        self.num_sent = 0
+        if not self._first_state.done():
+            self._first_state.set_result(None)
+        if is_news:
+            self._on_state()
 
     def _ended(self) -> None:
         """Note that the process has closed the connection. `end` decides about its requests."""
@@ -181,11 +174,8 @@ class CoreConnection:
         self._unsent.clear()
         self.num_sent = 0
         self.is_silent, self._num_looks, self._has_spoken = False, 0, True
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_exception(ended_error())
-        self._asked.clear()
-        self._places.clear()
+        self.give_up(ended_error())
+        self.cancel_handlers()
 
     def look(self) -> None:
         """Note whether the core has sent a message since the last look.
@@ -198,25 +188,19 @@ class CoreConnection:
             self.is_silent, self._num_looks = not self.is_silent, 0
             _log.warning("core %d %s", self.index, "does not answer" if self.is_silent else "answers again")
 
-    def give_up_places(self) -> None:
-        """Make `ask` raise `CoreSilent` for places in the queue, since another core may have some."""
-        for number in self._places:
-            if not self._asked[number].done():
-                self._asked[number].set_exception(CoreSilent("the engine process does not answer"))
+    def next_place(self) -> int:
+        """Returns the number of the next place in the core's queue."""
+        return next(self._places)
 
-    def next_number(self) -> int:
-        """Returns the number of the next operation."""
-        return next(self._numbers)
-
-    def send(self, message: ToCore, file: BinaryIO | None = None) -> None:
+    def notify(self, note: Message, file: BinaryIO | None = None) -> None:
         """Send a message with the others of this turn of the event loop, without waiting. Closes the file."""
-        if self._connection is None:  # `end` fails the operations that wait for an answer
+        if self._connection is None:  # `end` fails the questions that wait for an answer
             if file is not None:
                 file.close()
             return
         if not self._unsent:
             self._loop.call_soon(self._send_all)
-        self._unsent.append(message)
+        self._unsent.append(note)
         if file is not None:
             self._send_all(file)
 
@@ -226,60 +210,28 @@ class CoreConnection:
             return
         sent = self._unsent.copy()
         self._unsent.clear()
-        if not self._connection.send(messages.encode_to_core(sent), file):
-            for message in sent:
-                asked = self._asked.get(message.number) if isinstance(message, Operation) else None
-                if asked is not None and not asked.done():
-                    asked.set_exception(EngineUnavailable("the engine process does not read"))
+        if not self._connection.send(CODEC.encode(sent), file):
+            self.give_up(EngineUnavailable("the engine process does not read"))
             self._on_undelivered(sent)
 
-    async def ask(self, operation: Operation) -> Answer:
-        """Returns the answer to an operation. Raises the error in it, or `EngineUnavailable` if there is none."""
+    async def ask(self, question: Question[AnswerType], *, timeout_s: float = _ANSWER_TIMEOUT_S) -> AnswerType:
+        """Send a question and return its answer. Raises `EngineUnavailable`, and the error of the handler."""
         if self._connection is None:
             raise ended_error()
-        answer = self._asked[operation.number] = self._loop.create_future()
-        if isinstance(operation, Expect):
-            self._places.add(operation.number)
-        try:
-            self.send(operation)
-            async with asyncio.timeout(_OPERATION_TIMEOUT_S):
-                found = await answer
-        except TimeoutError as error:
-            raise EngineUnavailable("the engine process does not answer") from error
-        finally:
-            self._asked.pop(operation.number, None)
-            self._places.discard(operation.number)
-        if found.error is not None:
-            raise messages.decode_error(found.error)
-        return found
+        return await super().ask(question, timeout_s=timeout_s)
+
+    def failure(self) -> KestrelError:
+        return InternalError(ProcessFault())
 
     def _receive(self, data: bytes) -> None:
         self._has_spoken = True
         try:
-            self._take(messages.decode_from_core(data))
+            received = CODEC.decode(data)
         except msgspec.MsgspecError:
             _log.exception("a message of core %d cannot be read: it runs another build", self.index)
-        except Exception:
-            _log.exception("a message of core %d failed", self.index)
-
-    def _take(self, message: FromCore) -> None:
-        if isinstance(message, Welcome):
-            if self._welcome is not None and not self._welcome.done():
-                self._welcome.set_result(message)
-        elif isinstance(message, CoreState):
-            is_news = message.status is not self.state.status
-            self._state = message
-            self.num_sent = 0
-            if not self._first_state.done():
-                self._first_state.set_result(None)
-            if is_news:
-                self._on_state()
-        elif isinstance(message, Answer):
-            asked = self._asked.get(message.number)
-            if asked is not None and not asked.done():
-                asked.set_result(message)
-        elif self._on_message is not None:
-            self._on_message(self, message)
+            return
+        for message in received:
+            self.handle(message)
 
 
 def ended_error() -> EngineUnavailable:

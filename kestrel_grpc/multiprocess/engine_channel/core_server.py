@@ -25,11 +25,13 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from kestrel_grpc.multiprocess.engine_channel import messages
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
-from kestrel_grpc.multiprocess.engine_channel.messages import (
+from kestrel_grpc.multiprocess.protocol.connection import Connection
+from kestrel_grpc.multiprocess.protocol.errors import decode_error
+from kestrel_grpc.multiprocess.protocol.events import EventsOf, events_of
+from kestrel_grpc.multiprocess.protocol.messages import (
+    CODEC,
     AdapterNames,
-    Answer,
     Cancel,
     ClearCache,
     CompletedAlone,
@@ -38,22 +40,20 @@ from kestrel_grpc.multiprocess.engine_channel.messages import (
     Expect,
     ForgetImage,
     Hello,
-    ImageSummary,
     Isolate,
     LoadAdapter,
     NeedPixels,
     OnlyEnd,
-    Operation,
     Pixels,
     Quarantine,
     Release,
     Submit,
-    ToCore,
     UnloadAdapter,
     Welcome,
-    events_of,
+    build_id,
 )
-from kestrel_grpc.multiprocess.protocol.connection import Connection
+from kestrel_grpc.multiprocess.protocol.questions import Exchange, Message
+from kestrel_grpc.multiprocess.protocol.requests import ImageSummary, decode_request
 from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError
 from kestrel_runtime.api.events import Event, Finished
 from kestrel_runtime.api.images import DecodedPixels, RemoteImage
@@ -83,10 +83,10 @@ class CoreServer:
     def __init__(
         self, engine: LocalEngine, endpoint: CoreEndpoint, on_lost: Callable[[str], None] = lambda identity: None
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._endpoint = endpoint
         self._on_lost = on_lost
-        self._build = messages.build_id()
+        self._build = build_id()
         self._listener: socket.socket
         self._frontends: dict[str, _Frontend] = {}
         """Front ends that have greeted, by identity."""
@@ -102,8 +102,8 @@ class CoreServer:
         self._endpoint.path.unlink(missing_ok=True)
         self._listener = self._new_listener()
         self._listen()
-        self._engine.on_status_change(lambda _: self.call(self._publish_state))
-        self._engine.on_completed_alone(
+        self.engine.on_status_change(lambda _: self.call(self._publish_state))
+        self.engine.on_completed_alone(
             lambda fingerprint: self.call(lambda: self._send_all(CompletedAlone(fingerprint)))
         )
         self.run(self._publish_states())
@@ -143,15 +143,15 @@ class CoreServer:
         for frontend in frontends:
             frontend.end()
 
-    def send(self, frontend: _Frontend, message: messages.FromCore) -> bool:
+    def send(self, frontend: _Frontend, message: Message) -> bool:
         """Send a message without waiting, from any thread. Returns False if the front end cannot be reached."""
         if frontend.is_gone:
             return False
-        if frontend.connection.send(messages.encode(message)):
+        if frontend.connection.send(CODEC.encode((message,))):
             return True
         frontend.is_gone = True
-        _log.error("%s does not read, and is dropped", frontend.identity)
-        self._on_lost(frontend.identity)
+        _log.error("%s does not read, and is dropped", frontend.name)
+        self._on_lost(frontend.name)
         self.call(lambda: self.drop(frontend))
         return False
 
@@ -189,108 +189,35 @@ class CoreServer:
             if self._is_closed:
                 return
             try:
-                received = messages.decode_to_core(data)
+                received = CODEC.decode(data)
             except msgspec.MsgspecError:
-                _log.exception("a message of %s cannot be read: it runs another build", frontend.identity)
+                _log.exception("a message of %s cannot be read: it runs another build", frontend.name)
                 return
             for message in received:
-                try:
-                    self._take(frontend, message, file)
-                except Exception:
-                    _log.exception("a message of %s failed", frontend.identity)
+                if not frontend.is_gone:
+                    frontend.take(message, file)
 
     def drop(self, frontend: _Frontend) -> None:
         """Cancel the requests of a front end that has closed its connection, or does not read."""
-        if self._frontends.get(frontend.identity) is frontend:
-            del self._frontends[frontend.identity]
+        if self._frontends.get(frontend.name) is frontend:
+            del self._frontends[frontend.name]
         self._strangers.discard(frontend)
         frontend.end()
 
-    def _take(self, frontend: _Frontend, message: ToCore, file: BinaryIO | None) -> None:
-        if isinstance(message, Hello):
-            self._greet(frontend, message)
+    def greet(self, frontend: _Frontend, hello: Hello) -> None:
+        """Answer the first message of a front end, and serve it if it runs this build."""
+        frontend.name = hello.identity
+        own = Hello(self._build, f"core-{self._endpoint.index}")
+        if not self.send(frontend, own) or hello.build != self._build:
             return
-        if self._frontends.get(frontend.identity) is not frontend:  # it runs another build
-            return
-        if isinstance(message, Submit):
-            self._submit(frontend, message)
-        elif isinstance(message, Cancel):
-            for id in message.ids:
-                if (stream := frontend.streams.get(id)) is not None:
-                    stream.cancel()
-        elif isinstance(message, OnlyEnd):
-            for id in message.ids:
-                if (stream := frontend.streams.get(id)) is not None:
-                    stream.wants_only_end = True
-        elif isinstance(message, Pixels):
-            frontend.take_pixels(message, file)
-        elif isinstance(message, Isolate):
-            self._engine.isolate(message.fingerprints)
-        elif isinstance(message, Quarantine):
-            self._engine.quarantine(message.fingerprints)
-        elif isinstance(message, Release):
-            frontend.release(message.number)
-        else:
-            frontend.tasks[message.number] = task = self.run(self._operate(frontend, message))
-            task.add_done_callback(lambda _: frontend.tasks.pop(message.number, None))
-
-    def _greet(self, frontend: _Frontend, message: Hello) -> None:
-        frontend.identity = message.identity
-        welcome = Welcome(self._build, self._engine.info, os.getpid())
-        if self.send(frontend, welcome) and message.build == self._build:
-            self._strangers.discard(frontend)
-            self._frontends[frontend.identity] = frontend
-            self.send(frontend, self._current_state())
-
-    def _submit(self, frontend: _Frontend, message: Submit) -> None:
-        streams: list[Stream] = [_ForwardedStream(frontend, id) for id in message.ids]
-        request = messages.decode_request(
-            message.request, lambda summary: _FetchedImage(frontend, message.ids[0], summary)
-        )
-        self._engine.submit_to(
-            streams,
-            request,
-            deadline=message.deadline,
-            tenant=message.tenant,
-            namespace=message.namespace,
-        )
-
-    async def _operate(self, frontend: _Frontend, message: Operation) -> None:
-        engine, number = self._engine, message.number
-        try:
-            if isinstance(message, Expect):
-                await self._expect(frontend, message)
-                return
-            if isinstance(message, ClearCache):
-                answer = Answer(number, cleared=await engine.clear_cache(message.namespace))
-            elif isinstance(message, ForgetImage):
-                answer = Answer(number, cleared=await engine.forget_image(message.digest, message.namespace))
-            elif isinstance(message, AdapterNames):
-                answer = Answer(number, names=tuple(await engine.adapter_names()))
-            elif isinstance(message, LoadAdapter):
-                answer = Answer(number, adapter=await engine.load_adapter(message.name))
-            else:
-                assert isinstance(message, UnloadAdapter)
-                answer = Answer(number, adapter=await engine.unload_adapter(message.name))
-        except KestrelError as error:
-            answer = Answer(number, error=messages.encode_error(error))
-        except Exception as error:
-            _log.exception("an operation failed")
-            answer = Answer(number, error=messages.encode_error(InternalError(error)))
-        self.send(frontend, answer)
-
-    async def _expect(self, frontend: _Frontend, message: Expect) -> None:
-        request = messages.decode_request(message.request, lambda summary: _FetchedImage(frontend, 0, summary))
-        released = frontend.released[message.number] = asyncio.Event()
-        try:
-            async with self._engine.expecting(request, deadline=message.deadline, tenant=message.tenant):
-                self.send(frontend, Answer(message.number))
-                await released.wait()
-        finally:
-            frontend.released.pop(message.number, None)
+        self._strangers.discard(frontend)
+        self._frontends[frontend.name] = frontend
+        frontend.serve()
+        self.send(frontend, Welcome(self.engine.info, os.getpid()))
+        self.send(frontend, self._current_state())
 
     def _current_state(self) -> CoreState:
-        engine = self._engine
+        engine = self.engine
         return CoreState(engine.status, engine.load(), tuple(engine.adapters()))
 
     def _publish_state(self, *, is_due: bool = False) -> None:
@@ -299,7 +226,7 @@ class CoreServer:
             self._state = state
             self._send_all(state)
 
-    def _send_all(self, message: messages.FromCore) -> None:
+    def _send_all(self, message: Message) -> None:
         for frontend in list(self._frontends.values()):
             self.send(frontend, message)
 
@@ -326,12 +253,11 @@ class CoreServer:
         self._listen()
 
 
-class _Frontend:
-    """One front end: its requests and operations, and the pixels it is asked for. Belongs to the event loop."""
+class _Frontend(Exchange):
+    """One front end: its requests and questions, and the pixels it is asked for. Belongs to the event loop."""
 
     def __init__(self, stream: socket.socket, server: CoreServer) -> None:
-        self.identity = ""
-        """The front end's identity, known once it has greeted."""
+        super().__init__("a new front end")
         self.is_gone = False
         self.connection = Connection(
             stream,
@@ -339,19 +265,89 @@ class _Frontend:
             lambda: server.drop(self),
         )
         self.streams: dict[int, _ForwardedStream] = {}
-        self.tasks: dict[int, asyncio.Task[None]] = {}
-        """The tasks of operations, by number."""
-        self.released: dict[int, asyncio.Event] = {}
-        """Events that release places in the queue, by the numbers of their operations."""
+        """The front end's requests, by id."""
+        self._places: dict[int, asyncio.Task[None]] = {}
+        """The tasks that hold, or wait for, places in the queue."""
         self._server = server
         self._numbers = itertools.count()
         self._awaited: dict[int, Future[DecodedPixels]] = {}
+        self._file: BinaryIO | None = None
+        """The file that was sent with the message that is handled now."""
+        self.on(Hello, lambda hello: server.greet(self, hello))
+
+    def serve(self) -> None:
+        """Handle all messages from now on."""
+        engine = self._server.engine
+        self.on(Submit, self._submit)
+        self.on(Cancel, self._cancel_streams)
+        self.on(OnlyEnd, self._want_only_end)
+        self.on(Pixels, self._take_pixels)
+        self.on(Isolate, lambda message: engine.isolate(message.fingerprints))
+        self.on(Quarantine, lambda message: engine.quarantine(message.fingerprints))
+        self.on(Expect, self._expect)
+        self.on(Release, self._release)
+        self.on(ClearCache, lambda asked: engine.clear_cache(asked.namespace))
+        self.on(ForgetImage, lambda asked: engine.forget_image(asked.digest, asked.namespace))
+        self.on(AdapterNames, lambda _: engine.adapter_names())
+        self.on(LoadAdapter, lambda asked: engine.load_adapter(asked.name))
+        self.on(UnloadAdapter, lambda asked: engine.unload_adapter(asked.name))
+
+    def notify(self, note: Message) -> None:
+        self._server.send(self, note)
+
+    def take(self, message: Message, file: BinaryIO | None) -> None:
+        """Handle a message, with the file of its frame."""
+        self._file = file
+        self.handle(message)
+
+    def _submit(self, message: Submit) -> None:
+        streams: list[Stream] = [_ForwardedStream(self, id) for id in message.ids]
+        request = decode_request(message.request, lambda summary: _FetchedImage(self, message.ids[0], summary))
+        self._server.engine.submit_to(
+            streams,
+            request,
+            deadline=message.deadline,
+            tenant=message.tenant,
+            namespace=message.namespace,
+        )
+
+    def _cancel_streams(self, message: Cancel) -> None:
+        for id in message.ids:
+            if (stream := self.streams.get(id)) is not None:
+                stream.cancel()
+
+    def _want_only_end(self, message: OnlyEnd) -> None:
+        for id in message.ids:
+            if (stream := self.streams.get(id)) is not None:
+                stream.wants_only_end = True
+
+    async def _expect(self, asked: Expect) -> None:
+        """Returns once the front end has a place in the queue, which a task holds until it is released."""
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._places[asked.place] = holding = self._server.run(self._hold_place(asked, granted))
+        holding.add_done_callback(lambda _: self._places.pop(asked.place, None))
+        await granted
+
+    async def _hold_place(self, asked: Expect, granted: asyncio.Future[None]) -> None:
+        try:
+            request = decode_request(asked.request, lambda summary: _FetchedImage(self, 0, summary))
+            async with self._server.engine.expecting(request, deadline=asked.deadline, tenant=asked.tenant):
+                granted.set_result(None)
+                await asyncio.Event().wait()
+        except Exception as error:
+            granted.set_exception(error)
+        finally:
+            granted.cancel()
+
+    def _release(self, message: Release) -> None:
+        if (holding := self._places.get(message.place)) is not None:
+            holding.cancel()
 
     def post(self, deliveries: Iterable[Delivery]) -> None:
         """Send events of streams, from any thread. Ends the streams that are over."""
-        items: list[messages.EventsOf] = []
+        items: list[EventsOf] = []
         # Each large item has its own message: the front end serves other callers between two messages.
-        large: list[messages.EventsOf] = []
+        large: list[EventsOf] = []
         ended: list[_ForwardedStream] = []
         for stream, events, error in deliveries:
             assert isinstance(stream, _ForwardedStream)
@@ -385,16 +381,16 @@ class _Frontend:
         """Forget a question for pixels whose request no longer waits, from any thread."""
         self._awaited.pop(number, None)
 
-    def take_pixels(self, message: Pixels, file: BinaryIO | None) -> None:
+    def _take_pixels(self, message: Pixels) -> None:
         """Resolve the question that these pixels, or this error, answer."""
         arrival = self._awaited.pop(message.number, None)
         if arrival is None or arrival.done():
             return
         if message.error is not None:
-            arrival.set_exception(messages.decode_error(message.error))
+            arrival.set_exception(decode_error(message.error))
             return
         try:
-            if file is None:
+            if (file := self._file) is None:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
@@ -403,25 +399,19 @@ class _Frontend:
         else:
             arrival.set_result(DecodedPixels(memoryview(mapped), message.width_px, message.height_px))
 
-    def release(self, number: int) -> None:
-        """Give a place in the queue back, or stop waiting for it."""
-        if (released := self.released.get(number)) is not None:
-            released.set()
-        elif (task := self.tasks.get(number)) is not None:
-            task.cancel()
-
     def end(self) -> None:
-        """End the connection, and all requests and operations of the front end."""
+        """End the connection, and all requests and questions of the front end."""
         self.is_gone = True
         self.connection.close()
         self.cancel()
 
     def cancel(self) -> None:
-        """End all requests and operations of the front end."""
+        """End all requests and questions of the front end."""
         for stream in list(self.streams.values()):
             stream.cancel()
-        for task in list(self.tasks.values()):
-            task.cancel()
+        for holding in list(self._places.values()):
+            holding.cancel()
+        self.cancel_handlers()
         for arrival in list(self._awaited.values()):
             if not arrival.done():
                 arrival.set_exception(EngineUnavailable("the front end has gone"))

@@ -18,39 +18,34 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, BinaryIO, Self, TypeVar
 
-from kestrel_grpc.multiprocess.engine_channel import messages
-from kestrel_grpc.multiprocess.engine_channel.core_connection import (
-    NO_LOAD,
-    CoreConnection,
-    CoreSilent,
-    ForClient,
-    ended_error,
-)
+from kestrel_grpc.multiprocess.engine_channel.core_connection import NO_LOAD, CoreConnection, ended_error
 from kestrel_grpc.multiprocess.engine_channel.crash_history import CrashHistory
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
-from kestrel_grpc.multiprocess.engine_channel.messages import (
+from kestrel_grpc.multiprocess.engine_channel.routing import choose
+from kestrel_grpc.multiprocess.protocol.connection import shared_file
+from kestrel_grpc.multiprocess.protocol.errors import encode_error
+from kestrel_grpc.multiprocess.protocol.events import events_in
+from kestrel_grpc.multiprocess.protocol.messages import (
     AdapterNames,
-    Answer,
     Cancel,
     ClearCache,
     CompletedAlone,
+    Events,
     Expect,
     ForgetImage,
-    ImageSummary,
     Isolate,
     LoadAdapter,
     NeedPixels,
     OnlyEnd,
-    Operation,
     Pixels,
     Quarantine,
     Release,
     Submit,
-    ToCore,
     UnloadAdapter,
+    build_id,
 )
-from kestrel_grpc.multiprocess.engine_channel.routing import choose
-from kestrel_grpc.multiprocess.protocol.connection import shared_file
+from kestrel_grpc.multiprocess.protocol.questions import AnswerType, Message, Question
+from kestrel_grpc.multiprocess.protocol.requests import ImageSummary, encode_request
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.engine import (
     CacheLoad,
@@ -125,9 +120,15 @@ class EngineClient:
         self._late: dict[int, asyncio.Task[None]] = {}
         """Connections to cores that did not answer at first, by index."""
         for core in cores:
-            core.serve(self._take, self._update_status, self._undelivered)
+            self._listen_to(core)
         self._update_status()
         self._watching = None if len(cores) == 1 else self._loop.create_task(self._watch_cores())
+
+    def _listen_to(self, core: CoreConnection) -> None:
+        core.serve(self._update_status, self._undelivered)
+        core.on(Events, lambda message: self._deliver(core, message))
+        core.on(NeedPixels, lambda message: self._give_pixels(core, message))
+        core.on(CompletedAlone, lambda message: self._crashes.completed(message.fingerprint))
 
     @classmethod
     async def connect(
@@ -139,7 +140,7 @@ class EngineClient:
         used once it answers, or when `core_ready` is called. `identity` is unique among all processes of this
         server, earlier ones included. Raises `BuildMismatch`.
         """
-        build = messages.build_id()
+        build = build_id()
         cores = [CoreConnection(endpoint, identity, build) for endpoint in endpoints]
         connecting = {
             core.index: asyncio.ensure_future(core.connect()) for core in cores if core.index not in absent
@@ -214,9 +215,9 @@ class EngineClient:
     def _send_quarantine(self, core: CoreConnection) -> None:
         """Send a core the requests to isolate and to quarantine, before it gets them again."""
         if isolated := self._crashes.isolated:
-            core.send(Isolate(isolated))
+            core.notify(Isolate(isolated))
         if quarantined := self._crashes.quarantined:
-            core.send(Quarantine(quarantined))
+            core.notify(Quarantine(quarantined))
 
     @property
     def status(self) -> EngineStatus:
@@ -260,34 +261,34 @@ class EngineClient:
     ) -> AsyncIterator[None]:
         """Hold a place in the queue of the core with the least load; see `api.engine.Engine.expecting`."""
         self._check(request)
-        data = messages.encode_request(request, ())
-        core, number = await self._place(data, deadline, tenant)
+        data = encode_request(request, ())
+        core, place = await self._place(data, deadline, tenant)
         try:
             yield
         finally:
-            core.send(Release(number))
+            core.notify(Release(place))
 
     async def _place(self, data: bytes, deadline: float | None, tenant: str) -> tuple[CoreConnection, int]:
         """Returns a core that has a place in its queue, and the number of the place."""
         while True:
             core = self._choose(None)
-            number = core.next_number()
+            place = core.next_place()
             try:
-                await core.ask(Expect(number, data, deadline, tenant))
+                await core.ask(Expect(place, data, deadline, tenant))
             except BaseException as error:
-                core.send(Release(number))
-                if not isinstance(error, CoreSilent):
+                core.notify(Release(place))
+                if not isinstance(error, _CoreSilent):
                     raise
             else:
-                return core, number
+                return core, place
 
     async def clear_cache(self, namespace: str | None = None) -> ClearedCache:
         """Clear the caches of all cores; see `api.engine.Engine.clear_cache`."""
-        return await self._clear(lambda number: ClearCache(number, namespace))
+        return await self._clear(ClearCache(namespace))
 
     async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
         """Forget an image in all cores; see `api.engine.Engine.forget_image`."""
-        return await self._clear(lambda number: ForgetImage(number, digest, namespace))
+        return await self._clear(ForgetImage(digest, namespace))
 
     def inspect_image(self, data: bytes) -> ImageInfo:
         """Reads the header of an image file. Raises `ImageError` for a file that requests could not use."""
@@ -306,16 +307,15 @@ class EngineClient:
 
     async def adapter_names(self) -> list[str]:
         """Returns the names of adapters that requests may use, at most 1,000, in order."""
-        core = self._choose(None)
-        return list((await core.ask(AdapterNames(core.next_number()))).names)
+        return await self._choose(None).ask(AdapterNames())
 
     async def load_adapter(self, name: str) -> AdapterInfo:
         """Load an adapter into all cores; see `api.engine.Engine.load_adapter`."""
-        return await self._operate_adapter(lambda number: LoadAdapter(number, name))
+        return (await self._ask_all(LoadAdapter(name)))[0]
 
     async def unload_adapter(self, name: str) -> AdapterInfo:
         """Unload an adapter from all cores; see `api.engine.Engine.unload_adapter`."""
-        return await self._operate_adapter(lambda number: UnloadAdapter(number, name))
+        return (await self._ask_all(UnloadAdapter(name)))[0]
 
     def load(self) -> Load:
         """Returns the sum of the loads that the cores reported last."""
@@ -378,9 +378,9 @@ class EngineClient:
             return
         for call in {call.ids: call for call in self._calls.values() if call.core is core}.values():
             if not call.has_events:
-                core.send(Cancel(call.ids))
+                core.notify(Cancel(call.ids))
                 self._send(call)
-        core.give_up_places()
+        core.give_up(_CoreSilent("the engine process does not answer"), Expect)
 
     def _end(self, call: _Call, id: int) -> None:
         """Forget a stream that is over, and the pixels of its request with the last one."""
@@ -439,8 +439,8 @@ class EngineClient:
                 for image in call.request.images
                 if call.header is not None and call.digest is not None
             ]
-            data = messages.encode_request(call.request, summaries)
-            core.send(Submit(call.ids, data, call.deadline, call.tenant, call.namespace))
+            data = encode_request(call.request, summaries)
+            core.notify(Submit(call.ids, data, call.deadline, call.tenant, call.namespace))
             core.num_sent += len(call.ids)
         except KestrelError as error:
             call.fail(error)
@@ -449,26 +449,20 @@ class EngineClient:
 
     def _cancel(self, call: _Call, stream: _RemoteStream) -> None:
         if call.core is not None and stream.is_cancelled:
-            call.core.send(Cancel((stream.id,)))
+            call.core.notify(Cancel((stream.id,)))
 
     def _want_only_end(self, call: _Call, stream: _RemoteStream) -> None:
         if call.core is not None:
-            call.core.send(OnlyEnd((stream.id,)))
+            call.core.notify(OnlyEnd((stream.id,)))
 
-    def _take(self, core: CoreConnection, message: ForClient) -> None:
-        if isinstance(message, NeedPixels):
-            self._give_pixels(core, message)
-            return
-        if isinstance(message, CompletedAlone):
-            self._crashes.completed(message.fingerprint)
-            return
+    def _deliver(self, core: CoreConnection, message: Events) -> None:
         for item in message.of_requests:
             call = self._calls.get(item.id)
             if call is None or call.core is not core:
                 continue
             call.has_events = True
             call.drop_pixels()
-            events, error = messages.events_in(item)
+            events, error = events_in(item)
             if self._crashes.has_counts and events and isinstance(events[-1], Finished):
                 self._crashes.completed_request(call.fingerprint())
             call.stream(item.id).deliver(events, error)
@@ -477,7 +471,7 @@ class EngineClient:
         """Returns the call with this id, even if the stream of the id has ended before those of other samples."""
         return self._calls.get(id) or next((call for call in self._calls.values() if id in call.ids), None)
 
-    def _undelivered(self, undelivered: Sequence[ToCore]) -> None:
+    def _undelivered(self, undelivered: Sequence[Message]) -> None:
         """End the requests in messages that a core does not read."""
         for message in undelivered:
             if isinstance(message, Submit) and (call := self._call_of(message.ids[0])) is not None:
@@ -488,13 +482,13 @@ class EngineClient:
     def _give_pixels(self, core: CoreConnection, message: NeedPixels) -> None:
         call = self._call_of(message.id)
         if call is None or call.image is None:
-            error = messages.encode_error(EngineUnavailable("the caller has gone"))
-            core.send(Pixels(message.number, 0, 0, error))
+            error = encode_error(EngineUnavailable("the caller has gone"))
+            core.notify(Pixels(message.number, 0, 0, error))
             return
         try:
             pixels = call.take_pixels() or self._decode(call)
         except EngineUnavailable as error:
-            core.send(Pixels(message.number, 0, 0, messages.encode_error(error)))
+            core.notify(Pixels(message.number, 0, 0, encode_error(error)))
         else:
             self._then(pixels, lambda done: _send_pixels(core, message.number, done))
 
@@ -555,22 +549,20 @@ class EngineClient:
         except RuntimeError as error:
             raise EngineUnavailable("no worker can take the request") from error
 
-    async def _clear(self, operation: Callable[[int], Operation]) -> ClearedCache:
-        answers = await self._ask_all(operation)
-        cleared = [answer.cleared for answer in answers if answer.cleared is not None]
+    async def _clear(self, question: Question[ClearedCache]) -> ClearedCache:
+        cleared = await self._ask_all(question)
         return ClearedCache(sum(one.num_pages for one in cleared), sum(one.num_images for one in cleared))
 
-    async def _operate_adapter(self, operation: Callable[[int], Operation]) -> AdapterInfo:
-        (first, *_) = [answer.adapter for answer in await self._ask_all(operation)]
-        assert first is not None, "the answer to operations of adapters"
-        return first
-
-    async def _ask_all(self, operation: Callable[[int], Operation]) -> list[Answer]:
+    async def _ask_all(self, question: Question[AnswerType]) -> list[AnswerType]:
         """Returns the answers of all cores. Raises the first error. Skips cores that restart: they start empty."""
         cores = [core for core in self._cores if core.is_connected]
         if not cores:
             raise ended_error()
-        return await asyncio.gather(*(core.ask(operation(core.next_number())) for core in cores))
+        return await asyncio.gather(*(core.ask(question) for core in cores))
+
+
+class _CoreSilent(EngineUnavailable):
+    """A core that was asked for a place in its queue does not answer; another core may have one."""
 
 
 class _RemoteStream(Stream):
@@ -669,14 +661,14 @@ def _send_pixels(core: CoreConnection, number: int, done: Future[_SharedPixels])
     error = EngineUnavailable("the caller has gone") if done.cancelled() else done.exception()
     if error is None:
         width_px, height_px, file = done.result()
-        core.send(Pixels(number, width_px, height_px), file)
+        core.notify(Pixels(number, width_px, height_px), file)
         return
     if isinstance(error, Interrupted):
         error = EngineUnavailable("the caller has gone")
     elif not isinstance(error, KestrelError):
         _log.error("an image cannot be decoded", exc_info=error)
         error = InternalError(error)
-    core.send(Pixels(number, 0, 0, messages.encode_error(error)))
+    core.notify(Pixels(number, 0, 0, encode_error(error)))
 
 
 def _sum_of(loads: Sequence[Load]) -> Load:

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 
 from setproctitle import setproctitle
 
-from kestrel_grpc.multiprocess.engine_channel.messages import build_id
 from kestrel_grpc.multiprocess.protocol.link import Link, receive_first
-from kestrel_grpc.multiprocess.supervision.messages import Begin, Ping, ReadMetrics
+from kestrel_grpc.multiprocess.protocol.messages import Begin, Hello, Ping, ReadMetrics, build_id
 from kestrel_grpc.process.resources import raise_descriptor_limit, return_free_memory, return_large_blocks
 from kestrel_grpc.telemetry.logs import set_up_logging
 
@@ -44,14 +43,13 @@ def begin(title: str) -> tuple[Begin, socket.socket]:
     connection = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
     try:
+        if receive_first(connection, Hello).build != build_id():
+            sys.exit(OTHER_BUILD)  # the supervisor logs the reason
         said = receive_first(connection, Begin)
     except EOFError:
         sys.exit(1)
     setproctitle(f"kestrel-grpc {title} {said.index}")
     set_up_logging(said.config.log_level, line_format=said.config.log_format, process=said.name)
-    if said.build != build_id():
-        _log.error("the installed package is another than the one that the server was started with")
-        sys.exit(OTHER_BUILD)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     raise_descriptor_limit()
     return said, connection

@@ -17,8 +17,8 @@ from prometheus_client import generate_latest
 
 from kestrel_grpc.calls.readiness import death_of
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
+from kestrel_grpc.multiprocess.protocol.messages import Begin, FrontendGone, FrontendStuck, Ready, Stop
 from kestrel_grpc.multiprocess.supervision.child import begin, ended_with_supervisor, memory_returner, new_link
-from kestrel_grpc.multiprocess.supervision.messages import Begin, FrontendGone, FrontendStuck, Ready, Stop
 from kestrel_grpc.multiprocess.supervision.stored_images import forget_expired_images
 from kestrel_grpc.process.bytecode import keep_bytecode
 from kestrel_grpc.process.exit import END_TIMEOUT_S, end_now, end_within

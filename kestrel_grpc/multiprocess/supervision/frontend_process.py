@@ -17,8 +17,7 @@ from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
 from kestrel_grpc.multiprocess.engine_channel.core_connection import BuildMismatch
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.engine_client import EngineClient
-from kestrel_grpc.multiprocess.supervision.child import OTHER_BUILD, begin, memory_returner, new_link
-from kestrel_grpc.multiprocess.supervision.messages import (
+from kestrel_grpc.multiprocess.protocol.messages import (
     Announce,
     Begin,
     CoreGone,
@@ -31,6 +30,7 @@ from kestrel_grpc.multiprocess.supervision.messages import (
     Stop,
     Withdraw,
 )
+from kestrel_grpc.multiprocess.supervision.child import OTHER_BUILD, begin, memory_returner, new_link
 from kestrel_grpc.multiprocess.supervision.sharing import Shared
 from kestrel_grpc.process.bytecode import keep_bytecode
 from kestrel_grpc.process.exit import END_TIMEOUT_S, end_now, end_within
@@ -94,7 +94,7 @@ class _Frontend:
 
     async def metrics(self) -> bytes:
         """Returns the metrics of all processes, as Prometheus text."""
-        return await self._link.ask(ReadMetrics(), bytes, timeout_s=_METRICS_TIMEOUT_S)
+        return await self._link.ask(ReadMetrics(), timeout_s=_METRICS_TIMEOUT_S)
 
     async def serve(self, connection: socket.socket) -> bool:
         """Serve until the supervisor ends this process or is gone; returns True if all connections were closed."""

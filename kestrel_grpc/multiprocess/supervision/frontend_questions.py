@@ -6,34 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import msgspec
-
-from kestrel_grpc.multiprocess.protocol.link import ANSWER_TIMEOUT_S, Link, SupervisorUnavailable
+from kestrel_grpc.multiprocess.protocol.errors import SupervisorUnavailable
+from kestrel_grpc.multiprocess.protocol.link import ANSWER_TIMEOUT_S, Link
+from kestrel_grpc.multiprocess.protocol.messages import AskAll, AskOne, TakePart
 
 KEEP_INTERVAL_S = 5.0
 """The time between two questions of the supervisor for answers that count when a process has ended."""
 _MARGIN_S = 1.0
 """The supervisor asks every other front end before it answers."""
-
-
-class TakePart(msgspec.Struct, array_like=True):
-    """Notes that a front end answers the questions of others from now on."""
-
-
-class AskAll(msgspec.Struct, array_like=True):
-    """Asks all other front ends. The answer is the list of their answers."""
-
-    topic: str
-    question: bytes
-    needs_all: bool
-    """True if a front end that does not answer is an error; otherwise its answer is left out."""
-
-
-class AskOne(msgspec.Struct, array_like=True):
-    """Asks one front end, for another."""
-
-    topic: str
-    question: bytes
 
 
 class LinkedPeers:
@@ -56,8 +36,7 @@ class LinkedPeers:
 
     async def ask(self, topic: str, question: bytes, *, needs_all: bool = True) -> Sequence[bytes]:
         """Returns the answer of each other front end. Raises `SupervisorUnavailable`."""
-        asked = AskAll(topic, question, needs_all)
-        return await self._link.ask(asked, list[bytes], timeout_s=ANSWER_TIMEOUT_S + _MARGIN_S)
+        return await self._link.ask(AskAll(topic, question, needs_all), timeout_s=ANSWER_TIMEOUT_S + _MARGIN_S)
 
 
 Join = Callable[[Iterable[bytes]], bytes]
@@ -121,7 +100,7 @@ class Switchboard:
         """
         link = self._links[identity]
         try:
-            answer = await link.ask(AskOne(asked.topic, asked.question), bytes, timeout_s=ANSWER_TIMEOUT_S)
+            answer = await link.ask(AskOne(asked.topic, asked.question), timeout_s=ANSWER_TIMEOUT_S)
         except SupervisorUnavailable:
             if link.closed.done() or not asked.needs_all:
                 return None

@@ -9,8 +9,9 @@ from kestrel_grpc.access.limits import TokenLimits
 from kestrel_grpc.calls.usage import USAGE_TOPIC, joined
 from kestrel_grpc.images.image_index import StoreLimits
 from kestrel_grpc.multiprocess.protocol.link import Link
+from kestrel_grpc.multiprocess.protocol.messages import ImageExpired
 from kestrel_grpc.multiprocess.supervision.frontend_questions import LinkedPeers, Switchboard
-from kestrel_grpc.multiprocess.supervision.stored_images import ForgetImage, ImageOwner, SharedImages
+from kestrel_grpc.multiprocess.supervision.stored_images import ImageOwner, SharedImages
 from kestrel_grpc.multiprocess.supervision.token_limits import LimitOwner, SharedLimits
 
 
@@ -50,4 +51,4 @@ class Owner:
 
     def _forget(self, namespace: str, sha256: str) -> None:
         for link in self._cores():
-            link.notify(ForgetImage(namespace, sha256))
+            link.notify(ImageExpired(namespace, sha256))

@@ -18,23 +18,31 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from kestrel_grpc.images.image_index import Forget, ImageIndex, StoreLimits
 from kestrel_grpc.images.image_store import CachePurges
 from kestrel_grpc.images.stored_images import (
     ImageHandle,
     ImageNotFound,
-    ImageQuotaExceeded,
     ImageStoreFull,
     Retention,
     StoredImage,
 )
-from kestrel_grpc.multiprocess.protocol.link import ANSWER_TIMEOUT_S, Link, SupervisorUnavailable
+from kestrel_grpc.multiprocess.protocol.errors import SupervisorUnavailable
+from kestrel_grpc.multiprocess.protocol.link import ANSWER_TIMEOUT_S, Link
+from kestrel_grpc.multiprocess.protocol.messages import (
+    DeleteImage,
+    DropFile,
+    DropNamespace,
+    FindImage,
+    ImageExpired,
+    PutImage,
+    RenewImage,
+    RequireRoom,
+)
+from kestrel_grpc.multiprocess.protocol.questions import AnswerType, Question
 from kestrel_runtime.api.engine import CacheLoad, Engine, ImageInfo
 from kestrel_runtime.api.images import HashedImage
 
@@ -51,87 +59,10 @@ _Key = tuple[str, ImageHandle]
 """The namespace and the handle of an image."""
 
 
-class Problem(Enum):
-    """The reason for an answer without an image."""
-
-    NOT_FOUND = "not found"
-    QUOTA_EXCEEDED = "quota exceeded"
-    STORE_FULL = "store full"
-
-
-class ImageAnswer(msgspec.Struct, array_like=True):
-    """Answers all questions about images. Without a problem and an image the answer is yes."""
-
-    image: StoredImage | None = None
-    problem: Problem | None = None
-    limit_bytes: int = 0
-    """The limit that the image exceeds."""
-
-
-class RequireRoom(msgspec.Struct, array_like=True):
-    """Asks if a file of this size would be stored."""
-
-    namespace: str
-    num_bytes: int
-
-
-class RenewImage(msgspec.Struct, array_like=True):
-    """Asks to keep an image for longer."""
-
-    namespace: str
-    handle: ImageHandle
-    retention: Retention
-
-
-class PutImage(msgspec.Struct, array_like=True):
-    """Asks to store the file that the front end has written under this name."""
-
-    namespace: str
-    handle: ImageHandle
-    size_bytes: int
-    info: ImageInfo
-    retention: Retention
-    name: str
-
-
-class FindImage(msgspec.Struct, array_like=True):
-    """Asks for an image, which counts as used now."""
-
-    namespace: str
-    handle: ImageHandle
-
-
-class DeleteImage(msgspec.Struct, array_like=True):
-    """Asks to drop an image."""
-
-    namespace: str
-    handle: ImageHandle
-
-
-class DropNamespace(msgspec.Struct, array_like=True):
-    """Notes that a namespace has lost its last caller."""
-
-    namespace: str
-
-
-class DropFile(msgspec.Struct, array_like=True):
-    """Notes to front ends that an image has left the store."""
-
-    namespace: str
-    handle: ImageHandle
-
-
-class ForgetImage(msgspec.Struct, array_like=True):
-    """Notes to an engine core that an image has expired; `sha256` is in hexadecimal digits."""
-
-    namespace: str
-    sha256: str
-
-
 def forget_expired_images(link: Link, engine: Engine) -> None:
     """Have an engine core remove from its caches what was computed from images that have expired."""
     purges = CachePurges(engine)
-    link.on(ForgetImage, lambda note: purges.forget_image(note.namespace, note.sha256))
+    link.on(ImageExpired, lambda note: purges.forget_image(note.namespace, note.sha256))
 
 
 class SharedImages:
@@ -152,11 +83,11 @@ class SharedImages:
 
     async def require_room(self, namespace: str, num_bytes: int) -> None:
         """Raises `ImageQuotaExceeded` or `ImageStoreFull` if a file of this size would not be stored."""
-        await self._ask(RequireRoom(namespace, num_bytes), None)
+        await self._ask(RequireRoom(namespace, num_bytes))
 
     async def renew(self, namespace: str, handle: ImageHandle, retention: Retention) -> StoredImage | None:
         """Keep a stored image for longer; returns None if it is not stored."""
-        return await self._ask(RenewImage(namespace, handle, retention), handle)
+        return await self._ask(RenewImage(namespace, handle, retention))
 
     async def put(
         self, namespace: str, handle: ImageHandle, data: bytes, info: ImageInfo, retention: Retention
@@ -169,17 +100,13 @@ class SharedImages:
         name = f"{self._identity}-{next(self._numbers)}"
         async with self._written(name, data):
             try:
-                image = await self._ask(PutImage(namespace, handle, len(data), info, retention, name), handle)
+                return await self._ask(PutImage(namespace, handle, len(data), info, retention, name))
             except ImageNotFound:
                 raise SupervisorUnavailable("the file was removed before it was stored") from None
-        assert image is not None
-        return image
 
     async def find(self, namespace: str, handle: ImageHandle) -> StoredImage:
         """Returns an image, which counts as used now."""
-        image = await self._ask(FindImage(namespace, handle), handle)
-        assert image is not None
-        return image
+        return await self._ask(FindImage(namespace, handle))
 
     async def read(self, namespace: str, image: StoredImage) -> HashedImage:
         """Returns the file of an image that has just been found."""
@@ -187,7 +114,7 @@ class SharedImages:
 
     async def delete(self, namespace: str, handle: ImageHandle) -> None:
         """Drop an image."""
-        await self._ask(DeleteImage(namespace, handle), handle)
+        await self._ask(DeleteImage(namespace, handle))
 
     def drop_namespace(self, namespace: str) -> None:
         """Drop all images of a namespace."""
@@ -228,18 +155,8 @@ class SharedImages:
             # A thread cannot be cancelled, so its file may come later.
             remove() if writing.done() else writing.add_done_callback(remove)
 
-    async def _ask(self, question: msgspec.Struct, handle: ImageHandle | None) -> StoredImage | None:
-        answer = await self._link.ask(question, ImageAnswer, timeout_s=self._timeout_s)
-        match answer.problem:
-            case None:
-                return answer.image
-            case Problem.NOT_FOUND:
-                assert handle is not None
-                raise ImageNotFound(handle)
-            case Problem.QUOTA_EXCEEDED:
-                raise ImageQuotaExceeded(answer.limit_bytes)
-            case Problem.STORE_FULL:
-                raise ImageStoreFull(answer.limit_bytes)
+    async def _ask(self, question: Question[AnswerType]) -> AnswerType:
+        return await self._link.ask(question, timeout_s=self._timeout_s)
 
 
 class _RecentFiles:
@@ -318,11 +235,11 @@ class ImageOwner:
         """Answer a new front end."""
         index = self._index
         self._links[identity] = link
-        link.on(RequireRoom, _answering(lambda asked: self._require_room(asked.namespace, asked.num_bytes)))
-        link.on(RenewImage, _answering(self._renew))
-        link.on(PutImage, _answering(self._put))
-        link.on(FindImage, _answering(self._find))
-        link.on(DeleteImage, _answering(lambda asked: index.delete(asked.namespace, asked.handle)))
+        link.on(RequireRoom, lambda asked: self._require_room(asked.namespace, asked.num_bytes))
+        link.on(RenewImage, self._renew)
+        link.on(PutImage, self._put)
+        link.on(FindImage, self._find)
+        link.on(DeleteImage, lambda asked: index.delete(asked.namespace, asked.handle))
         link.on(DropNamespace, lambda note: index.drop_namespace(note.namespace))
 
     def drop(self, identity: str) -> None:
@@ -387,22 +304,6 @@ def _free_bytes(folder: Path) -> int:
     space = os.statvfs(folder)
     has_names = space.f_files == 0 or space.f_favail > 0
     return space.f_bavail * space.f_frsize if has_names else 0
-
-
-def _answering(handle: Callable[[Any], StoredImage | None]) -> Callable[[Any], ImageAnswer]:
-    """Returns the handler of a question, which answers with the result or the refusal of `handle`."""
-
-    def answer(question: Any) -> ImageAnswer:
-        try:
-            return ImageAnswer(handle(question))
-        except ImageNotFound:
-            return ImageAnswer(problem=Problem.NOT_FOUND)
-        except ImageQuotaExceeded as refusal:
-            return ImageAnswer(problem=Problem.QUOTA_EXCEEDED, limit_bytes=refusal.limit_bytes)
-        except ImageStoreFull as refusal:
-            return ImageAnswer(problem=Problem.STORE_FULL, limit_bytes=refusal.limit_bytes)
-
-    return answer
 
 
 def _file_name(namespace: str, handle: ImageHandle) -> str:

@@ -33,12 +33,9 @@ from setproctitle import setproctitle
 
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.http.probes import ProbePort, Probes
-from kestrel_grpc.multiprocess.engine_channel.messages import build_id
-from kestrel_grpc.multiprocess.protocol.link import Link, SupervisorUnavailable, send_first
-from kestrel_grpc.multiprocess.supervision.child import OTHER_BUILD, STOP_SIGNALS
-from kestrel_grpc.multiprocess.supervision.folder import private_folder, touch
-from kestrel_grpc.multiprocess.supervision.layout import CorePlace, Layout, placed
-from kestrel_grpc.multiprocess.supervision.messages import (
+from kestrel_grpc.multiprocess.protocol.errors import SupervisorUnavailable
+from kestrel_grpc.multiprocess.protocol.link import Link, send_first
+from kestrel_grpc.multiprocess.protocol.messages import (
     Announce,
     Begin,
     CoreGone,
@@ -46,6 +43,7 @@ from kestrel_grpc.multiprocess.supervision.messages import (
     Drain,
     FrontendGone,
     FrontendStuck,
+    Hello,
     Ping,
     ReadAgain,
     ReadMetrics,
@@ -53,7 +51,11 @@ from kestrel_grpc.multiprocess.supervision.messages import (
     Serving,
     Stop,
     Withdraw,
+    build_id,
 )
+from kestrel_grpc.multiprocess.supervision.child import OTHER_BUILD, STOP_SIGNALS
+from kestrel_grpc.multiprocess.supervision.folder import private_folder, touch
+from kestrel_grpc.multiprocess.supervision.layout import CorePlace, Layout, placed
 from kestrel_grpc.multiprocess.supervision.metrics import joined
 from kestrel_grpc.multiprocess.supervision.sharing import Owner
 from kestrel_grpc.process.exit import END_TIMEOUT_S
@@ -147,7 +149,7 @@ class Supervisor:
     def require_start(self, status: int) -> None:
         """End the server if no process can replace one that ended with this status."""
         if status == OTHER_BUILD:
-            self.end_because("the installed package has changed")
+            self.end_because("the installed package is another than the one that the server was started with")
         self.require_folder()
 
     def require_folder(self) -> None:
@@ -486,7 +488,7 @@ class _Child:
         """Returns the metrics of its process, as Prometheus text; empty if it does not answer."""
         link = self.link
         try:
-            return b"" if link is None else await link.ask(ReadMetrics(), bytes, timeout_s=_METRICS_TIMEOUT_S)
+            return b"" if link is None else await link.ask(ReadMetrics(), timeout_s=_METRICS_TIMEOUT_S)
         except SupervisorUnavailable as error:
             _log.warning("no metrics: %s", error)
             return b""
@@ -507,6 +509,7 @@ class _Child:
             raise _CannotStart(getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
         self._process, self.is_killed = process, False
         with contextlib.suppress(OSError):  # it has ended already
+            send_first(self._link_end, Hello(self.supervisor.build, "supervisor"))
             send_first(self._link_end, self._begin())
         return ended
 
@@ -538,7 +541,6 @@ class _Child:
             num_frontends=supervisor.num_frontends,
             ready_cores=supervisor.ready_cores(),
             instance_id=supervisor.instance_id,
-            build=supervisor.build,
         )
 
     async def _watch(self, link: Link) -> None:
@@ -557,7 +559,7 @@ class _Child:
         while True:
             await asyncio.sleep(PING_INTERVAL_S)
             try:
-                await link.ask(Ping(), type(None), timeout_s=PING_TIMEOUT_S)
+                await link.ask(Ping(), timeout_s=PING_TIMEOUT_S)
             except SupervisorUnavailable as error:
                 if not self.supervisor.is_ending:
                     _log.error("%s: it is killed", error)

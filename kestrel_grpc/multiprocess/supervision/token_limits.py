@@ -10,39 +10,9 @@ import asyncio
 import itertools
 from collections.abc import Awaitable
 
-import msgspec
-
 from kestrel_grpc.access.limits import CountedCall, RateLimited, TokenLimit, TokenLimits
 from kestrel_grpc.multiprocess.protocol.link import ANSWER_TIMEOUT_S, Link
-
-
-class EnterCall(msgspec.Struct, array_like=True):
-    """Asks to count a call. The front end numbers its calls."""
-
-    number: int
-    limit: TokenLimit
-
-
-class AdoptCall(msgspec.Struct, array_like=True):
-    """Reports a call to be counted that runs already."""
-
-    number: int
-    limit: TokenLimit
-
-
-class LeaveCall(msgspec.Struct, array_like=True):
-    """Reports that a call has ended, or that no caller waits for the answer to its `EnterCall` any more."""
-
-    number: int
-
-
-class CallAnswer(msgspec.Struct, array_like=True):
-    """Answers `EnterCall`."""
-
-    is_counted: bool
-    retry_after_s: float = 0.0
-    limit: str = ""
-    """The limit that the token has reached, if the call is not counted."""
+from kestrel_grpc.multiprocess.protocol.messages import AdoptCall, EnterCall, LeaveCall
 
 
 class SharedLimits:
@@ -57,13 +27,13 @@ class SharedLimits:
         """Counts a call. Raises `RateLimited`, or `SupervisorUnavailable` if there is no answer in time."""
         call = _SharedCall(self._link, next(self._numbers))
         try:
-            answer = await self._link.ask(EnterCall(call.number, limit), CallAnswer, timeout_s=self._timeout_s)
+            await self._link.ask(EnterCall(call.number, limit), timeout_s=self._timeout_s)
+        except RateLimited:
+            raise
         except BaseException:
             # The supervisor may have counted the call, or does so later.
             call.leave()
             raise
-        if not answer.is_counted:
-            raise RateLimited(limit.name, answer.limit, answer.retry_after_s)
         return call
 
     def adopt(self, limit: TokenLimit) -> CountedCall:
@@ -100,30 +70,28 @@ class LimitOwner:
         # Questions that are decided once more, and whose askers still wait.
         undecided: set[int] = set()
 
-        def take(question: EnterCall) -> CallAnswer:
-            if identity not in self._calls:  # it asked before it ended, and reads no answer
-                return CallAnswer(is_counted=False)
+        def take(question: EnterCall) -> None:
+            if identity not in self._calls:  # it asked before it ended
+                raise RateLimited(question.limit.name, "", 0.0)
+            calls[question.number] = self._limits.take(question.limit)
+
+        def enter(question: EnterCall) -> Awaitable[None] | None:
             try:
-                calls[question.number] = self._limits.take(question.limit)
+                return take(question)
             except RateLimited as refusal:
-                return CallAnswer(is_counted=False, retry_after_s=refusal.retry_after_s, limit=refusal.limit)
-            return CallAnswer(is_counted=True)
+                if question.limit.concurrency is None:
+                    raise
+                undecided.add(question.number)
+                return decide_again(question, refusal)
 
-        def enter(question: EnterCall) -> CallAnswer | Awaitable[CallAnswer]:
-            answer = take(question)
-            if answer.is_counted or question.limit.concurrency is None:
-                return answer
-            undecided.add(question.number)
-            return decide_again(question, answer)
-
-        async def decide_again(question: EnterCall, answer: CallAnswer) -> CallAnswer:
+        async def decide_again(question: EnterCall, refusal: RateLimited) -> None:
             # A caller whose call has ended on one front end may make its next on another. The note of the end was
             # sent before that question, but over another link, which may be read later. Now all links are read.
             await asyncio.sleep(0)
             if question.number not in undecided:
-                return answer
+                raise refusal
             undecided.discard(question.number)
-            return take(question)
+            take(question)
 
         def adopt(note: AdoptCall) -> None:
             if identity in self._calls:

@@ -9,7 +9,7 @@ stage, in whatever process, gets that moment and asks `deadline_error` whether t
     prepare   engine/preprocessing.py      before a worker decodes its image, and while it does
     run       engine/loop.py               once a turn, for every request that is due (`engine/deadlines.py`)
 
-Between processes the moment travels as it is (`multiprocess/engine_channel/messages.py`).
+Between processes the moment travels as it is (`multiprocess/protocol/messages.py`).
 """
 
 from __future__ import annotations

@@ -25,9 +25,11 @@ from kestrel_grpc.multiprocess.engine_channel.core_connection import BuildMismat
 from kestrel_grpc.multiprocess.engine_channel.core_server import CoreServer
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.engine_client import EngineClient
-from kestrel_grpc.multiprocess.engine_channel.messages import Events, ToCore, events_in
 from kestrel_grpc.multiprocess.engine_channel.routing import home_order
 from kestrel_grpc.multiprocess.protocol import connection as connection_module
+from kestrel_grpc.multiprocess.protocol.events import events_in
+from kestrel_grpc.multiprocess.protocol.messages import CODEC, Events
+from kestrel_grpc.multiprocess.protocol.questions import Message
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.deadlines import deadline_in
 from kestrel_runtime.api.engine import CoreReading, EngineStatus
@@ -256,14 +258,14 @@ async def test_requests_of_one_turn_travel_together_and_each_is_answered(
     one: Cores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches: list[int] = []
-    decode = core_module.messages.decode_to_core
+    decode = CODEC.decode
 
-    def counting(data: bytes) -> list[ToCore]:
+    def counting(data: bytes) -> list[Message]:
         received = decode(data)
         batches.append(len(received))
         return received
 
-    monkeypatch.setattr(core_module.messages, "decode_to_core", counting)
+    monkeypatch.setattr(CODEC, "decode", counting)
     streams = [submit(one.client, Query(f"what {number}?", sampling=GREEDY)) for number in range(5)]
     assert len(await asyncio.gather(*(stream.result() for stream in streams))) == 5
     assert batches[0] == 5
@@ -663,7 +665,7 @@ async def test_draining_waits_for_requests_and_takes_no_more(one: Cores) -> None
 
 
 async def test_another_build_is_refused(one: Cores, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module.messages, "build_id", lambda: "another")
+    monkeypatch.setattr(client_module, "build_id", lambda: "another")
     with pytest.raises(BuildMismatch):
         await EngineClient.connect(one.endpoints, "frontend-1.1")
 

@@ -12,24 +12,35 @@ import pytest
 
 from kestrel_grpc.calls.errors import Code, describe
 from kestrel_grpc.multiprocess.protocol import link as link_module
-from kestrel_grpc.multiprocess.protocol.link import Link, SupervisorUnavailable, receive_first, send_first
+from kestrel_grpc.multiprocess.protocol.errors import SupervisorUnavailable
+from kestrel_grpc.multiprocess.protocol.link import Link, receive_first, send_first
+from kestrel_grpc.multiprocess.protocol.questions import Codec, Message, Question
 from kestrel_runtime.api.engine import EngineStatus
 
 TIMEOUT_S = 30.0
-
-
-class Double(msgspec.Struct):
-    number: int
 
 
 class Doubled(msgspec.Struct):
     number: int
 
 
-class Said(msgspec.Struct):
+class Double(Question[Doubled]):
+    number: int
+
+
+class Said(Message):
     text: str
 
 
+class Reverse(Question[str]):
+    text: str
+
+
+class Sync(Question[None]):
+    pass
+
+
+CODEC = Codec(Double, Said, Reverse, Sync)
 Ends = tuple[Link, Link]
 
 
@@ -37,7 +48,7 @@ Ends = tuple[Link, Link]
 async def ends() -> AsyncIterator[Ends]:
     """The supervisor's end and the child's."""
     ours, theirs = socket.socketpair()
-    supervisor, child = Link("frontend-0"), Link("the supervisor")
+    supervisor, child = Link("frontend-0", CODEC), Link("the supervisor", CODEC)
     await supervisor.start(ours)
     await child.start(theirs)
     yield supervisor, child
@@ -49,7 +60,7 @@ async def ends() -> AsyncIterator[Ends]:
 async def test_questions_are_answered_in_both_directions(ends: Ends) -> None:
     for one, other in (ends, ends[::-1]):
         one.on(Double, lambda question: Doubled(2 * question.number))
-        answers = await asyncio.gather(*(other.ask(Double(n), Doubled, timeout_s=TIMEOUT_S) for n in range(100)))
+        answers = await asyncio.gather(*(other.ask(Double(n), timeout_s=TIMEOUT_S) for n in range(100)))
         assert [answer.number for answer in answers] == [2 * n for n in range(100)]
 
 
@@ -63,8 +74,8 @@ async def test_an_answer_may_take_its_time_and_delays_no_other(ends: Ends) -> No
         return Doubled(2 * question.number)
 
     supervisor.on(Double, double)
-    first = asyncio.ensure_future(child.ask(Double(1), Doubled, timeout_s=TIMEOUT_S))
-    assert (await child.ask(Double(2), Doubled, timeout_s=TIMEOUT_S)).number == 4
+    first = asyncio.ensure_future(child.ask(Double(1), timeout_s=TIMEOUT_S))
+    assert (await child.ask(Double(2), timeout_s=TIMEOUT_S)).number == 4
     assert not first.done()
     second_answered.set()
     assert (await first).number == 2
@@ -74,24 +85,24 @@ async def test_notes_keep_their_order_and_come_before_a_later_question(ends: End
     supervisor, child = ends
     heard: list[str] = []
     supervisor.on(Said, lambda note: heard.append(note.text))
-    supervisor.on(Double, lambda question: None)
+    supervisor.on(Sync, lambda _: None)
     for number in range(1000):
         child.notify(Said(str(number)))
-    await child.ask(Double(1), type(None), timeout_s=TIMEOUT_S)
+    await child.ask(Sync(), timeout_s=TIMEOUT_S)
     assert heard == [str(number) for number in range(1000)]
 
 
 async def test_notes_before_the_start_are_sent_then() -> None:
     ours, theirs = socket.socketpair()
-    supervisor, child = Link("frontend-0"), Link("the supervisor")
+    supervisor, child = Link("frontend-0", CODEC), Link("the supervisor", CODEC)
     heard: list[str] = []
     child.on(Said, lambda note: heard.append(note.text))
     supervisor.notify(Said("first"))
     supervisor.notify(Said("second"))
-    child.on(Double, lambda question: None)
+    child.on(Sync, lambda _: None)
     await supervisor.start(ours)
     await child.start(theirs)
-    await supervisor.ask(Double(1), type(None), timeout_s=TIMEOUT_S)
+    await supervisor.ask(Sync(), timeout_s=TIMEOUT_S)
     assert heard == ["first", "second"]
     for one in (supervisor, child):
         one.close()
@@ -100,16 +111,16 @@ async def test_notes_before_the_start_are_sent_then() -> None:
 
 async def test_a_long_message_arrives_whole(ends: Ends) -> None:
     supervisor, child = ends
-    supervisor.on(Said, lambda question: question.text[::-1])
+    supervisor.on(Reverse, lambda question: question.text[::-1])
     text = "long" * 1_000_000
-    assert await child.ask(Said(text), str, timeout_s=TIMEOUT_S) == text[::-1]
+    assert await child.ask(Reverse(text), timeout_s=TIMEOUT_S) == text[::-1]
 
 
 async def test_a_question_without_an_answer_fails_at_its_deadline(ends: Ends) -> None:
     supervisor, child = ends
     supervisor.on(Double, lambda question: asyncio.Event().wait())
     with pytest.raises(SupervisorUnavailable, match=r"the supervisor has not answered Double within 0\.01 s"):
-        await child.ask(Double(1), Doubled, timeout_s=0.01)
+        await child.ask(Double(1), timeout_s=0.01)
 
 
 async def test_an_answer_that_comes_too_late_is_dropped(ends: Ends) -> None:
@@ -123,10 +134,10 @@ async def test_an_answer_that_comes_too_late_is_dropped(ends: Ends) -> None:
 
     supervisor.on(Double, double)
     with pytest.raises(SupervisorUnavailable):
-        await child.ask(Double(1), Doubled, timeout_s=0.01)
+        await child.ask(Double(1), timeout_s=0.01)
     await begun.wait()
     released.set()
-    assert (await child.ask(Double(2), Doubled, timeout_s=TIMEOUT_S)).number == 4
+    assert (await child.ask(Double(2), timeout_s=TIMEOUT_S)).number == 4
 
 
 async def test_a_peer_that_goes_fails_all_open_questions_and_every_later_one(ends: Ends) -> None:
@@ -138,7 +149,7 @@ async def test_a_peer_that_goes_fails_all_open_questions_and_every_later_one(end
         await asyncio.Event().wait()
 
     supervisor.on(Double, double)
-    questions = [asyncio.ensure_future(child.ask(Double(n), Doubled, timeout_s=TIMEOUT_S)) for n in range(3)]
+    questions = [asyncio.ensure_future(child.ask(Double(n), timeout_s=TIMEOUT_S)) for n in range(3)]
     for _ in questions:
         await begun.acquire()
     supervisor.close()
@@ -146,7 +157,7 @@ async def test_a_peer_that_goes_fails_all_open_questions_and_every_later_one(end
     assert [type(answer) for answer in answers] == [SupervisorUnavailable] * 3
     await child.closed
     with pytest.raises(SupervisorUnavailable, match="the supervisor is gone"):
-        await child.ask(Double(1), Doubled, timeout_s=TIMEOUT_S)
+        await child.ask(Double(1), timeout_s=TIMEOUT_S)
     child.notify(Said("into the void"))
 
 
@@ -164,12 +175,12 @@ async def test_a_handler_that_fails_is_logged_where_it_runs(ends: Ends, caplog: 
 
     supervisor.on(Double, fail)
     with pytest.raises(SupervisorUnavailable, match=r"^the supervisor cannot answer$"):
-        await child.ask(Double(1), Doubled, timeout_s=TIMEOUT_S)
+        await child.ask(Double(1), timeout_s=TIMEOUT_S)
     with pytest.raises(SupervisorUnavailable):
-        await child.ask(Said("a question that nobody expects"), str, timeout_s=TIMEOUT_S)
+        await child.ask(Reverse("a question that nobody expects"), timeout_s=TIMEOUT_S)
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
         "a Double from frontend-0 could not be handled",
-        "a Said from frontend-0 could not be handled",
+        "a Reverse from frontend-0 could not be handled",
     ]
 
 
@@ -187,8 +198,8 @@ async def test_a_peer_that_does_not_read_is_let_go(
 async def test_the_first_message_needs_no_event_loop() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        send_first(ours, Said("begin"))
-        assert receive_first(theirs, Said).text == "begin"
+        send_first(ours, Said("begin"), CODEC)
+        assert receive_first(theirs, Said, CODEC).text == "begin"
         ours.close()
         with pytest.raises(EOFError):
-            receive_first(theirs, Said)
+            receive_first(theirs, Said, CODEC)

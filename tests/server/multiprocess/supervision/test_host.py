@@ -308,12 +308,12 @@ from kestrel_grpc.multiprocess.supervision import supervisor
 supervisor.PING_INTERVAL_S = 0.1
 ask = supervisor.Link.ask
 
-async def ask_shortly(link, question, answer, *, timeout_s):
+async def ask_shortly(link, question, *, timeout_s):
     is_stopped = Path({folder!r}, link.name)
     if isinstance(question, supervisor.Ping) and is_stopped.exists():
         is_stopped.unlink()
         timeout_s = 0.5
-    return await ask(link, question, answer, timeout_s=timeout_s)
+    return await ask(link, question, timeout_s=timeout_s)
 
 supervisor.Link.ask = ask_shortly
 """

@@ -22,11 +22,12 @@ from kestrel_grpc.access.limits import RateLimited, TokenLimit, TokenLimits
 from kestrel_grpc.access.token_file import Scope, line_for
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as triton_wire
 from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, ImageStoreFull, Retention, StoredImage
-from kestrel_grpc.multiprocess.protocol.link import SupervisorUnavailable
+from kestrel_grpc.multiprocess.protocol.errors import SupervisorUnavailable
+from kestrel_grpc.multiprocess.protocol.messages import AskOne, EnterCall, FindImage, LeaveCall
 from kestrel_grpc.multiprocess.supervision import frontend_questions as front_ends
 from kestrel_grpc.multiprocess.supervision import stored_images
-from kestrel_grpc.multiprocess.supervision.stored_images import FindImage, SharedImages
-from kestrel_grpc.multiprocess.supervision.token_limits import CallAnswer, EnterCall, LeaveCall, SharedLimits
+from kestrel_grpc.multiprocess.supervision.stored_images import SharedImages
+from kestrel_grpc.multiprocess.supervision.token_limits import SharedLimits
 from kestrel_runtime.api.engine import ImageInfo
 from kestrel_runtime.api.images import HashedImage
 from tests.fakes import HOLD, answers
@@ -232,7 +233,7 @@ async def test_a_call_that_gave_up_waiting_for_an_answer_has_no_place(folder: Pa
         limits = TokenLimits()
         places: dict[int, Any] = {}
 
-        async def enter_late(question: EnterCall) -> CallAnswer:
+        async def enter_late(question: EnterCall) -> None:
             places[question.number] = limits.take(question.limit)
             taken.set()
             return await asyncio.get_running_loop().create_future()
@@ -662,10 +663,10 @@ async def test_a_front_end_that_does_not_answer_fails_the_operator_and_hides_not
     monkeypatch.setattr(front_ends, "ANSWER_TIMEOUT_S", 0.05)
     async with sharing(folder) as rig:
 
-        async def never(_: front_ends.AskOne) -> None:
+        async def never(_: AskOne) -> None:
             await asyncio.get_running_loop().create_future()
 
-        rig.hosts[0].link.on(front_ends.AskOne, never)
+        rig.hosts[0].link.on(AskOne, never)
         request = engine_service_pb2.CancelRequestsRequest(request_id="mine")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rig.servers[1].engine_service.CancelRequests(request)

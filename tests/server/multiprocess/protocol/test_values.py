@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from kestrel_grpc.multiprocess.engine_channel import messages
-from kestrel_grpc.multiprocess.engine_channel.messages import ImageSummary
+from kestrel_grpc.multiprocess.protocol.errors import decode_error, encode_error
+from kestrel_grpc.multiprocess.protocol.events import events_in, events_of
+from kestrel_grpc.multiprocess.protocol.messages import CODEC, Events
+from kestrel_grpc.multiprocess.protocol.requests import ImageSummary, decode_request, encode_request
 from kestrel_runtime.api import errors
 from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import (
@@ -108,7 +110,7 @@ def test_requests_of_every_skill_arrive_with_every_field(kind: type[Request]) ->
     sampling = SAMPLING if kind.skill in ("query", "caption", "chat") else SamplingParams(0.5, 0.9, 17, 5)
     request = replace(kind.example(b"image", sampling), options=OPTIONS)
     summary = ImageSummary(b"d" * 32, 5, 640, 480)
-    found = messages.decode_request(messages.encode_request(request, [summary]), Known)
+    found = decode_request(encode_request(request, [summary]), Known)
     (image,) = found.images
     assert isinstance(image, Known)
     assert image.summary == summary
@@ -119,7 +121,7 @@ def test_requests_of_every_skill_arrive_with_every_field(kind: type[Request]) ->
 
 def test_a_query_with_all_its_fields_arrives_whole() -> None:
     request = full_query()
-    found = messages.decode_request(messages.encode_request(request, ()), Known)
+    found = decode_request(encode_request(request, ()), Known)
     assert found.with_images((b"image",)) == request
     assert all(getattr(request, item.name) != item.default for item in fields(Query)), "nothing has its default"
 
@@ -131,7 +133,7 @@ def test_a_conversation_with_all_its_fields_arrives_whole() -> None:
     constraint = Constraint(json_schema='{"type": "string"}')
     request = Chat(messages_, True, SAMPLING, OPTIONS, constraint)
     summaries = [ImageSummary(bytes([number]) * 32, number, 640, 480) for number in range(3)]
-    found = messages.decode_request(messages.encode_request(request, summaries), Known)
+    found = decode_request(encode_request(request, summaries), Known)
     assert [image.summary for image in found.images if isinstance(image, Known)] == summaries
     assert found.with_images((b"one", b"two", b"three")) == request
     assert all(getattr(request, item.name) != item.default for item in fields(Chat)), "nothing has its default"
@@ -142,12 +144,12 @@ def test_answers_arrive_as_they_were(output: Any) -> None:
     finished = Finished(output, FinishReason.STOP_SEQUENCE, USAGE, TIMING, "stop", (640, 481))
     delta = TextDelta("ä", TextChannel.REASONING, 3, 2, LOGPROBS)
     events: list[Event] = [Started(USAGE), delta, OutlineBox(Box(0.0, 0.25, 0.5, 1.0)), finished]
-    sent = messages.encode(messages.Events((messages.events_of(2**40, events),)))
-    message = messages.decode_from_core(sent)
-    assert isinstance(message, messages.Events)
+    sent = CODEC.encode([Events((events_of(2**40, events),))])
+    (message,) = CODEC.decode(sent)
+    assert isinstance(message, Events)
     (item,) = message.of_requests
     assert item.id == 2**40
-    assert messages.events_in(item) == (events, None)
+    assert events_in(item) == (events, None)
 
 
 def all_errors() -> list[KestrelError]:
@@ -176,10 +178,10 @@ def all_errors() -> list[KestrelError]:
 
 @pytest.mark.parametrize("error", all_errors(), ids=lambda error: type(error).__name__)
 def test_errors_arrive_with_what_they_say(error: KestrelError) -> None:
-    sent = messages.encode(messages.Events((messages.events_of(1, [], error),)))
-    message = messages.decode_from_core(sent)
-    assert isinstance(message, messages.Events)
-    events, found = messages.events_in(message.of_requests[0])
+    sent = CODEC.encode([Events((events_of(1, [], error),))])
+    (message,) = CODEC.decode(sent)
+    assert isinstance(message, Events)
+    events, found = events_in(message.of_requests[0])
     assert (events, type(found), str(found)) == ([], type(error), str(error))
     known = {name: value for name, value in vars(error).items() if not name.startswith("_")}
     assert {name: value for name, value in vars(found).items() if not name.startswith("_")} == known
@@ -199,5 +201,5 @@ def test_an_error_of_an_unknown_kind_arrives_as_its_base() -> None:
     class Other(KestrelError):
         pass
 
-    assert type(messages.decode_error(messages.encode_error(Odd("odd")))) is ImageError
-    assert type(messages.decode_error(messages.encode_error(Other()))) is InternalError
+    assert type(decode_error(encode_error(Odd("odd")))) is ImageError
+    assert type(decode_error(encode_error(Other()))) is InternalError
