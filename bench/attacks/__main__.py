@@ -59,10 +59,12 @@ def main() -> int:
             observations.append(seen)
             _say(f"{attack.name}: {'; '.join(seen.failures()) or 'held'} {dict(seen.outcome)}")
     shutdowns = [shut_down_under_load(arguments.server_options) for _ in range(NUM_SHUTDOWNS) if SHUTDOWN in chosen]
+    rows = [seen.as_json() for seen in observations]
     result = {
         "machine": machine,
         "seconds": arguments.seconds,
-        "attacks": [seen.as_json() for seen in observations],
+        "columns": [*rows[0]] if rows else [],
+        "attacks": [[*row.values()] for row in rows],
         "shutdowns": [{"codes": run.codes, "end_s": run.end_s, "failures": run.failures()} for run in shutdowns],
     }
     write_json(arguments.json, result)

@@ -187,7 +187,9 @@ def test_a_short_attack_leaves_a_table_and_its_numbers(tmp_path: Path):
     done = subprocess.run(
         [*command, "--json", str(result)], cwd=CHECKOUT, capture_output=True, text=True, check=False
     )
-    (row,) = json.loads(result.read_text())["attacks"]
+    written = json.loads(result.read_text())
+    (values,) = written["attacks"]
+    row = dict(zip(written["columns"], values, strict=True))
     assert done.returncode == (1 if row["failures"] else 0), done.stderr
     assert row["outcome"]["batches"] > 0
     assert row["num_health"] > 0

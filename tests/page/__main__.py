@@ -49,7 +49,7 @@ def _write_picture(name: str) -> None:
     width = _WIDTH_PX["phone" if "phone" in name else "desktop"]
     with Image.open(SCREENSHOTS / f"{name}.png") as picture:
         picture.thumbnail((width, 10 * width))
-        picture.convert("RGB").save(PICTURES / f"{name}.webp", quality=80, method=6)
+        picture.convert("RGB").save(PICTURES / f"{name}.webp", quality=30, method=6)
 
 
 if __name__ == "__main__":
