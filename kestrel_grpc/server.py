@@ -343,14 +343,18 @@ class Server:
     def _http_frontend(self, certificate: CertificateFiles | None) -> HttpFrontend:
         from kestrel_grpc.frontends.http.frontend import HttpFrontend
         from kestrel_grpc.frontends.openai.service import OpenAiService
+        from kestrel_grpc.frontends.rest.server_route import ServerRoute
         from kestrel_grpc.frontends.rest.service import RestService
 
         info = self._engine.info
         submission, names = self._submission, self._config.served_model_name or ()
         intake = None if self._store is None else ImageIntake(self._engine, self._store)
         max_image_bytes = info.config.max_image_bytes
+        # With an admin port, EngineService is there alone.
+        has_description = self._config.admin_port is None
+        server = ServerRoute(self._engine, self._peers.num_frontends) if has_description else None
         services = (
-            RestService(submission, info.model, intake, max_image_bytes=max_image_bytes),
+            RestService(submission, info.model, intake, server, max_image_bytes=max_image_bytes),
             OpenAiService(submission, self._engine, model_names=names, max_image_bytes=max_image_bytes),
         )
         return HttpFrontend(

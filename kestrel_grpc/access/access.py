@@ -60,6 +60,7 @@ SCOPES: Mapping[str, frozenset[Scope]] = MappingProxyType(
         "rest/images": _IMAGES,
         "rest/images.get": _IMAGES,
         "rest/images.delete": _IMAGES,
+        "rest/server": _ANY_SCOPE,
         "openai/": _INFER,
         "openai/models": _ANY_SCOPE,
         "http/openapi": _ANY_SCOPE,

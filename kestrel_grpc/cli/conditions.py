@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,16 +27,43 @@ def server_facts(client: Client, model: str = "") -> dict[str, Any] | None:
             raise
         return None  # its EngineService has a port of its own
     served = next((item for item in models if item.name == model), models[0])
-    devices = Counter(engine.device_name or engine.device for engine in info.engines)
+    return _facts(
+        info.server_version,
+        {"model": served.name, "revision": served.revision, "architecture": served.architecture},
+        served.dtype,
+        [engine.device_name or engine.device for engine in info.engines],
+        info.frontend_count,
+        info.settings,
+    )
+
+
+def http_server_facts(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the same facts from the answer of `GET /v1/server`. Raises KeyError or TypeError for others."""
+    return _facts(
+        said["server_version"],
+        {name: said[name] for name in ("model", "revision", "architecture")},
+        said["dtype"],
+        [engine["device_name"] or engine["device"] for engine in said["engines"]],
+        said["frontend_count"],
+        said["settings"],
+    )
+
+
+def _facts(
+    version: str,
+    model: Mapping[str, str],
+    number_format: str,
+    device_names: Sequence[str],
+    num_frontends: int,
+    settings: Mapping[str, str],
+) -> dict[str, Any]:
     return {
-        "version": info.server_version,
-        "model": served.name,
-        "revision": served.revision,
-        "architecture": served.architecture,
-        "number_format": served.dtype,
-        "devices": [name if count == 1 else f"{count} × {name}" for name, count in devices.items()],
-        "front_ends": info.frontend_count,
-        "settings": dict(info.settings),
+        "version": version,
+        **model,
+        "number_format": number_format,
+        "devices": [name if count == 1 else f"{count} × {name}" for name, count in Counter(device_names).items()],
+        "front_ends": num_frontends,
+        "settings": dict(settings),
     }
 
 

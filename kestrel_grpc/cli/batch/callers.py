@@ -83,7 +83,7 @@ class EngineCaller:
         names = config.served_model_name or ()
         submission = Submission(engine, images, model_names=names)
         max_image_bytes = engine.info.config.max_image_bytes
-        rest = RestService(submission, engine.info.model, None, max_image_bytes=max_image_bytes)
+        rest = RestService(submission, engine.info.model, None, None, max_image_bytes=max_image_bytes)
         openai = OpenAiService(submission, engine, model_names=names, max_image_bytes=max_image_bytes)
         self._unknown = rest.dialect
         self._operations = {

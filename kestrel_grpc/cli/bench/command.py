@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kestrel_grpc.cli.common import add_connection_arguments, add_token_argument, explain, show, tls_of
-from kestrel_grpc.cli.conditions import server_facts
+from kestrel_grpc.cli.conditions import http_server_facts, server_facts
 from kestrel_grpc.process.machine import machine_facts
 from kestrel_grpc.process.signals import Interruption
 from kestrel_grpc.process.terminal import print_error
@@ -411,8 +411,8 @@ def _target(arguments: argparse.Namespace) -> tuple[Target, dict[str, Any] | Non
     tls = tls_of(arguments)
     if arguments.api in ("rest", "openai"):
         address = arguments.address or "http://localhost:8000"
-        model = _model_over_http(address, tls, arguments.token)
-        return Target(arguments.api, address, arguments.token, tls, model), None
+        model, server = _server_over_http(address, tls, arguments.token)
+        return Target(arguments.api, address, arguments.token, tls, model), server
     address = address_of(arguments.address)
     with Client(
         address,
@@ -427,22 +427,28 @@ def _target(arguments: argparse.Namespace) -> tuple[Target, dict[str, Any] | Non
     return Target(arguments.api, address, arguments.token, tls, model), server
 
 
-def _model_over_http(address: str, tls: Any, token: str | None) -> str:
-    """Returns the name of the model. Raises ValueError or OSError."""
+def _server_over_http(address: str, tls: Any, token: str | None) -> tuple[str, dict[str, Any] | None]:
+    """Returns the name of the model, and what the server says about itself. Raises ValueError or OSError."""
     from http.client import HTTPException
 
     from kestrel_grpc.cli.batch.callers import ServerAddress
 
     server = ServerAddress.parse(address, tls)
     connection = server.connect(_CHECK_TIMEOUT_S)
-    try:
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        connection.request("GET", f"{server.prefix}/v1/models", headers=headers)
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+
+    def get(path: str) -> tuple[int, bytes]:
+        connection.request("GET", f"{server.prefix}{path}", headers=headers)
         response = connection.getresponse()
-        body = response.read()
-        if response.status in (401, 403):
+        return response.status, response.read()
+
+    try:
+        status, body = get("/v1/models")
+        if status in (401, 403):
             raise ConnectionError("the server asks for a token, or does not know the one of --token")
-        return json.loads(body)["data"][0]["id"]
+        model = json.loads(body)["data"][0]["id"]
+        status, body = get("/v1/server")
+        return model, http_server_facts(json.loads(body)) if status == 200 else None
     except (HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConnectionError("is not the HTTP port of a server (--http-port of serve)") from error
     finally:

@@ -120,7 +120,7 @@ def condition_table(result: Mapping[str, Any]) -> Table:
     rows: Table = []
     if "server" in result:
         server = result["server"]
-        unknown = "reports its device and options over gRPC alone, on the port of EngineService"
+        unknown = "reports its device and options on its admin port alone"
         rows.append(["server", unknown if server is None else server_line(server)])
     if "asked" in result:
         rows.append(["requests", _requests_line(result["asked"], steps_of(result))])

@@ -1,4 +1,4 @@
-"""Serves the REST API: a route for each skill, and routes for stored images."""
+"""Serves the REST API: a route for each skill, routes for stored images, and one that describes the server."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kestrel_grpc.frontends.http.exchange import Exchange
 from kestrel_grpc.frontends.rest.images import ImageRoutes
 from kestrel_grpc.frontends.rest.rendering import Renderer, failure_json
 from kestrel_grpc.frontends.rest.requests import ROUTES, Format, parse_request
+from kestrel_grpc.frontends.rest.server_route import ServerRoute
 from kestrel_grpc.images.image_store import ImageIntake
 
 _TOKEN_KEY = "x-moondream-auth"
@@ -35,11 +36,17 @@ class RestDialect:
 class RestService:
     """Serves the routes. Each call of a skill is one request of the engine and ends with it.
 
-    If `intake` is None no images are stored.
+    If `intake` is None no images are stored. If `server` is None no route describes the server.
     """
 
     def __init__(
-        self, submission: Submission, model: str, intake: ImageIntake | None, *, max_image_bytes: int
+        self,
+        submission: Submission,
+        model: str,
+        intake: ImageIntake | None,
+        server: ServerRoute | None,
+        *,
+        max_image_bytes: int,
     ) -> None:
         def new_renderer(request_id: str, request: RequestSummary, style: Format) -> Renderer:
             return Renderer(request_id, request.model(model), style)
@@ -59,4 +66,4 @@ class RestService:
             for skill, body in ROUTES.items()
         ]
         images = () if intake is None else ImageRoutes(intake, max_image_bytes=max_image_bytes).operations
-        self.operations: Sequence[Operation] = (*skills, *images)
+        self.operations: Sequence[Operation] = (*skills, *images, *(() if server is None else (server.operation,)))

@@ -132,24 +132,22 @@ async def test_the_command_measures_three_requests(
     assert "token" not in found["options"]
     assert (found["asked"]["picture_sizes"], found["asked"]["texts"]) == ({"800 × 557 px": 1}, "1 given")
     assert found["client"]["processors"] == processors()
-    if api in ("grpc", "triton"):
-        assert (found["server"]["model"], found["server"]["devices"]) == ("fake", [processors()])
-        assert found["server"]["settings"]["prefix_cache"] == "on"
-    else:
-        assert found["server"] is None
+    assert (found["server"]["model"], found["server"]["devices"]) == ("fake", [processors()])
+    assert found["server"]["settings"]["prefix_cache"] == "on"
     printed = capsys.readouterr()
     assert "3 requests in" in printed.out
     assert "answered" not in printed.err, "progress is for terminals"
     assert "<svg" in page.read_text()
 
 
-async def test_a_server_with_an_admin_port_is_measured_without_what_it_says_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("api", ["grpc", "rest"])
+async def test_a_server_with_an_admin_port_is_measured_without_what_it_says_there(api: str, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
-    async with serving(admin_port=0) as server:
+    async with serving(admin_port=0, http_port=0) as server:
         words = ("-n", "2", "--warm-up", "0", "--num-pictures", "0", "--json", str(result))
-        assert await bench(server, "grpc", *words) == 0
+        assert await bench(server, api, *words) == 0
     found = json.loads(result.read_text())
-    assert (found["completed"], found["server"], found["model_id"]) == (2, None, "")
+    assert (found["completed"], found["server"], found["model_id"]) == (2, None, "fake" if api == "rest" else "")
 
 
 async def test_an_open_loop_and_a_ramp_have_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,7 +176,7 @@ def test_a_report_says_the_server_the_requests_and_the_machine() -> None:
         assert "a processor, 2 processors; Linux" in shown
     assert "<td>page_size</td><td>16</td>" in page(found)
     unknown = document(OPTIONS, "", "a model", {**CONDITIONS, "server": None}, [step])
-    assert "server: reports its device and options over gRPC alone" in text(unknown)
+    assert "server: reports its device and options on its admin port alone" in text(unknown)
 
 
 def test_a_comparison_names_other_devices_options_and_requests() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kestrel_grpc.process.machine import processors
 from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import Overloaded
 from kestrel_runtime.api.events import (
@@ -374,3 +375,14 @@ async def test_samples_logprobs_and_the_stop_string_are_told():
     assert stream.events[0] == {"chunk": "a", "logprobs": logprobs, "completed": False}
     assert stream.events[-1]["stop_sequence"] == "end"
     assert [item["field"] for item in refused.json["error"]["violations"]] == ["settings.n"]
+
+
+async def test_the_server_describes_itself_as_over_grpc_but_with_an_admin_port():
+    async with serving_http() as rig:
+        said = (await rig.ask("/v1/server")).json
+    assert (said["model"], said["dtype"], said["frontend_count"]) == ("fake", "float32", 0)
+    assert [(engine["device"], engine["device_name"]) for engine in said["engines"]] == [("cpu", processors())]
+    assert said["settings"]["prefix_cache"] == "on"
+    assert "model" not in said["settings"]
+    async with serving_http(admin_port=0) as rig:
+        assert (await rig.ask("/v1/server")).status == 404
