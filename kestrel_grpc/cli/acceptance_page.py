@@ -174,7 +174,7 @@ def _sizes(pictures: Mapping[str, bytes]) -> str:
         with Image.open(io.BytesIO(data)) as image:
             sizes["{} × {}".format(*image.size)] += 1
     listed = ", ".join(f"{count} of {size} px" for size, count in sizes.items())
-    return f"{len(pictures)} pictures ({listed})"
+    return f"{len(pictures)} picture{'' if len(pictures) == 1 else 's'} ({listed})"
 
 
 def _settings(results: Sequence[PrecisionResult]) -> str:

@@ -82,6 +82,10 @@ def test_the_built_in_model_passes_without_an_independent_reference(
     assert "Acceptance of moondream-nano" in page.text
     assert "Passed, without an independent reference" in page.text
     assert page.text.count("5") >= 2, "the number of shapes, from both"
+    place = page.text.index("max_prefill_tokens")
+    assert page.text.index("Options of the engine") < place
+    assert page.text[place + 1] == "1024"
+    assert any("1 picture (1 of 224 ×" in text for text in page.text)
     assert len(page.sources) == 2
     assert all(source.startswith("data:image/jpeg;base64,") for source in page.sources)
 

@@ -28,7 +28,7 @@ async def test_the_document_has_every_route_of_both_apis(rig: HttpServing) -> No
     document = (await rig.ask("/openapi.json")).json
     paths: dict[str, Any] = document["paths"]
     images, models = ("/v1/images", "/v1/images/{image_id}"), ("/v1/models", "/v1/models/{model}")
-    assert paths.keys() == {*BODIES, *images, *models}
+    assert paths.keys() == {*BODIES, *images, *models, "/v1/server"}
     assert paths["/v1/images/{image_id}"].keys() == {"get", "delete"}
     assert [item["name"] for item in paths["/v1/images"]["put"]["parameters"]] == ["sha256", "ttl_seconds", "pin"]
     assert [item["name"] for item in paths["/v1/models/{model}"]["get"]["parameters"]] == ["model"]
