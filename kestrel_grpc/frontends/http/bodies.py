@@ -69,7 +69,7 @@ class Problems:
 
     def __init__(self) -> None:
         self._violations: list[Violation] = []
-        self._image_error: ImageError | None = None
+        self._image_errors: list[ImageError] = []
         self._repaired_paths: set[str] = set()
         self._leads_to_repaired: set[str] = set()
 
@@ -91,16 +91,18 @@ class Problems:
 
     def add_image_error(self, error: ImageError, path: str) -> None:
         """Reports that the image at this path cannot be used."""
-        error.violations = tuple(Violation(path, item.description) for item in error.violations)
-        self._image_error = error
+        error.rename(lambda _: path)
+        self._image_errors.append(error)
 
     def require_none(self) -> None:
-        """Raises `InvalidRequest` if there is a mistake, or `ImageError` if the image alone is wrong."""
-        image = self._image_error
+        """Raises `InvalidRequest` if there is a mistake, or the first `ImageError` if images alone are wrong."""
+        of_images = tuple(item for error in self._image_errors for item in error.violations)
         if self._violations:
-            raise InvalidRequest((*self._violations, *(image.violations if image else ())))
-        if image is not None:
-            raise image
+            raise InvalidRequest((*self._violations, *of_images))
+        if self._image_errors:
+            first, *_ = self._image_errors
+            first.violations = of_images
+            raise first
 
 
 def read(body_type: type[AnyBody], document: Mapping[str, Any], problems: Problems) -> AnyBody:

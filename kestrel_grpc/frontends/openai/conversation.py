@@ -1,24 +1,25 @@
-"""Reads the messages of OpenAI's API as a conversation with at most one image.
+"""Reads the messages of OpenAI's API as a conversation, with the images in it.
 
-One message of a user alone is a question, a `Query` of the engine. Anything longer is a `Chat`, which has neither
-tools nor developers: a developer's message is one of the system, the result of a tool is a text of the user,
-`Result of NAME: TEXT`, and calls of the assistant are their JSON, each on a line of its own.
+One message of a user alone, with one image at most, is a question, a `Query` of the engine. Anything longer is a
+`Chat`, which has neither tools nor developers: a developer's message is one of the system, the result of a tool is
+a text of the user, `Result of NAME: TEXT`, and calls of the assistant are their JSON, each on a line of its own.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from kestrel_grpc.frontends.http.bodies import Body, Problems, Text, TextOr
-from kestrel_grpc.frontends.http.fields import EXAMPLE_IMAGE, ImageText
+from kestrel_grpc.frontends.http.fields import EXAMPLE_IMAGE, GivenImage, ImageText, read_image
 from kestrel_grpc.frontends.http.json_body import LongText
-from kestrel_runtime.api.requests import MAX_CHAT_MESSAGES, Chat, ChatMessage, Query, Role
+from kestrel_runtime.api.requests import MAX_CHAT_IMAGES, MAX_CHAT_MESSAGES, Chat, ChatMessage, Query, Role
 
 MAX_MESSAGES = MAX_CHAT_MESSAGES
 MAX_PARTS = 256
@@ -26,7 +27,6 @@ MAX_PARTS = 256
 MAX_CALLS = 128
 """The most calls in one message of the assistant."""
 NOT_SUPPORTED = "is not supported"
-MANY_IMAGES = "several images in one conversation are not supported"
 _ROLES: Mapping[str, Role] = MappingProxyType(
     {
         "system": Role.SYSTEM,
@@ -112,25 +112,51 @@ class Message(Body):
     provider_specific_fields: Any = _OF_ANSWER
 
 
+class Picture(NamedTuple):
+    """Holds an image as the body has it."""
+
+    url: str | LongText
+    path: str
+    """The path of the field that holds it."""
+    message: int
+    """The index of its message in the conversation."""
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Holds the messages, and the image as the request has it; None if there is no image."""
+    """Holds the messages without their images, and the images in their order."""
 
     messages: tuple[ChatMessage, ...]
-    image: str | LongText | None = None
-    image_path: str = ""
-    """The path of the field that holds the image."""
-    seen_in: int = 0
-    """The index of the message with the image."""
+    pictures: tuple[Picture, ...] = ()
 
-    def request(self, image: bytes | None, **shared: Any) -> Query | Chat:
+    def images(self, max_bytes: int, problems: Problems) -> list[GivenImage]:
+        """Reads the images, of at most `max_bytes` each. Fetches nothing."""
+        return [read_image(picture.url, picture.path, max_bytes, problems) for picture in self.pictures]
+
+    def request(self, images: Sequence[bytes], **shared: Any) -> Query | Chat:
         """Returns the request of the engine. Raises `InvalidRequest`. `shared` are the arguments of both kinds."""
-        if len(self.messages) == 1 and self.messages[0].role is Role.USER:
-            return Query(self.messages[0].text, image, **shared)
-        messages = list(self.messages)
-        if image is not None:
-            messages[self.seen_in] = replace(messages[self.seen_in], images=(image,))
+        if len(self.messages) == 1 and self.messages[0].role is Role.USER and len(images) < 2:
+            return Query(self.messages[0].text, images[0] if images else None, **shared)
+        seen: dict[int, list[bytes]] = {}
+        for picture, image in zip(self.pictures, images, strict=True):
+            seen.setdefault(picture.message, []).append(image)
+        messages = (
+            replace(message, images=tuple(seen.get(index, ()))) for index, message in enumerate(self.messages)
+        )
         return Chat(tuple(messages), **shared)
+
+    def image_path(self, field: str) -> str | None:
+        """Returns the path in the body of a field of the engine's requests if it is about an image, else None."""
+        if field.partition(".")[0] == "image" and self.pictures:
+            return self.pictures[0].path
+        found = _IMAGE_FIELD.match(field)
+        if found is None:
+            return None
+        paths = [picture.path for picture in self.pictures if picture.message == int(found[1])]
+        return paths[int(found[2])]
+
+
+_IMAGE_FIELD = re.compile(r"messages\[(\d+)\]\.images\[(\d+)\]")
 
 
 def read_conversation(messages: Sequence[Message], problems: Problems) -> Conversation:
@@ -142,15 +168,13 @@ def read_conversation(messages: Sequence[Message], problems: Problems) -> Conver
 
 
 class ConversationReader:
-    """Collects turns one after the other, the names of calls, and the one image that turns may hold."""
+    """Collects turns one after the other, the names of calls, and the images that turns hold."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems
         self._messages: list[ChatMessage] = []
         self._called: dict[str, str] = {}  # names of functions by ids of calls
-        self._image: str | LongText | None = None
-        self._image_path = ""
-        self._seen_in = 0
+        self._pictures: list[Picture] = []
 
     def say(self, role: str, text: str) -> None:
         """Adds what somebody says. `role` is a role of OpenAI's API."""
@@ -175,15 +199,15 @@ class ConversationReader:
         """Notes an image. `path` is that of the field with it, within the part at `part_path`."""
         if role != "user":
             self._problems.add(part_path, "images are taken from messages of the user only")
-        elif self._image is not None:
-            self._problems.add(part_path, MANY_IMAGES)
+        elif len(self._pictures) == MAX_CHAT_IMAGES:
+            self._problems.add(part_path, f"all messages together have at most {MAX_CHAT_IMAGES} images")
         else:
-            self._image, self._image_path = url, path
-            self._seen_in = len(self._messages)  # parts are read before the message is added
+            # Parts are read before their message is added.
+            self._pictures.append(Picture(url, path, len(self._messages)))
 
     def conversation(self) -> Conversation:
         """Returns what has been added."""
-        return Conversation(tuple(self._messages), self._image, self._image_path, self._seen_in)
+        return Conversation(tuple(self._messages), tuple(self._pictures))
 
 
 def _read_message(message: Message, path: str, reader: ConversationReader, problems: Problems) -> None:

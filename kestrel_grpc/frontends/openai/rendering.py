@@ -20,7 +20,7 @@ from kestrel_grpc.frontends.http.output_json import (
     sent_event,
     to_json,
 )
-from kestrel_grpc.frontends.openai.conversation import MANY_IMAGES, NOT_SUPPORTED
+from kestrel_grpc.frontends.openai.conversation import NOT_SUPPORTED
 from kestrel_grpc.frontends.openai.requests import Style
 from kestrel_grpc.frontends.openai.tools import CallReader
 from kestrel_runtime.api.events import (
@@ -213,7 +213,7 @@ def failure_body(failure: CallFailure) -> dict[str, Any]:
     """Returns a failure in the form of OpenAI's errors."""
     violations = [item for detail in failure.details if isinstance(detail, BadFields) for item in detail.violations]
     code = _CODES.get(failure.reason, failure.reason.lower())
-    if violations and violations[0].description in (NOT_SUPPORTED, MANY_IMAGES):
+    if violations and violations[0].description == NOT_SUPPORTED:
         code = "unsupported_parameter"
     kind = "server_error" if failure.http_status >= 500 else "invalid_request_error"
     error = {
@@ -345,7 +345,16 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.num_input_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_input_tokens + usage.num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "prompt_tokens_details": prompt_tokens_by_kind(usage),
+    }
+
+
+def prompt_tokens_by_kind(usage: Usage) -> dict[str, int]:
+    """Returns the tokens of a prompt that were cached, and of all of them those of images and those of text."""
+    return {
+        "cached_tokens": usage.num_cached_tokens,
+        "image_tokens": usage.num_image_tokens,
+        "text_tokens": usage.num_input_tokens - usage.num_image_tokens,
     }
 
 

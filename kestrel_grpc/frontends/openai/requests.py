@@ -5,7 +5,7 @@ A field is ignored if it cannot change an answer of these models.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
@@ -20,7 +20,6 @@ from kestrel_grpc.frontends.http.fields import (
     GivenImage,
     Sampling,
     new_constraint,
-    read_image,
     setting,
 )
 from kestrel_grpc.frontends.http.json_body import parse_json
@@ -210,7 +209,7 @@ class _OpenAiBody(CommonFields):
 
 
 class ChatBody(_OpenAiBody):
-    """Answers a conversation about an image."""
+    """Answers a conversation about images."""
 
     messages: list[Message] = Field(
         description="The conversation. Messages of the system and of developers precede all others; the last one "
@@ -287,15 +286,13 @@ def parse_chat(max_image_bytes: int, served: Collection[str], data: bytes) -> Pa
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    image = None
-    if conversation.image is not None:
-        image = read_image(conversation.image, conversation.image_path, max_image_bytes, problems)
+    images = conversation.images(max_image_bytes, problems)
     model, skill = chosen_skill(body.model, body.skill, served, problems)
     is_shaped = body.response_format is not None and body.response_format.type == "json_schema"
     given = {name: getattr(body, name) for name in ("reasoning", "constraint", "structured_outputs")}
     refuse_with_skill(skill, {**given, "response_format": is_shaped, "tool_choice": call}, problems)
     return _parsed(
-        body, conversation, image, sampling, problems, "messages", call, model, skill, reasoning=body.reasoning
+        body, conversation, images, sampling, problems, "messages", call, model, skill, reasoning=body.reasoning
     )
 
 
@@ -307,7 +304,7 @@ def parse_completion(data: bytes) -> ParsedRequest:
     prompt, name = (body.prompt, "prompt") if isinstance(body.prompt, str) else (body.prompt[0], "prompt[0]")
     if len(body.prompt) > 1 and name != "prompt":
         problems.add("prompt", "must be one text: several prompts in one request are not supported")
-    return _parsed(body, Conversation((ChatMessage(Role.USER, prompt),)), None, sampling, problems, name)
+    return _parsed(body, Conversation((ChatMessage(Role.USER, prompt),)), (), sampling, problems, name)
 
 
 def _seed(body: ChatBody | CompletionBody, problems: Problems) -> int | None:
@@ -324,7 +321,7 @@ def _seed(body: ChatBody | CompletionBody, problems: Problems) -> int | None:
 def _parsed(
     body: ChatBody | CompletionBody,
     conversation: Conversation,
-    image: GivenImage | None,
+    images: Sequence[GivenImage],
     sampling: SamplingParams,
     problems: Problems,
     text_name: str,
@@ -341,21 +338,21 @@ def _parsed(
         _name,
         body=body,
         text_name=text_name,
-        image_name=conversation.image_path or text_name,
+        image_path=conversation.image_path,
         constraint_name=constraint_name,
     )
     query: Request | None = None
     options = RequestOptions(model=body.model if model is None else model)
-    data = None if image is None else image.data
+    files = [image.data or b"" for image in images]
     try:
         query = engine_request(
-            skill, conversation, data, sampling, options, problems, reasoning=reasoning, constraint=constraint
+            skill, conversation, files, sampling, options, problems, reasoning=reasoning, constraint=constraint
         )
     except InvalidRequest as error:
         problems.add_renamed(error.violations, name)
     problems.require_none()
     assert query is not None
-    references = () if image is None else (image.reference,)
+    references = tuple(image.reference for image in images)
     style = Style(body.stream_options.include_usage, () if call is None else call.names, skill != TEXT)
     return ParsedRequest(query, references, body.stream, style, name)
 
@@ -383,7 +380,12 @@ def _constraint(
 
 
 def _name(
-    field: str, *, body: ChatBody | CompletionBody, text_name: str, image_name: str, constraint_name: str
+    field: str,
+    *,
+    body: ChatBody | CompletionBody,
+    text_name: str,
+    image_path: Callable[[str], str | None],
+    constraint_name: str,
 ) -> str:
     """Returns the name in the body of a field of the engine's requests: of several names for it, the one that was
     sent."""
@@ -402,8 +404,9 @@ def _name(
         return f"{constraint_name}{name}{bracket}{index}"
     if group == "options":
         return "model"
-    if group == "image" or rest.startswith("images"):
-        return image_name
+    path = image_path(field)
+    if path is not None:
+        return path
     # Messages of the engine are those of the body, one by one; a query has one.
     return field if group.startswith("messages") else text_name
 

@@ -8,7 +8,14 @@ from typing import Any
 
 from kestrel_grpc.calls.errors import CallFailure
 from kestrel_grpc.frontends.http.output_json import encoder_for, to_json
-from kestrel_grpc.frontends.openai.rendering import failure_body, new_call_id, query_output, read_call, skill_json
+from kestrel_grpc.frontends.openai.rendering import (
+    failure_body,
+    new_call_id,
+    prompt_tokens_by_kind,
+    query_output,
+    read_call,
+    skill_json,
+)
 from kestrel_grpc.frontends.openai.responses import ResponseStyle
 from kestrel_grpc.frontends.openai.tools import CallReader
 from kestrel_runtime.api.events import Event, Finished, FinishReason, Started, TextChannel, TextDelta, Usage
@@ -227,7 +234,7 @@ def _status(finished: Finished) -> str:
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.num_input_tokens,
-        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "input_tokens_details": prompt_tokens_by_kind(usage),
         "output_tokens": usage.num_output_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.num_input_tokens + usage.num_output_tokens,

@@ -16,7 +16,6 @@ from kestrel_grpc.frontends.http.fields import (
     EXAMPLE_IMAGE,
     ImageText,
     new_constraint,
-    read_image,
     setting,
 )
 from kestrel_grpc.frontends.http.json_body import parse_json
@@ -140,7 +139,7 @@ class ResponseStreamOptions(Body):
 
 
 class ResponseBody(CommonFields):
-    """Answers a conversation about an image, as a response of OpenAI's newer API. Nothing is stored."""
+    """Answers a conversation about images, as a response of OpenAI's newer API. Nothing is stored."""
 
     input: TextOr[Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]] = Field(
         description="A text of the user, or a list of items.",
@@ -221,17 +220,16 @@ def parse_response(max_image_bytes: int, served: Collection[str], data: bytes) -
             return "stop"
         if group == "sampling":
             return rest
-        if rest.startswith("images"):
-            return conversation.image_path
+        path = conversation.image_path(field)
+        if path is not None:
+            return path
         if group.startswith("messages["):
             place = int(group.removeprefix("messages[").removesuffix("]"))
             return f"{paths[place]}.{rest}" if paths[place].startswith("input[") else paths[place]
-        known = {"image": conversation.image_path or "input", "constraint": constraint_path, "options": "model"}
+        known = {"constraint": constraint_path, "options": "model"}
         return known.get(group, "input")
 
-    image = None
-    if conversation.image is not None:
-        image = read_image(conversation.image, conversation.image_path, max_image_bytes, problems)
+    images = conversation.images(max_image_bytes, problems)
     model, skill = chosen_skill(body.model, body.skill, served, problems)
     reasons = body.reasoning is not None and body.reasoning.enabled
     form = None if body.text is None else body.text.format
@@ -243,18 +241,19 @@ def parse_response(max_image_bytes: int, served: Collection[str], data: bytes) -
         **({} if call is None else NOT_IN_CALLS),
         max_tokens=body.max_tokens if body.max_output_tokens is None else body.max_output_tokens,
     )
-    options, pixels = RequestOptions(model=model), None if image is None else image.data
+    options = RequestOptions(model=model)
+    files = [image.data or b"" for image in images]
     request: Request | None = None
     try:
         request = engine_request(
-            skill, conversation, pixels, sampling, options, problems, reasoning=reasons, constraint=constraint
+            skill, conversation, files, sampling, options, problems, reasoning=reasons, constraint=constraint
         )
     except InvalidRequest as error:
         problems.add_renamed(error.violations, name)
     problems.require_none()
     assert request is not None
     style = ResponseStyle(_echo(body), () if call is None else call.names, skill != TEXT)
-    return ParsedRequest(request, () if image is None else (image.reference,), body.stream, style, name)
+    return ParsedRequest(request, tuple(image.reference for image in images), body.stream, style, name)
 
 
 def _constraint(body: ResponseBody, problems: Problems) -> Constraint | None:
@@ -297,7 +296,7 @@ def _read_item(item: InputItem, path: str, reader: ConversationReader, problems:
 def _text(
     content: str | list[InputPart] | None, role: str, path: str, reader: ConversationReader, problems: Problems
 ) -> str:
-    """Returns the text of a message or of a result, and notes its image."""
+    """Returns the text of a message or of a result, and notes its images."""
     if not isinstance(content, list):
         return content or ""
     texts: list[str] = []

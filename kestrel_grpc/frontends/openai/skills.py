@@ -6,10 +6,11 @@ The text of the last message is what a skill is asked about, and the answer is t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, get_args
 
 from kestrel_grpc.frontends.http.bodies import Problems
+from kestrel_grpc.frontends.http.fields import PLACEHOLDER
 from kestrel_grpc.frontends.openai.conversation import Conversation
 from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.requests import (
@@ -65,7 +66,7 @@ def refuse_with_skill(skill: str, given: Mapping[str, object], problems: Problem
 def engine_request(
     skill: str,
     conversation: Conversation,
-    image: bytes | None,
+    images: Sequence[bytes],
     sampling: SamplingParams,
     options: RequestOptions,
     problems: Problems,
@@ -77,12 +78,12 @@ def engine_request(
     `reasoning` and a `constraint`. Raises `InvalidRequest`."""
     if skill == TEXT:
         return conversation.request(
-            image, reasoning=reasoning, sampling=sampling, options=options, constraint=constraint
+            images, reasoning=reasoning, sampling=sampling, options=options, constraint=constraint
         )
     text = conversation.messages[-1].text.strip()
-    if image is None:
-        problems.add("messages", f"must have an image, which {skill} is about")
-        image = b"?"
+    if len(images) != 1:
+        problems.add("messages", f"must have one image, which {skill} is about")
+    image = images[0] if images else PLACEHOLDER
     if skill == "caption":
         length = text.lower() if text.lower() in CAPTION_LENGTHS else "normal"
         return Caption(image, length, sampling, options)

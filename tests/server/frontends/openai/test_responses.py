@@ -46,11 +46,30 @@ async def test_a_text_is_answered(rig: HttpServing):
     assert item["content"] == [{"type": "output_text", "text": "a kestrel", "annotations": [], "logprobs": []}]
     assert found["usage"] == {
         "input_tokens": 735,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 0, "image_tokens": 729, "text_tokens": 6},
         "output_tokens": 3,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 738,
     }
+
+
+@pytest.mark.one_process("an engine takes one image so far")
+async def test_images_reach_the_engine_in_their_messages(rig: HttpServing):
+    text = {"type": "input_text", "text": "Look."}
+    items = [
+        {"role": "user", "content": [PICTURE, text, PICTURE]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Well."}]},
+        {"role": "user", "content": [text, PICTURE]},
+    ]
+    assert (await rig.ask(PATH, body(items, instructions="Be brief."))).status == 200
+    (request,) = rig.engine.requests
+    assert isinstance(request, Chat)
+    assert [len(message.images) for message in request.messages] == [0, 2, 0, 1]
+    bad = {"type": "input_image", "image_url": "https://a.example/1.png"}
+    answer = await rig.ask(
+        PATH, body([{"role": "user", "content": [PICTURE, bad, text]}], instructions="Be brief.")
+    )
+    assert (answer.status, answer.json["error"]["param"]) == (400, "input[0].content[1].image_url")
 
 
 async def test_items_reach_the_engine_as_a_conversation(rig: HttpServing):
@@ -266,7 +285,7 @@ async def test_what_needs_a_memory_is_refused_by_its_name(rig: HttpServing, fiel
         (body(asked({"type": "input_file"})), "input[0].content[0].type", "must be one of"),
         (body(asked({"type": "input_text"})), "input[0].content[0].text", "is required"),
         (body(asked({"type": "input_image"})), "input[0].content[0].image_url", "is required"),
-        (body(asked(PICTURE, PICTURE)), "input[0].content[1]", "several images"),
+        (body(asked(*[PICTURE] * 17)), "input[0].content[16]", "at most 16 images"),
         (
             body([{"role": "assistant", "content": [PICTURE]}, *asked({"type": "input_text", "text": "x"})]),
             "input[0].content[0]",

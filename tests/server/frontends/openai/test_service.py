@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -20,7 +21,7 @@ from kestrel_runtime.api.events import (
     TopLogprob,
     Usage,
 )
-from kestrel_runtime.api.requests import Chat, Query, Role
+from kestrel_runtime.api.requests import Chat, ChatMessage, Query, Role
 from kestrel_runtime.api.sampling_params import SamplingParams
 from tests.fakes import HOLD, TIMING, FakeEngine, answers
 from tests.over_sockets import BOTH_CHANNELS
@@ -31,12 +32,13 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), BOTH_CHANNELS]
 CHAT = "/v1/chat/completions"
 TEXT = {"role": "user", "content": "What is it?"}
 PICTURE = {"type": "image_url", "image_url": {"url": IMAGE_URL}}
+TEXT_PARTS = [{"type": "text", "text": "What is it?"}]
 SEEN: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, PICTURE]}
 USAGE = {
     "prompt_tokens": 735,
     "completion_tokens": 3,
     "total_tokens": 738,
-    "prompt_tokens_details": {"cached_tokens": 0},
+    "prompt_tokens_details": {"cached_tokens": 0, "image_tokens": 729, "text_tokens": 6},
 }
 
 
@@ -88,6 +90,34 @@ async def test_turns_reach_the_engine_with_their_roles(rig: HttpServing):
     assert isinstance(request, Chat)
     assert [message.images for message in request.messages] == [(), (), (IMAGE_BYTES,), (), ()]
     assert (request.reasoning, request.sampling.max_tokens) == (True, 7)
+
+
+@pytest.mark.one_process("an engine takes one image so far")
+async def test_images_reach_the_engine_in_their_messages(rig: HttpServing):
+    urls = (f"data:image/png;base64,{base64.b64encode(name).decode()}" for name in (b"1", b"2", b"3"))
+    pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    question = {"type": "text", "text": "What differs?"}
+    seen = {"role": "user", "content": [pictures[0], question, pictures[1]]}
+    later = {"role": "user", "content": [pictures[2], {"type": "text", "text": "And here?"}]}
+    assert (await rig.ask(CHAT, chat(seen))).status == 200
+    assert (await rig.ask(CHAT, chat(seen, {"role": "assistant", "content": "Nothing."}, later))).status == 200
+    alone, turns = rig.engine.requests
+    assert isinstance(alone, Chat)
+    assert isinstance(turns, Chat)
+    assert alone.messages == (ChatMessage(Role.USER, "What differs?", (b"1", b"2")),)
+    assert [message.images for message in turns.messages] == [(b"1", b"2"), (), (b"3",)]
+
+
+@pytest.mark.one_process("an engine takes one image so far")
+async def test_every_image_that_cannot_be_read_is_named(rig: HttpServing):
+    bad = [{"type": "image_url", "image_url": {"url": url}} for url in ("!", "https://a.example/1.png")]
+    answer = await rig.ask(CHAT, chat({"role": "user", "content": [bad[0], PICTURE, bad[0], *TEXT_PARTS]}))
+    assert (answer.status, answer.json["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
+    assert "messages[0].content[2].image_url.url: is not base64" in answer.json["error"]["message"]
+    answer = await rig.ask(CHAT, chat(TEXT, {"role": "user", "content": [bad[1], PICTURE, bad[1], *TEXT_PARTS]}))
+    message = answer.json["error"]["message"]
+    assert "messages[1].content[0].image_url.url: this server fetches no images" in message
+    assert "messages[1].content[2].image_url.url: this server fetches no images" in message
 
 
 def called(*calls: tuple[str, str, str], **fields: Any) -> dict[str, Any]:
@@ -460,7 +490,12 @@ async def test_a_response_format_that_cannot_be_used_is_refused(rig: HttpServing
         (chat(TEXT, {"role": "assistant", "content": "x"}), "messages[1].role", "must be user"),
         (chat({"role": "user", "content": ""}), "messages", "must not be empty"),
         (chat({"role": "user", "content": [{"type": "input_audio"}]}), "messages[0].content[0].type", "must be"),
-        (chat(SEEN, SEEN), "messages[1].content[1]", "several images"),
+        (
+            chat({"role": "user", "content": [PICTURE] * 9}, {"role": "user", "content": [PICTURE] * 8}),
+            "messages[1].content[7]",
+            "at most 16 images",
+        ),
+        (chat(SEEN, SEEN, skill="detect"), "messages", "must have one image"),
         (
             chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}),
             "messages",

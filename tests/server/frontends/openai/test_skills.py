@@ -118,7 +118,11 @@ async def test_published_names_stand_for_a_served_model_of_their_generation(rig:
         (chat("", skill="detect"), "messages", "must not be empty"),
         (chat("here", skill="gaze"), "messages", "must end with the place of an eye"),
         (chat("2, 0", skill="gaze"), "messages", "must be from 0 to 1"),
-        ({"model": "fake:point", "messages": [{"role": "user", "content": "x"}]}, "messages", "must have an image"),
+        (
+            {"model": "fake:point", "messages": [{"role": "user", "content": "x"}]},
+            "messages",
+            "must have one image",
+        ),
         (chat("bird", skill="detect", reasoning=True), "reasoning", "is not supported with the skill detect"),
         (chat("bird", skill="detect", constraint={"regex": "a"}), "constraint", "is not supported with the skill"),
         (chat("bird", skill="detect", stop="x"), "stop", ""),
