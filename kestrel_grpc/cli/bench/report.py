@@ -123,7 +123,7 @@ def condition_table(result: Mapping[str, Any]) -> Table:
         unknown = "reports its device and options on its admin port alone"
         rows.append(["server", unknown if server is None else server_line(server)])
     if "asked" in result:
-        rows.append(["requests", _requests_line(result["asked"], steps_of(result))])
+        rows.append(["asked", _requests_line(result["asked"], steps_of(result))])
     if "client" in result:
         rows.append(["load from", f"{result['client']['processors']}; {result['client']['system']}"])
     return rows
@@ -133,7 +133,7 @@ def _requests_line(asked: Mapping[str, Any], steps: Sequence[Mapping[str, Any]])
     sizes = asked["picture_sizes"]
     pictures = asked["pictures"] + (f" ({', '.join(sizes)})" if sizes else "")
     texts = {"query": "questions", "caption": ""}.get(asked["skill"], "objects")
-    parts = [f"pictures: {pictures}", f"{texts}: {asked['texts']}"] if texts else [f"pictures: {pictures}"]
+    parts = [asked["skill"], f"pictures: {pictures}", *([f"{texts}: {asked['texts']}"] if texts else [])]
     completed = sum(step["completed"] for step in steps)
     if completed:
         total, out = (sum(step[f"total_{name}_tokens"] for step in steps) for name in ("input", "output"))

@@ -171,7 +171,10 @@ def test_a_report_says_the_server_the_requests_and_the_machine() -> None:
     found = document(OPTIONS, "", "a model", CONDITIONS, [step])
     for shown in (text(found), page(found)):
         assert "1.2.3, a model in bfloat16 on 2 × NVIDIA H200; kv_dtype float8" in shown
-        assert "pictures: drawn charts, another file in each request (801 × 557 px); questions: 12 default" in shown
+        assert (
+            "query; pictures: drawn charts, another file in each request (801 × 557 px); questions: 12 default"
+            in shown
+        )
         assert "on average 700 tokens in, 25% of them cached, and 5.0 out" in shown
         assert "a processor, 2 processors; Linux" in shown
     assert "<td>page_size</td><td>16</td>" in page(found)
