@@ -6,33 +6,32 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from kestrel_grpc.access.access import Access, OpenAccess, TokenAccess
 from kestrel_grpc.access.limits import Limits, TokenLimits
 from kestrel_grpc.access.tls import CertificateFiles
 from kestrel_grpc.calls.call_admission import Observer
 from kestrel_grpc.calls.call_groups import CallGroups
-from kestrel_grpc.calls.peers import NoPeers, Peers
 from kestrel_grpc.calls.readiness import Readiness, death_of
 from kestrel_grpc.calls.submission import Submission
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
 from kestrel_grpc.frontends.grpc.frontend import GrpcFrontend
 from kestrel_grpc.frontends.http.probes import ProbePort, Probes
-from kestrel_grpc.images.image_store import CachePurges, ImageIntake, ImageStore, MemoryImages
+from kestrel_grpc.images.image_store import CachePurges, ImageIntake, ImageStore
 from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
 from kestrel_grpc.maintenance import Maintenance
 from kestrel_grpc.process.free_ports import address_of, require_free_port, require_free_socket
 from kestrel_grpc.process.signals import stop_signals
+from kestrel_grpc.shared_state import OwnState, SharedState
 from kestrel_grpc.telemetry.logs import announce, log_end
 from kestrel_grpc.telemetry.telemetry import Telemetry
-from kestrel_runtime.api.engine import CacheLoad, Engine, EngineStatus
+from kestrel_runtime.api.engine import Engine, EngineStatus
 
 if TYPE_CHECKING:
     from kestrel_grpc.frontends.http.frontend import HttpFrontend
@@ -45,46 +44,15 @@ _LAST_MESSAGES_S = 2.0
 _log = logging.getLogger(__name__)
 
 
-class SupervisorClient(Protocol):
-    """Connects a server that is one of several processes on the same ports with their supervisor.
-
-    The supervisor reserves the ports, announces the server, and answers on the metrics port.
-    """
-
-    @property
-    def instance_id(self) -> str:
-        """The id of this start of the whole server."""
-        ...
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of tokens, for which the calls of all processes count."""
-        ...
-
-    @property
-    def images(self) -> ImageStore:
-        """The store of images that all processes share."""
-        ...
-
-    @property
-    def peers(self) -> Peers:
-        """The other processes."""
-        ...
-
-    async def metrics(self) -> bytes:
-        """Returns the metrics of all processes as Prometheus text. Raises `EngineUnavailable`."""
-        ...
-
-
 class Server:
     """Serves an engine that has been started. `stop` closes the engine too.
 
     `async with` starts and stops it, as tests do; `serve` runs until a signal, as the command does. Belongs to the
     event loop that it was made on. `images` fetches images that requests name by a URI; by default the
-    configuration decides. `at_rest` runs in a thread of its own while no call runs. With a `supervisor` the server
-    is one of several processes. `num_processors` is the processor time that this process may use, in seconds per
-    second; by default that of the machine. Raises `TokenFileError` or `CertificateError` if their files cannot be
-    used.
+    configuration decides. `at_rest` runs in a thread of its own while no call runs. `shared` is the state that all
+    processes of the server share; by default this process is the whole server. `num_processors` is the processor
+    time that this process may use, in seconds per second; by default that of the machine. Raises `TokenFileError`
+    or `CertificateError` if their files cannot be used.
     """
 
     def __init__(
@@ -94,38 +62,33 @@ class Server:
         *,
         images: ImageSource | None = None,
         at_rest: Callable[[], object] | None = None,
-        supervisor: SupervisorClient | None = None,
+        shared: SharedState | None = None,
         num_processors: float | None = None,
     ) -> None:
-        self.instance_id = secrets.token_hex(8) if supervisor is None else supervisor.instance_id
-        self._supervisor = supervisor
         self._engine = engine
         self._config = config
         self._readiness = Readiness(engine)
-        self._access = _access(config, TokenLimits() if supervisor is None else supervisor.limits)
-        self._peers: Peers = NoPeers() if supervisor is None else supervisor.peers
         self._purges = CachePurges(engine)
+        self._shared: SharedState = shared or OwnState(config.store_limits(), self._purges.forget_image)
+        self.instance_id = self._shared.instance_id
+        self._access = _access(config, self._shared.limits)
         self._access.on_namespace_gone(self._purges.clear)
-        self._own_images: MemoryImages | None = None
         self._store: ImageStore | None = None
         if config.max_stored_image_bytes:
-            if supervisor is None:
-                self._store = self._own_images = MemoryImages(config.store_limits(), self._purges.forget_image)
-            else:
-                self._store = supervisor.images
+            self._store = self._shared.images
             self._access.on_namespace_gone(self._store.drop_namespace)
         self._telemetry = Telemetry(
             engine,
             config,
-            CacheLoad if self._own_images is None else self._own_images.load,
+            self._shared.image_load,
             lambda: self._groups.usage.by_caller,
             instance_id=self.instance_id,
-            reads_engine=supervisor is None,
+            reads_engine=self._shared.is_whole_server,
         )
         self._probes = Probes(
             lambda: engine.status is not EngineStatus.DEAD, lambda: self._readiness.is_ready, self._scrape
         )
-        has_probe_port = config.metrics_port is not None and supervisor is None
+        has_probe_port = config.metrics_port is not None and self._shared.is_whole_server
         self._probe_port = ProbePort(self._probes, config.metrics_names) if has_probe_port else None
         self._maintenance = None if at_rest is None else Maintenance(engine, at_rest)
         self._images = images or image_source(config)
@@ -138,7 +101,7 @@ class Server:
             config,
             self._access,
             self._groups,
-            self._peers,
+            self._shared.peers,
             self._readiness,
             self._submission,
             self._store,
@@ -146,7 +109,7 @@ class Server:
             () if self._triton is None else (self._triton,),
             instance_id=self.instance_id,
             num_processors=num_processors or os.cpu_count() or 1,
-            shares_ports=supervisor is not None,
+            shares_ports=not self._shared.is_whole_server,
         )
         self._http = None if config.http_port is None else self._http_frontend(certificate)
         self._watches: list[asyncio.Task[None]] = []
@@ -184,18 +147,18 @@ class Server:
     async def start(self) -> None:
         """Listens on all ports. Raises `PortUnavailable`."""
         config = self._config
-        self._peers.take_part()
+        self._shared.peers.take_part()
         await self._frontend.start()
         if self._http is not None:
             await self._http.start()
-        for followed in (self._access, self._certificate, self._own_images):
+        for followed in (self._access, self._certificate, self._shared):
             if followed is not None:
                 self._watches.append(asyncio.create_task(followed.watch()))
         if self._probe_port is not None:
             await self._probe_port.start(config.metrics_host, config.metrics_port or 0)
             address = address_of(config.metrics_host, self.metrics_port or 0)
             _log.info("metrics and probes on http://%s", address)
-        if self._supervisor is None:
+        if self._shared.is_whole_server:
             self.announce()
 
     def announce(self) -> None:
@@ -240,7 +203,7 @@ class Server:
                     end = f"{signals.first.result().name}, and calls that still ran were ended"
             is_alive = not died.done()  # `stop` closes the engine, which then is dead too
             await self.stop()
-        if self._supervisor is None:
+        if self._shared.is_whole_server:
             log_end(end if is_alive else "the engine has failed", began=began)
         return is_alive
 
@@ -319,9 +282,7 @@ class Server:
         await self.stop()
 
     async def _scrape(self) -> bytes:
-        if self._supervisor is not None:
-            return await self._supervisor.metrics()
-        return await asyncio.to_thread(self.metrics_text)
+        return await self._shared.metrics(self.metrics_text)
 
     async def _close_frontends(self) -> None:
         await asyncio.gather(self._frontend.close(), *(() if self._http is None else (self._http.close(),)))
@@ -338,7 +299,7 @@ class Server:
             info.config.max_image_bytes,
             None if config.tokens is None else self._access.namespaces,
         )
-        return TritonService(self._submission, self._readiness, memory, self._peers, info.model)
+        return TritonService(self._submission, self._readiness, memory, self._shared.peers, info.model)
 
     def _http_frontend(self, certificate: CertificateFiles | None) -> HttpFrontend:
         from kestrel_grpc.frontends.http.frontend import HttpFrontend
@@ -352,7 +313,7 @@ class Server:
         max_image_bytes = info.config.max_image_bytes
         # With an admin port, EngineService is there alone.
         has_description = self._config.admin_port is None
-        server = ServerRoute(self._engine, self._peers.num_frontends) if has_description else None
+        server = ServerRoute(self._engine, self._shared.peers.num_frontends) if has_description else None
         services = (
             RestService(submission, info.model, intake, server, max_image_bytes=max_image_bytes),
             OpenAiService(submission, self._engine, model_names=names, max_image_bytes=max_image_bytes),
@@ -365,7 +326,7 @@ class Server:
             certificate,
             self._probes,
             self._web_ui() if self._config.page else None,
-            shares_port=self._supervisor is not None,
+            shares_port=not self._shared.is_whole_server,
         )
 
     def _web_ui(self) -> WebUi:

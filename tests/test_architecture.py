@@ -86,7 +86,20 @@ SERVER_ARROWS = {
     "telemetry": {"config", "process", "calls"},
     "maintenance": {"calls"},
     "frontends": {"access", "config", "images", "process", "calls"},
-    "server": {*("access", "config", "frontends", "images", "maintenance", "process", "telemetry", "calls")},
+    "shared_state": {"access", "calls", "images"},
+    "server": {
+        *(
+            "access",
+            "config",
+            "frontends",
+            "images",
+            "maintenance",
+            "process",
+            "shared_state",
+            "telemetry",
+            "calls",
+        ),
+    },
     "multiprocess": {
         *("access", "config", "frontends", "images", "process", "server"),
         *("telemetry", "calls"),

@@ -24,14 +24,13 @@ from kestrel_grpc.multiprocess.protocol.messages import (
     CoreReady,
     Drain,
     ReadAgain,
-    ReadMetrics,
     Ready,
     Serving,
     Stop,
     Withdraw,
 )
 from kestrel_grpc.multiprocess.supervision.child import OTHER_BUILD, begin, memory_returner, new_link
-from kestrel_grpc.multiprocess.supervision.sharing import Shared
+from kestrel_grpc.multiprocess.supervision.sharing import LinkedState
 from kestrel_grpc.process.bytecode import keep_bytecode
 from kestrel_grpc.process.exit import END_TIMEOUT_S, end_now, end_within
 from kestrel_grpc.process.free_ports import PortUnavailable
@@ -42,7 +41,6 @@ from kestrel_grpc.telemetry.tracing import TracingUnavailable
 from kestrel_runtime.api.engine import EngineStatus
 from kestrel_runtime.memory.host_limits import processor_quota
 
-_METRICS_TIMEOUT_S = 10.0
 _OOM_SCORE = 300
 """Makes the kernel end a front end before a core when memory runs out, since a core takes longer to start."""
 
@@ -72,16 +70,18 @@ def main() -> int:
 
 
 class _Frontend:
-    """A server over the engine cores. It is the `SupervisorClient` of that server."""
+    """A server over the engine cores."""
 
     def __init__(self, said: Begin) -> None:
-        self.instance_id = said.instance_id
         self._said = said
         self._link = new_link(self._own_metrics)
-        shared = Shared(
-            self._link, Path(said.folder), said.identity, name=said.name, num_frontends=said.num_frontends
+        self._shared = LinkedState(
+            self._link,
+            Path(said.folder),
+            said.identity,
+            num_frontends=said.num_frontends,
+            instance_id=said.instance_id,
         )
-        self.limits, self.images, self.peers = shared.limits, shared.images, shared.peers
         self._connecting: dict[int, asyncio.Task[None]] = {}
         """Connections to new processes of cores, by index."""
         self._news: list[CoreGone | CoreReady] = []
@@ -91,10 +91,6 @@ class _Frontend:
         self._server: Server | None = None
         self._begins_drain, self._stops = asyncio.Event(), asyncio.Event()
         self._mismatch: BuildMismatch | None = None
-
-    async def metrics(self) -> bytes:
-        """Returns the metrics of all processes, as Prometheus text."""
-        return await self._link.ask(ReadMetrics(), timeout_s=_METRICS_TIMEOUT_S)
 
     async def serve(self, connection: socket.socket) -> bool:
         """Serve until the supervisor ends this process or is gone; returns True if all connections were closed."""
@@ -118,7 +114,7 @@ class _Frontend:
             self._core_gone(note) if isinstance(note, CoreGone) else self._core_ready(note)
         at_rest = memory_returner()
         self._server = server = Server(
-            client, said.config, at_rest=at_rest, supervisor=self, num_processors=processor_quota()
+            client, said.config, at_rest=at_rest, shared=self._shared, num_processors=processor_quota()
         )
         link.on(Withdraw, lambda _: server.withdraw())
         link.on(ReadAgain, lambda _: server.read_again())

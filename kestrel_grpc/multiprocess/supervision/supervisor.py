@@ -129,7 +129,7 @@ class Supervisor:
         self._is_withdrawn = False
         self._no_core_serves = asyncio.Event()
         """Set while all cores that have served are gone."""
-        self.owner = Owner(folder, config.store_limits(), self._links_to_cores)
+        self.owner = Owner(folder, config.store_limits(), self._links_to_cores, self.metrics)
         """The owner of the state that the front ends share."""
         self._restarts: Counter[str] = Counter()
         self._registry = new_registry(self._read)
@@ -616,7 +616,6 @@ class _Frontend(_Child):
     def handle(self, link: Link) -> None:
         self.supervisor.owner.join(self.identity, link)
         link.on(Serving, self._note_serving)
-        link.on(ReadMetrics, lambda _: self.supervisor.metrics())
 
     def note_end(self, status: int) -> None:
         self.is_serving = False

@@ -12,7 +12,7 @@ from typing import Any
 
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.multiprocess.protocol.link import Link
-from kestrel_grpc.multiprocess.supervision.sharing import Owner, Shared
+from kestrel_grpc.multiprocess.supervision.sharing import LinkedState, Owner
 from kestrel_grpc.multiprocess.supervision.stored_images import forget_expired_images
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.engine import ClearedCache
@@ -33,21 +33,19 @@ class Core(FakeEngine):
         return cleared
 
 
-class FrontEnd:
-    """The `Host` of a server in this process. `link` is its end of the link, `owners_link` that of the owner."""
-
-    instance_id = "one"
+class FrontEnd(LinkedState):
+    """The shared state of a server in this process. `link` is its end of the link, `owners_link` the other."""
 
     def __init__(self, link: Link, owners_link: Link, folder: Path, identity: str, num: int) -> None:
-        shared = Shared(link, folder, identity, name=identity.rpartition(".")[0], num_frontends=num)
-        self.limits, self.images, self.peers = shared.limits, shared.images, shared.peers
+        super().__init__(link, folder, identity, num_frontends=num, instance_id="one")
         self.identity = identity
         self.link = link
         self.owners_link = owners_link
 
-    async def metrics(self) -> bytes:
-        """No test of these reads metrics."""
-        return b""
+
+async def no_metrics() -> bytes:
+    """No test of these reads metrics."""
+    return b""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ async def sharing(folder: Path, engine: Core | None = None, *, num: int = 2, **o
         to_core, at_core, start = await stack.enter_async_context(linked("core-0", "the supervisor"))
         forget_expired_images(at_core, engine)
         await start()
-        owner = Owner(folder, config.store_limits(), lambda: (to_core,))
+        owner = Owner(folder, config.store_limits(), lambda: (to_core,), no_metrics)
         hosts: list[FrontEnd] = []
         servers: list[Serving] = []
         for index in range(num):
@@ -101,7 +99,7 @@ async def sharing(folder: Path, engine: Core | None = None, *, num: int = 2, **o
             host = FrontEnd(theirs, ours, folder, identity, num)
             await start()
             hosts.append(host)
-            server = await stack.enter_async_context(Server(engine, config, supervisor=host))
+            server = await stack.enter_async_context(Server(engine, config, shared=host))
             channel = await stack.enter_async_context(open_channel(server))
             servers.append(Serving(server, engine, channel))
         yield Rig(owner, engine, hosts, servers)
