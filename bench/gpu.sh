@@ -13,6 +13,8 @@
 #   accept       the built-in model in all precisions: its page of acceptance
 #   start        a first start and another one by stage, and the traffic right after them
 #   before       another checkout, BEFORE, and this one in turns, as servers of MODEL
+#   one-picture  attention of prompts with one picture in BEFORE and here, in turns: times, and equal bits
+#   flashinfer   attention by FlashInfer beside ours, its compilation and import, and `verify` with it; where it is
 #   stress       cached answers against computed ones, in float32, with adapters, constraints, samples and logprobs
 #   processes    one process and 1, 2 and 4 front ends: a known picture, and the usual workloads
 #   batch        the rate of `kestrel-grpc batch` over the closed loop's, in process and with --address
@@ -29,7 +31,7 @@
 #   BATCHES       requests at once (default 1,4,16,64); PEER_BATCHES for the peer (default 1,64)
 #   ROW_SECONDS   length of each measurement (default 5)
 #   SERVE         more options of `kestrel-grpc serve`
-#   BEFORE        the older checkout of the stage `before`
+#   BEFORE        the older checkout of the stages `before` and `one-picture`
 #   ROWS, ROUNDS  loads and turns of the stage `before` (default those of bench.alternate)
 #   FOLDERS       checkpoints with expected answers, for `verify` (default tests/golden/*)
 #   JOBS          tests and verifications at once (default 8)
@@ -186,6 +188,21 @@ for stage in $stages; do
         measure 500 "before-$model" python3 -m bench.alternate --before "${BEFORE:?}" --model "$folder" \
             ${ROWS:+--rows "$ROWS"} ${ROUNDS:+--rounds "$ROUNDS"} \
             --json "$out/before-$model.json" -- --precision float8 --kv-pages 4000 "${options[@]}"
+        ;;
+    one-picture)
+        measure 400 one-picture python3 -m bench.one_picture --before "${BEFORE:?}"
+        ;;
+    flashinfer)
+        if python3 -c 'import flashinfer' 2>/dev/null; then
+            measure 420 flashinfer python3 -m bench.flashinfer_attention --device "$device"
+            choice=kernels=prefill_attention=flashinfer,rotary_decode_attention=flashinfer
+            for folder in "${folders[@]}"; do
+                verify "$folder" --dtype bfloat16 --set "$choice"
+                verify "$folder" --dtype bfloat16 --set kv-dtype=float8 --set "$choice"
+            done 2>&1 | tee "$out/flashinfer-verify.txt"
+        else
+            say "FlashInfer is not here: pip install flashinfer-python==0.7.4"
+        fi
         ;;
     stress)
         measure 540 stress python3 -m bench.correctness.load --device "$device" --dtype float32 --set kv-pages=1500 \

@@ -1,9 +1,10 @@
 """Selects an implementation of each fused operation, once, at the start.
 
 `reference` defines all operations, for any model. Implementations that are faster on a CUDA device stand next to an
-operation's definition: the module `kestrel_ops.<subject>.<implementation>_<operation>`, with `cuda`, `triton` or
-`library` as the implementation, has a function of the operation's name, and `unsupported(model) -> str | None`, the
-reason why it cannot serve a model.
+operation's definition: the module `kestrel_ops.<subject>.<implementation>_<operation>`, with `cuda`, `triton`,
+`library` or `flashinfer` as the implementation, has a function of the operation's name, and `unsupported(model) ->
+str | None`, the reason why it cannot serve a model. `flashinfer` is selected only where it is named, and has
+`prepare(model)`, which compiles what the library would compile at the first call.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.shapes import FLOAT8, ModelShape
 
 _FASTEST_FIRST = ("cuda", "triton", "library")
+_FLASHINFER = "flashinfer"
 _REFERENCE = "reference"
 _OPTIONAL_PACKAGES = ("triton",)
 COMPILED_AHEAD = Path(sys.prefix, "share", "kestrel-grpc", "kernels")
@@ -191,8 +193,29 @@ class Kernels:
     def waiting_for_device(self) -> list[str]:
         """Returns the operations whose implementation synchronises with the device, so that no graph can capture
         them."""
-        operations = (field.name for field in fields(self) if field.name in reference.WAITING_FOR_DEVICE)
-        return [name for name in operations if getattr(self, name) is getattr(reference, name)]
+        functions = {field.name: getattr(self, field.name) for field in fields(self)}
+        return [
+            name
+            for name, function in functions.items()
+            if implementation_of(function) == _FLASHINFER
+            or (name in reference.WAITING_FOR_DEVICE and function is getattr(reference, name))
+        ]
+
+    def prepare(self, model: ModelShape) -> None:
+        """Compiles and loads, for a model on the current device, what libraries compile at their first call.
+
+        Takes half a minute for each operation at first, where a library has kept nothing. Raises ValueError that
+        names the operation whose kernels cannot be compiled or loaded here.
+        """
+        for field in fields(self):
+            function = getattr(self, field.name)
+            if implementation_of(function) == _FLASHINFER:
+                try:
+                    module_of(_FLASHINFER, field.name).prepare(model)
+                except Exception as error:  # of a compiler, of a build tool or of the device
+                    problem = f"{field.name}={_FLASHINFER}: its kernels cannot be compiled or loaded"
+                    _log.warning("%s", problem, exc_info=True)
+                    raise ValueError(f"{problem}: {type(error).__name__}") from error
 
 
 def implementation_of(function: Callable[..., Any]) -> str:
@@ -215,7 +238,7 @@ def has_implementation(implementation: str, operation: str) -> bool:
     """Returns True if an operation has this implementation, whether or not it can run here."""
     if implementation == _REFERENCE:
         return hasattr(reference, operation)
-    if implementation not in _FASTEST_FIRST:
+    if implementation not in (*_FASTEST_FIRST, _FLASHINFER):
         return False
     return importlib.util.find_spec(_module_name(implementation, operation)) is not None
 

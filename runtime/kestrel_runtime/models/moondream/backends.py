@@ -229,7 +229,7 @@ class Backends:
         return cls(
             _text(model, execution, max_batch_size, frees_originals=frees_originals),
             _vision(model, execution, frees_originals=frees_originals),
-            captures_prefill=execution.text != "plain",
+            captures_prefill=execution.text != "plain" and execution.captures_prefill,
             captures_encode=execution.vision != "plain",
             arithmetic=InvariantMode(execution.kernels.invariant_linear) if is_invariant else nullcontext(),
         )

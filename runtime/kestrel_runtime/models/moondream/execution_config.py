@@ -18,6 +18,7 @@ from kestrel_runtime.scheduling.limits import StepBounds
 TextBackendName = Literal["plain", "invariant", "fused", "fused-float8"]
 VisionBackendName = Literal["plain", "invariant", "fused", "fused-float8", "calibrated-float8"]
 _FLOAT8 = torch.float8_e4m3fn
+_PREFILL = "prefill_attention"
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ class ExecutionConfig:
     text: TextBackendName
     vision: VisionBackendName
     with_graphs: bool
+    captures_prefill: bool
+    """True if CUDA graphs can capture the attention of prefill steps."""
     resizes_images: bool
     """True if images are resized and divided into crops on the device instead of the host."""
     kernels: Kernels
@@ -61,9 +64,18 @@ class ExecutionConfig:
             text=text,
             vision=vision,
             with_graphs=bool(chosen.cuda_graphs) and _can_record(kernels, config, shape),
+            captures_prefill=config.deterministic or _PREFILL not in kernels.waiting_for_device(),
             resizes_images=bool(chosen.resize_on_device),
             kernels=kernels,
         )
+
+    def prepare_kernels(self, model: Moondream, config: EngineConfig) -> None:
+        """Compiles and loads what libraries would compile at the first step. Raises `CheckpointError` if they
+        cannot."""
+        try:
+            self.kernels.prepare(model_shape(model, config, self.text, self.vision))
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
 
 
 def _require_float8(shape: ModelShape, config: EngineConfig, text: str, vision: str) -> None:
@@ -92,19 +104,21 @@ def _vision_in_float8(config: VisionConfig) -> VisionBackendName:
 
 
 def _can_record(kernels: Kernels, config: EngineConfig, shape: ModelShape | None) -> bool:
-    """Returns True if CUDA graphs can capture these kernels.
+    """Returns True if CUDA graphs can capture these kernels, or all but the attention of prefill steps.
 
     Raises `CheckpointError` if not and `config` has them on.
     """
     has_experts = shape is None or (shape.text is not None and shape.text.num_experts > 0)
     normal, invariant, experts = (
-        {"prefill_attention", "rotary_decode_attention", "mixture_of_experts"},
+        {_PREFILL, "rotary_decode_attention", "mixture_of_experts"},
         {"invariant_attention", "invariant_experts"},
         {"mixture_of_experts", "invariant_experts"},
     )
     unused = (normal if config.deterministic else invariant) | (set() if has_experts else experts)
     waiting = [name for name in kernels.waiting_for_device() if name not in unused]
-    if not waiting:
+    if waiting == [_PREFILL]:
+        _log.warning("no CUDA graph captures prefill steps: %s waits for the device", _PREFILL)
+    if waiting in ([], [_PREFILL]):
         return True
     reason = f"no CUDA graph captures kernels that wait for the device: {', '.join(waiting)}"
     if config.cuda_graphs:

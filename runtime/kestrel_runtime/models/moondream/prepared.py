@@ -55,6 +55,7 @@ class PreparedMoondream:
             )
             self._facts = kept_facts(needs.identity(), (kestrel_runtime,))
             compile_kernels(needs, DeviceLimits.of(model.device), facts=self._facts)
+            self._execution.prepare_kernels(model, config)
         require_invariance(model, self._execution, config.page_size, cache_dtype(model, config))
         # Backends are built before the cache is sized, which gets a part of the memory that they leave.
         self._backends = Backends.of(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel_ops import reference
+from kestrel_ops import Kernels, reference
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.models.moondream.backends import Backends
@@ -80,6 +80,43 @@ def test_graphs_are_off_where_a_kernel_waits_for_the_device(caplog):
     choice = (("mixture_of_experts", "reference"),)
     assert ExecutionConfig.of(EngineConfig(kernels=choice), "cuda", tiny_model()).with_graphs
     assert not ExecutionConfig.of(EngineConfig(kernels=choice), "cuda", tiny_model(3)).with_graphs
+
+
+@needs_triton
+def test_attention_of_prompts_that_waits_for_the_device_keeps_the_graphs_of_all_other_steps(caplog):
+    paths = ExecutionConfig.of(EngineConfig(kernels=(("prefill_attention", "reference"),)), "cuda")
+    assert (paths.with_graphs, paths.captures_prefill) == (True, False)
+    assert "no CUDA graph captures prefill steps: prefill_attention waits for the device" in caplog.text
+    assert ExecutionConfig.of(EngineConfig(), "cuda").captures_prefill
+
+
+def test_captures_of_prefill_steps_follow_the_kernels():
+    model, config = tiny_model(), EngineConfig(text_backend="fused", vision_backend="fused")
+    paths = ExecutionConfig.of(config, "cpu", model)
+    assert not paths.captures_prefill  # the definition waits
+    for captures_prefill in (True, False):
+        own = dataclasses.replace(paths, captures_prefill=captures_prefill)
+        assert Backends.of(model, own, max_batch_size=1).captures_prefill == captures_prefill
+
+
+def test_flashinfer_needs_a_cuda_device_and_no_deterministic_mode():
+    choice = (("prefill_attention", "flashinfer"), ("rotary_decode_attention", "flashinfer"))
+    with pytest.raises(CheckpointError, match="prefill_attention=flashinfer: FlashInfer needs a CUDA device"):
+        ExecutionConfig.of(EngineConfig(text_backend="fused", kernels=choice), "cpu", tiny_model())
+    with pytest.raises(CheckpointError, match="--kernels: --deterministic has kernels of its own"):
+        ExecutionConfig.of(EngineConfig(deterministic=True, kernels=choice), "cuda")
+    with pytest.raises(CheckpointError, match="concat_gelu=flashinfer"):
+        ExecutionConfig.of(EngineConfig(kernels=(("concat_gelu", "flashinfer"),)), "cuda")
+
+
+def test_a_start_fails_where_kernels_of_a_library_cannot_be_compiled(monkeypatch):
+    def fail(*_):
+        raise ValueError("prefill_attention=flashinfer: its kernels cannot be compiled or loaded: RuntimeError")
+
+    monkeypatch.setattr(Kernels, "prepare", fail)
+    model, config = tiny_model(), EngineConfig(text_backend="fused", vision_backend="fused")
+    with pytest.raises(CheckpointError, match="prefill_attention=flashinfer: its kernels cannot be compiled"):
+        ExecutionConfig.of(config, "cpu", model).prepare_kernels(model, config)
 
 
 FLOAT8 = torch.float8_e4m3fn

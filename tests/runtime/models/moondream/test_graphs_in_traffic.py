@@ -89,7 +89,7 @@ class Captures:
         choose = ExecutionConfig.of
 
         def with_graphs(*arguments: Any) -> ExecutionConfig:
-            return dataclasses.replace(choose(*arguments), with_graphs=True)
+            return dataclasses.replace(choose(*arguments), with_graphs=True, captures_prefill=True)
 
         monkeypatch.setattr(ExecutionConfig, "of", with_graphs)
         monkeypatch.setattr(runner_module, "StreamCapture", self._new_stream_capture)
