@@ -20,7 +20,7 @@ from kestrel_grpc.images.data_urls import (
     is_data_url,
 )
 from kestrel_grpc.images.stored_images import ImageHandle, ImageReference, ImageUri
-from kestrel_runtime.api.constraints import MAX_CHOICES, MAX_SCHEMA_NODES, Constraint
+from kestrel_runtime.api.constraints import MAX_CHOICES, MAX_SCHEMA_BYTES, MAX_SCHEMA_NODES, Constraint
 from kestrel_runtime.api.errors import ImageError
 from kestrel_runtime.api.sampling_params import MAX_STOPS, RANGES, SamplingParams
 
@@ -206,14 +206,24 @@ def new_constraint(
     return Constraint(tuple(choices or ()), regex, None if json_schema is None else _written(json_schema))
 
 
+_TOO_DEEP = "[" * 999
+
+
 def _written(schema: Mapping[str, Any]) -> str:
     numbers = _Numbers()
     try:
-        # A text that is too long for a field is an object here; the schema is too long as well.
-        text = json.dumps(numbers.marked(schema), ensure_ascii=False, default=str)
+        marked = numbers.marked(schema)
     except RecursionError:
-        return "[" * 999  # it is refused for its depth
-    return numbers.put_back(text)
+        return _TOO_DEEP
+    return numbers.put_back(schema_text(marked))
+
+
+def schema_text(schema: Any) -> str:
+    """Returns the JSON of a schema, or a text that is refused in place of one that is too long or too deep."""
+    try:
+        return json.dumps(schema, ensure_ascii=False, default=lambda _: " " * MAX_SCHEMA_BYTES)
+    except RecursionError:
+        return _TOO_DEEP
 
 
 class _Numbers:

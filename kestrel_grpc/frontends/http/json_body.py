@@ -86,7 +86,7 @@ def _float(text: str) -> float:
 
 
 def parse_json(body: bytes, report: Callable[[str, str], object]) -> dict[str, Any]:
-    """Returns the object in a body. Long texts that are values of an object become `LongText`.
+    """Returns the object in a body. Long texts become `LongText`.
 
     Raises `InvalidRequest`. Numbers that no double is exactly become `WrittenFloat`. Halves of surrogate pairs stay
     as their escapes. `report` is called with the place of each text or name that has one, such as
@@ -96,10 +96,15 @@ def parse_json(body: bytes, report: Callable[[str, str], object]) -> dict[str, A
     if len(body) > _UNCHECKED_BYTES:
         body, long_texts = _without_long_texts(body)
 
+    def replaced(value: Any) -> Any:
+        if type(value) is str:
+            return long_texts.get(value, value)
+        return [replaced(item) for item in value] if type(value) is list else value  # objects have been replaced
+
     def replace(found: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: long_texts.get(value, value) if type(value) is str else value for name, value in found.items()
-        }
+        if not long_texts.keys().isdisjoint(found):
+            raise _invalid(f"the body holds a name of more than {_LONG_BYTES} bytes")
+        return {name: replaced(value) for name, value in found.items()}
 
     try:
         decoder = _DECODER

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, PlainValidator, WithJsonSchema
 
 from kestrel_grpc.frontends.http.answers import ParsedRequest
-from kestrel_grpc.frontends.http.bodies import Body, Problems, Text, TextOr, read
+from kestrel_grpc.frontends.http.bodies import Body, Problems, Text, TextOr, Unusable, read
 from kestrel_grpc.frontends.http.fields import (
     EXAMPLE_IMAGE,
     ImageText,
@@ -41,8 +41,29 @@ from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.requests import Request, RequestOptions
 
+MAX_PAIRS, MAX_NAME_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+"""The bounds of `metadata`, which are OpenAI's."""
 _NO_EFFECT: Any = Field(None, description="Without effect.")
 _NOTHING_STORED: Any = Field(None, description="Without effect: nothing is stored.")
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise Unusable("must be an object")
+    is_small = len(value) <= MAX_PAIRS and all(
+        len(name) <= MAX_NAME_CHARS and isinstance(text, str) and len(text) <= MAX_VALUE_CHARS
+        for name, text in value.items()
+    )
+    if not is_small:
+        raise Unusable(
+            f"must have at most {MAX_PAIRS} texts of at most {MAX_VALUE_CHARS} characters, "
+            f"with names of at most {MAX_NAME_CHARS}"
+        )
+    return value
+
+
+# Each event that has the response repeats it.
+Metadata = Annotated[dict[str, str], PlainValidator(_metadata), WithJsonSchema({"type": "object"})]
 
 
 class InputPart(Body):
@@ -161,7 +182,11 @@ class ResponseBody(CommonFields):
     tool_choice: ToolChoiceField | None = Field(None, description=CHOICE_DESCRIPTION)
     parallel_tool_calls: bool | None = Field(None, description="Without effect: an answer has one call at most.")
     max_tool_calls: int | None = Field(None, description="Without effect: an answer has one call at most.")
-    metadata: dict[str, Any] | None = Field(None, description="Without effect, and returned.")
+    metadata: Metadata | None = Field(
+        None,
+        description=f"Without effect, and returned: at most {MAX_PAIRS} texts of at most {MAX_VALUE_CHARS} "
+        f"characters, with names of at most {MAX_NAME_CHARS}.",
+    )
     store: bool | None = Field(None, description="Without effect: nothing is stored, and the answer says so.")
     include: list[Text] | None = _NO_EFFECT
     truncation: Literal["auto", "disabled"] | None = Field(
@@ -258,6 +283,8 @@ def parse_response(max_image_bytes: int, served: Collection[str], data: bytes) -
 
 def _constraint(body: ResponseBody, problems: Problems) -> Constraint | None:
     given = None if body.text is None else body.text.format
+    if given is not None and given.type != "json_schema" and given.schema_ is not None:
+        problems.add("text.format.schema", "is a field of json_schema only")
     if given is None or given.type == "text":
         return None
     if given.type == "json_schema" and given.schema_ is None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 from pydantic import Field, PlainValidator, WithJsonSchema
 
 from kestrel_grpc.frontends.http.bodies import Body, Problems, Text, Unusable
-from kestrel_grpc.frontends.http.fields import new_constraint
+from kestrel_grpc.frontends.http.fields import new_constraint, schema_text
 from kestrel_runtime.api.constraints import LISTS, MAX_SCHEMA_BYTES, NAMED, SUBSCHEMAS, Constraint
 from kestrel_runtime.api.errors import did_you_mean
 
@@ -148,13 +148,13 @@ def forced_call(functions: Sequence[Function], choice: ToolChoice | None, proble
 
 
 def _check(functions: Sequence[Function], problems: Problems) -> None:
-    num_bytes = 0
+    seen: set[str] = set()
     for index, function in enumerate(functions):
-        if any(function.name == other.name for other in functions[:index]):
+        if function.name in seen:
             problems.add(f"tools[{index}]", f"has the name of an earlier tool, {function.name}")
-        if function.parameters is not None:
-            num_bytes += len((new_constraint(json_schema=function.parameters).json_schema or "").encode())
-    if num_bytes > MAX_SCHEMA_BYTES:
+        seen.add(function.name)
+    given = (function.parameters for function in functions if function.parameters is not None)
+    if sum(len(schema_text(parameters).encode()) for parameters in given) > MAX_SCHEMA_BYTES:
         problems.add("tools", f"must have parameters of at most {MAX_SCHEMA_BYTES} bytes together")
 
 

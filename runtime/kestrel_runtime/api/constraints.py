@@ -7,6 +7,7 @@ written out; the properties of a schema, its alternatives, and their combination
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
@@ -52,6 +53,7 @@ _MAX_REFS = 64
 """The longest chain of references that lead to each other."""
 _SHOWN_CHARS = 32
 _MOST_PROBLEMS = 20
+_BRACKETS = re.compile(r"[\[{\]}]")
 _TOO_MANY_COMBINATIONS = f"must combine at most {MAX_COMBINATIONS} alternatives, by allOf or within each other"
 _TOO_MANY_REFS = f"must have at most {_MAX_REFS} references that lead to each other"
 
@@ -301,11 +303,11 @@ def _nesting(text: str) -> int:
     Recursive functions read only texts that have passed this bound.
     """
     depth = most = 0
-    for character in text:
-        if character in "[{":
+    for bracket in _BRACKETS.findall(text):
+        if bracket in "[{":
             depth += 1
             most = max(most, depth)
-        elif character in "]}":
+        else:
             depth -= 1
     return most
 

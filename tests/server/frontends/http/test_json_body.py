@@ -1,4 +1,4 @@
-"""The JSON of a body: what is no Unicode is named."""
+"""The JSON of a body: what is no Unicode or too long is named."""
 
 from __future__ import annotations
 
@@ -109,4 +109,43 @@ async def test_half_of_a_surrogate_pair_is_refused_by_the_name_of_its_field() ->
             answer = await rig.ask(f"/v1/{path}", body)
             assert answer.status == 400
             assert f"{field}: {HALF}" in answer.json["error"]["message"]
+        assert rig.engine.requests == []
+
+
+LONG = "x" * 140_000  # in a body that is searched for long texts
+A_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"enum": [LONG]}}}}}
+A_FLAT_TOOL = {"type": "function", "name": "f", "parameters": {"properties": {"a": {"const": LONG}}}}
+LONG_TEXTS: tuple[tuple[str, Any, str], ...] = (
+    ("query", {"question": LONG}, "question"),
+    ("query", {"question": "?", "settings": {"stop": ["a", LONG]}}, "settings.stop[1]"),
+    ("query", {"question": "?", "constraint": {"choices": [LONG]}}, "constraint.choices[0]"),
+    ("query", {"question": "?", "constraint": {"json_schema": {"const": LONG}}}, "constraint.json_schema"),
+    ("query", {"question": "?", "constraint": {"json_schema": {"enum": [[LONG]]}}}, "constraint.json_schema"),
+    ("completions", {"model": "fake", "prompt": [LONG]}, "prompt[0]"),
+    ("chat/completions", {**CHAT, "stop": [LONG]}, "stop[0]"),
+    ("chat/completions", {**CHAT, "tools": [A_TOOL]}, "tools"),
+    ("chat/completions", {**CHAT, "tools": [A_TOOL], "tool_choice": "required"}, "tools[0].function.parameters"),
+    ("chat/completions", {**CHAT, "structured_outputs": {"json": {"const": LONG}}}, "structured_outputs.json"),
+    ("responses", {"model": "fake", "input": "?", "tools": [A_FLAT_TOOL]}, "tools"),
+    ("responses", {"model": "fake", "input": "?", "include": [LONG]}, "include[0]"),
+    (
+        "responses",
+        {"model": "fake", "input": "?", "text": {"format": {"type": "text", "schema": {"const": LONG}}}},
+        "text.format.schema",
+    ),
+    (
+        "responses",
+        {"model": "fake", "input": "?", "text": {"format": {"type": "json_schema", "schema": {"title": LONG}}}},
+        "text.format.schema",
+    ),
+    ("query", {"question": "?", "constraint": {"json_schema": {"properties": {LONG: {}}}}}, "name of more than"),
+    ("query", {"question": "?", LONG: 1}, "name of more than"),
+)
+
+
+async def test_a_text_that_is_too_long_is_refused_wherever_it_is() -> None:
+    async with serving_http() as rig:
+        for path, body, named in LONG_TEXTS:
+            answer = await rig.ask(f"/v1/{path}", body)
+            assert (answer.status, named in answer.json["error"]["message"]) == (400, True), answer.json
         assert rig.engine.requests == []

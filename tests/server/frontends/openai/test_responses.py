@@ -307,6 +307,17 @@ async def test_what_needs_a_memory_is_refused_by_its_name(rig: HttpServing, fiel
             "did you mean find",
         ),
         (body(tool_choice="required"), "tool_choice", "needs tools"),
+        *(
+            (body(metadata=given), "metadata", described)
+            for given, described in (
+                ("x", "must be an object"),
+                ({str(number): "" for number in range(17)}, "at most 16 texts"),
+                ({"a": 1}, "at most 16 texts"),
+                ({"a": "x" * 513}, "at most 512 characters"),
+                ({"a": "x" * 70_000}, "at most 512 characters"),
+                ({"a" * 65: ""}, "names of at most 64"),
+            )
+        ),
         (body(max_tokns=1), "max_tokns", "did you mean max_tokens"),
     ],
 )
