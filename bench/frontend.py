@@ -161,6 +161,12 @@ class EmptyEngine:
     async def unload_adapter(self, name: str) -> AdapterInfo:
         raise AdapterNotFound(name)
 
+    async def check_adapter(self, folder: str, name: str) -> str:
+        raise AdapterNotFound(name)
+
+    async def adapter_changed(self, name: str) -> None:
+        """Does nothing: there are no adapters."""
+
     def load(self) -> Load:
         return Load(0, 0, 0, 0, 0, 0.0)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
-from kestrel_runtime.api.adapters import AdapterInfo
+from kestrel_runtime.api.adapters import WEIGHTS_FILE, AdapterInfo
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.deadlines import remaining_s
 from kestrel_runtime.api.engine import (
@@ -141,6 +143,8 @@ class FakeEngine:
         self.tenants: list[str] = []
         self.namespaces: list[str] = []
         self.cleared: list[tuple[str | None, bytes | None]] = []
+        self.changed_adapters: list[str] = []
+        """The adapters whose files were reported as new."""
         self.images: dict[bytes, Image] = {}
         """By digest: those of requests that come over sockets, which carry no image."""
         self.num_cancelled = 0
@@ -252,6 +256,18 @@ class FakeEngine:
         if name != "colours":
             raise AdapterNotFound(name)
         return self.adapters()[0]
+
+    async def check_adapter(self, folder: str, name: str) -> str:
+        """Refuse weights that begin with "broken". The digest is that of the weights."""
+        root = self.info.config.adapters
+        assert root is not None
+        weights = (Path(root) / folder / WEIGHTS_FILE).read_bytes()
+        if weights.startswith(b"broken"):
+            raise AdapterInvalid(name, ("unexpected a", "missing b"))
+        return hashlib.sha256(weights).hexdigest()
+
+    async def adapter_changed(self, name: str) -> None:
+        self.changed_adapters.append(name)
 
     def load(self) -> Load:
         return Load(len(self._players), 2, 3, 40, 500, 123.5, 6789, requests_per_second=7.5)

@@ -78,14 +78,15 @@ RUNTIME_ARROWS = {
 # frontend needs too (calls, errors, limits, access, metrics) knows no transport, and no frontend knows another.
 SERVER_ARROWS = {
     "access": set[str](),
+    "adapter_folder": set[str](),
     "images": set[str](),
     "process": set[str](),
     "config": {"images"},
     "evaluation": set[str](),
-    "calls": {"access", "config", "images"},
+    "calls": {"access", "adapter_folder", "config", "images"},
     "telemetry": {"config", "process", "calls"},
     "maintenance": {"calls"},
-    "frontends": {"access", "config", "images", "process", "calls"},
+    "frontends": {"access", "adapter_folder", "config", "images", "process", "calls"},
     "shared_state": {"access", "calls", "images"},
     "server": {
         *(

@@ -26,6 +26,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 
 from kestrel_client.v1 import engine_service_pb2, vision_service_pb2
 from kestrel_grpc.access.access import OpenAccess, TokenAccess
+from kestrel_grpc.adapter_folder import AdapterFolder
 from kestrel_grpc.calls.call_admission import CallAdmission
 from kestrel_grpc.calls.call_context import REQUEST_ID_KEY, CallContext
 from kestrel_grpc.calls.call_groups import CallGroups
@@ -33,6 +34,7 @@ from kestrel_grpc.calls.errors import MessageTooLarge, Unsupported
 from kestrel_grpc.calls.peers import NoPeers
 from kestrel_grpc.calls.submission import Submission
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig
+from kestrel_grpc.frontends.grpc.adapter_uploads import AdapterUploads
 from kestrel_grpc.frontends.grpc.engine_service import EngineService
 from kestrel_grpc.frontends.grpc.message_shape import check_shape, shape_of
 from kestrel_grpc.frontends.grpc.status import status_code, trailing_metadata
@@ -108,6 +110,7 @@ class Replica:
             access,
             groups.inference,
             NoPeers(),
+            AdapterUploads(engine, AdapterFolder(None, (), 0), config.receive_timeout),
             instance_id=instance_id,
             max_message_bytes=config.max_message_bytes,
         )

@@ -42,7 +42,8 @@ class Outcome:
 
 OK = Outcome("OK", "OK")
 AUDITED_METHODS = frozenset(
-    f"kestrel.v1.EngineService/{name}" for name in ("ClearCache", "CancelRequests", "LoadAdapter", "UnloadAdapter")
+    f"kestrel.v1.EngineService/{name}"
+    for name in ("ClearCache", "CancelRequests", "LoadAdapter", "UnloadAdapter", "UploadAdapter")
 )
 """The methods by which operators change what a server does. Each such call leaves a line of its own in the log."""
 CANCELLED = Outcome("CANCELLED", "CANCELLED")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kestrel_grpc.access.access import Access, OpenAccess
 from kestrel_grpc.calls.call_admission import CallAdmission, Observer
 from kestrel_grpc.calls.call_context import CANCELLED, DEADLINE_EXCEEDED, OK, CallContext, Outcome
-from kestrel_grpc.calls.message_gate import Gate, GateLimits, MessageGate, StreamGate
+from kestrel_grpc.calls.message_gate import Gate, GateLimits, MessageGate, StreamGate, UploadGate
 from kestrel_grpc.calls.refusals import Refusals
 from kestrel_grpc.calls.usage import Usage
 from kestrel_grpc.config.options import ServerConfig
@@ -18,6 +18,8 @@ MAX_SHORT_CALLS = 256
 """The open calls of each kind that is answered at once: health checks, reflection, `EngineService`."""
 MAX_IMAGE_CALLS = 256
 """The open calls of `ImageService`."""
+MAX_UPLOADS = 4
+"""The adapters that are uploaded at a time."""
 MAX_STREAMS = 256
 """The open streams of requests. Each request of a stream is a call as well."""
 MAX_WAITING_STREAMS = 32
@@ -41,6 +43,7 @@ class CallGroups:
         self._request_gate = MessageGate(request_gate(config))
         self._control_gate = MessageGate(control_gate(config))
         self._stream_gate = StreamGate(MAX_WAITING_STREAMS)
+        self._upload_gate = UploadGate(MAX_UPLOADS)
         self.refusals = Refusals()
         """The delays of refusals, shared by all groups."""
         self.usage = Usage()
@@ -66,6 +69,8 @@ class CallGroups:
         """The group of calls about stored images."""
         self.operations = self._group(access, self._control_gate, MAX_SHORT_CALLS, observers)
         """The group of calls about identity, model and load of the server."""
+        self.uploads = self._group(access, self._upload_gate, MAX_SHORT_CALLS, observers)
+        """The group of uploads of adapters."""
 
     def health_checks(self) -> CallAdmission:
         """Returns a new group for health checks on one port.
@@ -100,6 +105,7 @@ class CallGroups:
         self.refusals.close()
         self._request_gate.close()
         self._stream_gate.close()
+        self._upload_gate.close()
 
     async def ended(self) -> None:
         """Waits until all calls that are open now have ended."""

@@ -15,6 +15,12 @@ from typing import Any
 from kestrel_grpc.access.access import ScopeRequired, TokenInvalid
 from kestrel_grpc.access.limits import RateLimited
 from kestrel_grpc.access.sources import SourceNotAllowed
+from kestrel_grpc.adapter_folder import (
+    AdapterDiskFull,
+    AdapterExists,
+    AdapterFolderUnwritable,
+    AdapterTooLarge,
+)
 from kestrel_grpc.calls.call_context import RequestCancelled, StreamIdle
 from kestrel_grpc.calls.message_gate import MessageTimeout, MessageTooLarge, StreamEvicted, TooManyCalls
 from kestrel_grpc.calls.readiness import ServiceUnknown
@@ -343,6 +349,30 @@ ERRORS = (
         400,
         lambda error: f"the adapter {error.name[:MAX_ECHO_CHARS]!r} cannot be used: {'; '.join(error.problems)}",
         lambda error: [UnmetPrecondition("ADAPTER", error.name[:MAX_ECHO_CHARS], text) for text in error.problems],
+    ),
+    ErrorRow(AdapterTooLarge, "ADAPTER_TOO_LARGE", Code.INVALID_ARGUMENT, 413, _violations_text, _bad_fields),
+    ErrorRow(
+        AdapterExists,
+        "ADAPTER_EXISTS",
+        Code.ALREADY_EXISTS,
+        409,
+        lambda error: f"the adapter {error.name[:MAX_ECHO_CHARS]!r} {error.reason}",
+    ),
+    ErrorRow(
+        AdapterFolderUnwritable,
+        "ADAPTER_FOLDER_UNWRITABLE",
+        Code.FAILED_PRECONDITION,
+        400,
+        lambda error: f"the server takes no adapter: {error.reason}",
+        lambda error: (UnmetPrecondition("ADAPTER", "folder", error.reason),),
+    ),
+    ErrorRow(
+        AdapterDiskFull,
+        "ADAPTER_DISK_FULL",
+        Code.RESOURCE_EXHAUSTED,
+        429,
+        lambda error: "the file system of the folder of adapters has too little free space",
+        lambda error: (QuotaExceeded("adapters", "free space of the file system"),),
     ),
     ErrorRow(
         SkillUnsupported,

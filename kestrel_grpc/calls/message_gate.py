@@ -379,6 +379,46 @@ class StreamGate:
             self._queue.popleft().set_result(None)
 
 
+class UploadGate:
+    """Bounds uploads that go to files: `limit` at a time; further ones are refused at once.
+
+    Belongs to one event loop. An upload has one part at a time in memory. How long it may take depends on its size,
+    so the service ends those that are too slow.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._uploads = FairLimit(limit)
+        self._readings: set[Reading] = set()
+        self._is_closed = False
+        self._loop = asyncio.get_running_loop()
+
+    async def receive(
+        self, read: Callable[[], Awaitable[Any]], tenant: str, peer: Callable[[], str]
+    ) -> tuple[Any, Releasable]:
+        """Returns the result of `read`, which receives and handles the whole upload.
+
+        Raises `TooManyCalls`, and `EngineUnavailable` once the gate is closed.
+        """
+        if self._is_closed:
+            raise _closed()
+        if not self._uploads.take(tenant):
+            raise TooManyCalls(f"all of the {self._uploads.limit} uploads that may run, or this caller's share")
+        reading = Reading(self._loop.time())
+        self._readings.add(reading)
+        try:
+            with reading:
+                return await read(), _NOTHING
+        finally:
+            self._readings.discard(reading)
+            self._uploads.give_back(tenant)
+
+    def close(self) -> None:
+        """Receives no more uploads; those that run end with `EngineUnavailable`."""
+        self._is_closed = True
+        for reading in tuple(self._readings):
+            reading.interrupt(_closed())
+
+
 class _Nothing:
     """Releases nothing: the stream counts the memory of its messages."""
 

@@ -35,7 +35,7 @@ def add_status_commands(subparsers: argparse._SubParsersAction[argparse.Argument
 
 
 def _add_adapter_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "show, load and unload adapters"
+    summary = "show, load, unload and upload adapters"
     command = subparsers.add_parser("adapter", help=summary, description=f"{summary.capitalize()}.")
     actions = command.add_subparsers(metavar="ACTION", dest="action", required=True)
     for action, what, act in (
@@ -51,6 +51,18 @@ def _add_adapter_command(subparsers: argparse._SubParsersAction[argparse.Argumen
         add_client_arguments(parser)
         parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
         parser.set_defaults(run=partial(run_with_client, act))
+    _add_upload_command(actions)
+
+
+def _add_upload_command(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    what = "add an adapter to the folder of adapters of a server"
+    parser = actions.add_parser("upload", help=what, description=f"{what.capitalize()}.")
+    parser.add_argument("name", help="as requests will name it, such as colours or colours@200")
+    parser.add_argument("path", help="folder as PEFT writes it, or with one .safetensors file, or such a file")
+    parser.add_argument("--replace", action="store_true", help="replace an adapter of this name")
+    add_client_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a line")
+    parser.set_defaults(run=partial(run_with_client, _print_uploaded))
 
 
 def _add_commands_of_operators(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -117,6 +129,22 @@ def _print_adapters(client: Client, arguments: argparse.Namespace) -> None:
 def _print_loaded(client: Client, arguments: argparse.Namespace) -> None:
     adapter = client.load_adapter(arguments.name)
     _print_adapter(adapter, arguments, f"{adapter.digest[:12]}  {_requests(adapter)}")
+
+
+def _print_uploaded(client: Client, arguments: argparse.Namespace) -> int | None:
+    from kestrel_client import AdapterExists
+
+    try:
+        uploaded = client.upload_adapter(arguments.name, arguments.path, replace=arguments.replace)
+    except AdapterExists as error:
+        print_error(f"{error}" if arguments.replace else f"{error}; --replace asks for it")
+        return 1
+    if arguments.json:
+        show_json(dataclasses.asdict(uploaded))
+    else:
+        done = "has been replaced" if uploaded.replaced else "has been added"
+        show(f"{uploaded.name:<36} {uploaded.digest[:12]}  {done}; requests can name it now")
+    return None
 
 
 def _print_unloaded(client: Client, arguments: argparse.Namespace) -> None:

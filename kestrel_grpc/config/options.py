@@ -262,6 +262,12 @@ class ServerConfig:
         "how long the message of a call may take to arrive; then the call ends with DEADLINE_EXCEEDED",
         unit="seconds",
     )
+    max_adapter_bytes: int = option(
+        1024 * MIB,
+        byte_count(0),
+        "largest file of an adapter that callers with the scope `admin` may add to --adapters; 0: none",
+        unit="bytes",
+    )
     image_hosts: tuple[AllowedHost, ...] | None = option(
         None,
         parse_hosts,

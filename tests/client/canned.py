@@ -316,6 +316,16 @@ class CannedEngine(engine_service_pb2_grpc.EngineServiceServicer):
         adapter = engine_service_pb2.Adapter(name=request.name, digest="cd", request_count=1)
         return engine_service_pb2.UnloadAdapterResponse(adapter=adapter)
 
+    def UploadAdapter(self, request_iterator: Any, context: Any) -> Any:
+        parts = list(request_iterator)
+        header, weights = parts[0].header, b"".join(part.chunk for part in parts[1:])
+        if header.name == "taken" and not header.replace:
+            context.abort(grpc.StatusCode.ALREADY_EXISTS, "it is taken")
+        assert header.size_bytes == len(weights)
+        assert header.sha256 == hashlib.sha256(weights).hexdigest()
+        digest = hashlib.sha256(header.config + weights).hexdigest()
+        return engine_service_pb2.UploadAdapterResponse(name=header.name, digest=digest, replaced=header.replace)
+
     def CancelRequests(self, request: Any, context: Any) -> Any:
         count = {"request_id": 1, "token": 2}[request.WhichOneof("selection")]
         return engine_service_pb2.CancelRequestsResponse(cancelled_request_count=count)

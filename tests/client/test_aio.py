@@ -42,7 +42,7 @@ async def _was_cancelled(vision: CannedVision) -> bool:
 
 
 async def test_every_skill_returns_what_the_blocking_client_returns(
-    async_client: AsyncClient, client: Client
+    async_client: AsyncClient, client: Client, tmp_path: Path
 ) -> None:
     stream = async_client.query(PICTURE, "q", reasoning=True)
     assert [piece async for piece in stream] == list(canned.ANSWER_PIECES)
@@ -66,6 +66,9 @@ async def test_every_skill_returns_what_the_blocking_client_returns(
     assert await async_client.list_adapters() == client.list_adapters()
     assert await async_client.load_adapter("a") == client.load_adapter("a")
     assert await async_client.unload_adapter("a") == client.unload_adapter("a")
+    weights = tmp_path / "a.safetensors"
+    weights.write_bytes(bytes(range(251)) * 8_400)
+    assert await async_client.upload_adapter("a", weights) == client.upload_adapter("a", weights)
 
 
 async def test_deltas_tell_reasoning_from_answer(async_client: AsyncClient) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +25,13 @@ from kestrel_client import (
     FinishReason,
     FrontendLoad,
     InvalidRequest,
+    KestrelClientError,
     Load,
     Point,
     Segment,
     TextChannel,
     Unavailable,
+    UploadedAdapter,
 )
 from kestrel_client.errors import ServerError
 from kestrel_client.sending import TextEvents
@@ -169,6 +173,42 @@ def test_operators_list_load_and_unload_adapters(client: Client) -> None:
     assert client.list_adapters() == (Adapter("colours", "ab", request_count=3, is_current=True),)
     assert client.load_adapter("a@2") == Adapter("a@2", "cd", request_count=0, is_current=True)
     assert client.unload_adapter("a@2") == Adapter("a@2", "cd", request_count=1, is_current=False)
+
+
+def test_an_adapter_is_uploaded_from_a_folder_or_a_file(client: Client, tmp_path: Path) -> None:
+    weights = bytes(range(251)) * 8_400  # more than two parts
+    (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+    alone = hashlib.sha256(weights).hexdigest()
+    assert client.upload_adapter("a@2", tmp_path) == UploadedAdapter("a@2", alone, replaced=False)
+    (tmp_path / "adapter_config.json").write_bytes(b"{}")
+    both = hashlib.sha256(b"{}" + weights).hexdigest()
+    for path in (tmp_path, tmp_path / "adapter_model.safetensors"):
+        assert client.upload_adapter("taken", path, replace=True) == UploadedAdapter("taken", both, replaced=True)
+    (tmp_path / "other.safetensors").write_bytes(weights)
+    assert client.upload_adapter("a", tmp_path / "other.safetensors").digest == alone
+    with pytest.raises(KestrelClientError, match="it is taken"):
+        client.upload_adapter("taken", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        ((), "has no .safetensors files"),
+        (("a.safetensors", "b.safetensors"), "has 2 .safetensors files and no adapter_model.safetensors"),
+        (("adapter_model.bin",), "has no .safetensors files"),
+    ],
+)
+def test_a_folder_without_an_adapter_is_not_uploaded(
+    client: Client, tmp_path: Path, files: tuple[str, ...], text: str
+) -> None:
+    for name in files:
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(InvalidRequest, match=text):
+        client.upload_adapter("a", tmp_path)
+    with pytest.raises(InvalidRequest, match="pickled files are not taken"):
+        client.upload_adapter("a", tmp_path / "adapter_model.bin")
+    with pytest.raises(FileNotFoundError):
+        client.upload_adapter("a", tmp_path / "absent.safetensors")
 
 
 def test_an_adapter_is_named_in_the_options(client: Client, vision: CannedVision) -> None:

@@ -11,6 +11,8 @@ from google.protobuf import duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from kestrel_client import (
+    AdapterExists,
+    AdapterFolderUnwritable,
     AdapterInvalid,
     AdapterNotFound,
     Cancelled,
@@ -93,6 +95,10 @@ KINDS_BY_REASON = {
     "IMAGE_NOT_FOUND": ImageNotFound,
     "IMAGE_QUOTA_EXCEEDED": Overloaded,
     "IMAGE_STORE_FULL": Overloaded,
+    "ADAPTER_DISK_FULL": Overloaded,
+    "ADAPTER_EXISTS": AdapterExists,
+    "ADAPTER_FOLDER_UNWRITABLE": AdapterFolderUnwritable,
+    "ADAPTER_TOO_LARGE": InvalidRequest,
     "REQUEST_CANCELLED": Cancelled,
     "CONTEXT_LENGTH_EXCEEDED": InvalidRequest,
     "CONSTRAINT_FAILED": ServerError,

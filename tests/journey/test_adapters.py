@@ -7,7 +7,7 @@ import json
 import shutil
 import threading
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kestrel_client import (
+    AdapterExists,
     AdapterInvalid,
     AdapterNotFound,
     AsyncClient,
@@ -23,6 +24,9 @@ from kestrel_client import (
     ServerError,
 )
 from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.multiprocess.engine_channel.core_server import CoreServer
+from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
+from kestrel_grpc.multiprocess.engine_channel.engine_client import EngineClient
 from kestrel_grpc.server import Server
 from kestrel_runtime.adapters.files import AdapterSource
 from kestrel_runtime.api.config import EngineConfig
@@ -236,3 +240,85 @@ async def test_a_new_version_is_loaded_under_the_same_name(nano: LoadedModel, tm
             await client.unload_adapter("colours")
         again = await client.complete_query(None, QUESTION, adapter="colours", **GREEDY)
     assert answers[0] != answers[1] == again.answer
+
+
+async def test_an_uploaded_adapter_answers_and_a_running_request_keeps_the_version_that_it_replaces(
+    nano: LoadedModel, tmp_path: Path
+) -> None:
+    pairs = [random_pairs(nano.model.config.text, seed=seed) for seed in (1, 2)]
+    sources = [write_peft(tmp_path / "sources" / str(number), one) for number, one in enumerate(pairs)]
+    root = tmp_path / "adapters"
+    root.mkdir()
+    long: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60}
+    async with served(nano, root) as (client, _):
+        uploaded = await client.upload_adapter("team/a", sources[0])
+        assert await client.adapter_names() == ("team/a",)
+        whole = (await client.complete_query(None, QUESTION, adapter="team/a", **long)).answer
+        running = client.query(None, QUESTION, adapter="team/a", **long)
+        first = await anext(aiter(running))
+        with pytest.raises(AdapterExists):
+            await client.upload_adapter("team/a", sources[1])
+        replaced = await client.upload_adapter("team/a", sources[1], replace=True)
+        assert (uploaded.replaced, replaced.replaced) == (False, True)
+        assert (await client.complete_query(None, QUESTION, adapter="team/a", **GREEDY)).answer == (
+            await merged_answer(merged(nano, scaled(pairs[1])))
+        )
+        assert first + "".join([piece async for piece in running]) == whole
+        (loaded,) = [adapter for adapter in await client.list_adapters() if adapter.is_current]
+        assert loaded.digest == replaced.digest != uploaded.digest
+
+
+async def test_an_upload_that_the_model_cannot_use_is_refused_with_every_problem(
+    nano: LoadedModel, tmp_path: Path
+) -> None:
+    source = write_peft(tmp_path / "large", random_pairs(nano.model.config.text, seed=1, rank=5))
+    root = tmp_path / "adapters"
+    write_peft(root / "a", random_pairs(nano.model.config.text, seed=2))
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    async with served(nano, root) as (client, _):
+        for name, replace in (("large", False), ("a", True)):
+            with pytest.raises(AdapterInvalid, match="rank 5 is not from 1 to 4"):
+                await client.upload_adapter(name, source, replace=replace)
+        (source / "adapter_config.json").write_bytes(b"{")
+        with pytest.raises(AdapterInvalid, match="is not JSON"):
+            await client.upload_adapter("large", source)
+        weights = source / "adapter_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1])
+        with pytest.raises(AdapterInvalid):
+            await client.upload_adapter("large", weights)
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+    assert [path.name for path in root.iterdir()] == ["a"]
+
+
+async def test_an_upload_over_one_front_end_is_known_to_the_others_at_once(
+    nano: LoadedModel, tmp_path: Path
+) -> None:
+    """The front ends share two engines, as with several devices."""
+    pairs = [random_pairs(nano.model.config.text, seed=seed) for seed in (1, 2)]
+    sources = [write_peft(tmp_path / "sources" / str(number), one) for number, one in enumerate(pairs)]
+    expected = [await merged_answer(merged(nano, scaled(one))) for one in pairs]
+    root = tmp_path / "adapters"
+    root.mkdir()
+    settings = EngineConfig(num_kv_pages=300, adapters=str(root), max_adapter_rank=4)
+    config = ServerConfig(port=0, withdrawal_delay=0.0)
+    async with AsyncExitStack() as stack:
+        endpoints = [CoreEndpoint(tmp_path, index) for index in range(2)]
+        for endpoint in endpoints:
+            engine = LocalEngine(nano, settings)
+            stack.push_async_callback(asyncio.to_thread, engine.close)
+            core = CoreServer(engine, endpoint)
+            await core.start()
+            stack.push_async_callback(core.close)
+        clients: list[AsyncClient] = []
+        for number in range(2):
+            asked = await EngineClient.connect(endpoints, f"frontend-{number}.1")
+            server = await stack.enter_async_context(Server(asked, config))
+            clients.append(await stack.enter_async_context(AsyncClient(f"127.0.0.1:{server.port}")))
+        for source, answer in zip(sources, expected, strict=True):
+            await clients[0].upload_adapter("a", source, replace=True)
+            assert await clients[1].adapter_names() == ("a",)
+            for _ in range(3):  # in turn of the two engines
+                found = await asyncio.gather(
+                    *(client.complete_query(None, QUESTION, adapter="a", **GREEDY) for client in clients * 2)
+                )
+                assert {result.answer for result in found} == {answer}

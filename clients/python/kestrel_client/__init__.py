@@ -18,6 +18,8 @@ from kestrel_client.blocking_calls import SegmentStream, TextStream
 from kestrel_client.client import Client
 from kestrel_client.drawing import draw
 from kestrel_client.errors import (
+    AdapterExists,
+    AdapterFolderUnwritable,
     AdapterInvalid,
     AdapterNotFound,
     Cancelled,
@@ -75,6 +77,7 @@ from kestrel_client.results import (
     Timing,
     TokenLogprob,
     TopLogprob,
+    UploadedAdapter,
     Usage,
 )
 
@@ -82,6 +85,8 @@ __version__ = _version.VERSION
 
 __all__ = [
     "Adapter",
+    "AdapterExists",
+    "AdapterFolderUnwritable",
     "AdapterInvalid",
     "AdapterNotFound",
     "AsyncClient",
@@ -152,6 +157,7 @@ __all__ = [
     "TopLogprob",
     "Unauthenticated",
     "Unavailable",
+    "UploadedAdapter",
     "Usage",
     "Violation",
     "draw",

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Generic, Self
 
 import grpc
 
-from kestrel_client import requests
+from kestrel_client import adapters, requests
 from kestrel_client.connection import Connection
 from kestrel_client.errors import KestrelClientError, client_closed, errors_of, from_rpc_error
 from kestrel_client.images import ImageInput, bytes_in, fields_of, image_bytes, name_of, names_in, put_reference
@@ -30,6 +32,7 @@ from kestrel_client.sending import (
     cancelled_here,
 )
 from kestrel_client.v1 import media_pb2
+from kestrel_client.v1.engine_service_pb2 import UploadAdapterRequest, UploadAdapterResponse
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -91,6 +94,34 @@ class AsyncCalls:
         with errors_of(requests.new_request_id()):
             return await Asyncio.run(image_bytes, image)
 
+    async def upload_adapter(
+        self, name: str, path: str | os.PathLike[str], *, replace: bool, timeout_s: float | None
+    ) -> UploadAdapterResponse:
+        """Sends the files of an adapter, and returns the response.
+
+        By default the call may take the time of other calls, and as long as a server allows for files of that size.
+        """
+        request_id = requests.new_request_id()
+        with errors_of(request_id), ExitStack() as stack:
+            upload = await Asyncio.run(adapters.opened, name, path, replace)
+            stack.enter_context(upload.weights)
+            if timeout_s is None:
+                timeout_s = self.timeout_s + upload.header.header.size_bytes / adapters.LEAST_BYTES_PER_S
+            try:
+                return await self.engine.UploadAdapter(
+                    _parts(upload),
+                    timeout=timeout_s,
+                    metadata=requests.metadata(request_id, self.connection.token),
+                    wait_for_ready=self.wait_for_ready,
+                )
+            except (ValueError, grpc.aio.UsageError) as error:  # of the blocking client, of the asyncio client
+                if self.is_closed:
+                    raise client_closed() from error
+                raise
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error, request_id)
+                raise await Asyncio.run(self.connection.explain, failure, timeout_s) from error
+
     async def close(self) -> None:
         """Closes the connection."""
         self.is_closed = True
@@ -102,6 +133,12 @@ class AsyncCalls:
         request_id = requests.request_id(options)
         with errors_of(request_id):
             return _Attempts(self, rpc, build(), images, options, request_id)
+
+
+async def _parts(upload: adapters.AdapterUpload) -> AsyncIterator[UploadAdapterRequest]:
+    yield upload.header
+    while (part := await Asyncio.run(upload.chunk)) is not None:
+        yield part
 
 
 class _Attempts:

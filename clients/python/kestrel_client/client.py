@@ -39,6 +39,7 @@ from kestrel_client.results import (
     SegmentResult,
     ServerInfo,
     ServerLoad,
+    UploadedAdapter,
 )
 from kestrel_client.sending import DEFAULT_STORE_FROM_BYTES
 from kestrel_client.v1 import engine_service_pb2 as engine_pb2
@@ -573,6 +574,26 @@ class Client:
             CallOptions(timeout_s=timeout_s),
         )
         return results.adapter(response.adapter)
+
+    def upload_adapter(
+        self, name: str, path: FileName, *, replace: bool = False, timeout_s: float | None = None
+    ) -> UploadedAdapter:
+        """Adds an adapter to the server's folder of adapters, for requests from then on. Needs the scope `admin`.
+
+        Args:
+            name: As requests will give it, such as `colours` or `colours@200`.
+            path: A folder with a .safetensors file and, from PEFT, `adapter_config.json`; or a .safetensors file.
+            replace: Whether it replaces an adapter of this name; requests that run keep what they began with.
+            timeout_s: The longest time for the call, in seconds; None means that of the client, and a second more
+                for each 64 KiB.
+
+        Raises:
+            AdapterExists: If the name is taken.
+            AdapterInvalid: If the files do not fit the model. The server keeps nothing of them.
+            AdapterFolderUnwritable: If the server cannot write to a folder of adapters.
+        """
+        response = self._calls.upload_adapter(name, path, replace=replace, timeout_s=timeout_s)
+        return results.uploaded_adapter(response)
 
     def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> Adapter:
         """Frees an adapter's slot once no request uses it. Needs the scope `admin`.

@@ -7,6 +7,8 @@
     ├── ModelNotFound        the server serves no model of that name
     ├── AdapterNotFound      the server has no adapter of that name
     ├── AdapterInvalid       the adapter's files do not fit the model
+    ├── AdapterExists        the name of an uploaded adapter is taken
+    ├── AdapterFolderUnwritable  the server cannot add adapters to a folder
     ├── ImageNotFound        the server has no stored image of that name for this caller
     ├── SkillUnsupported     the model has no such skill
     ├── RequestRefused       an equal request made the server fail before; it does not try again
@@ -138,6 +140,14 @@ class AdapterInvalid(KestrelClientError):
     """The files of the adapter do not fit the model. The message lists why."""
 
 
+class AdapterExists(KestrelClientError):
+    """The name of the uploaded adapter is taken, by one that is not to be replaced or cannot be."""
+
+
+class AdapterFolderUnwritable(KestrelClientError):
+    """The server has no folder of adapters, or cannot write to it. The message says why."""
+
+
 class ImageNotFound(KestrelClientError):
     """The server has no stored image of that name for this caller. Its time may be over: store it again."""
 
@@ -243,6 +253,8 @@ _KINDS_BY_REASON: Mapping[tuple[grpc.StatusCode, str], type[KestrelClientError]]
     (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"): ModelNotFound,
     (grpc.StatusCode.NOT_FOUND, "ADAPTER_NOT_FOUND"): AdapterNotFound,
     (grpc.StatusCode.FAILED_PRECONDITION, "ADAPTER_INVALID"): AdapterInvalid,
+    (grpc.StatusCode.ALREADY_EXISTS, "ADAPTER_EXISTS"): AdapterExists,
+    (grpc.StatusCode.FAILED_PRECONDITION, "ADAPTER_FOLDER_UNWRITABLE"): AdapterFolderUnwritable,
     (grpc.StatusCode.NOT_FOUND, "IMAGE_NOT_FOUND"): ImageNotFound,
     (grpc.StatusCode.FAILED_PRECONDITION, "SKILL_UNSUPPORTED"): SkillUnsupported,
     (grpc.StatusCode.FAILED_PRECONDITION, "REQUEST_REFUSED"): RequestRefused,

@@ -454,6 +454,17 @@ class Adapter:
     """True if new requests that name it use it; else only requests that run still do."""
 
 
+@dataclass(frozen=True, slots=True)
+class UploadedAdapter:
+    """An adapter that has been added to the server's folder of adapters."""
+
+    name: str
+    digest: str
+    """SHA-256 of its files, in hexadecimal digits, as `Adapter.digest`."""
+    replaced: bool
+    """True if it has replaced another adapter of this name."""
+
+
 class EngineStatus(StrEnum):
     """The state of an engine towards new requests."""
 
@@ -649,6 +660,11 @@ def cleared_cache(message: engine_service_pb2.ClearCacheResponse) -> ClearedCach
 def adapter(message: engine_service_pb2.Adapter) -> Adapter:
     """Returns an adapter that is loaded."""
     return _same(Adapter, message)
+
+
+def uploaded_adapter(message: engine_service_pb2.UploadAdapterResponse) -> UploadedAdapter:
+    """Returns an adapter that has been added."""
+    return _same(UploadedAdapter, message)
 
 
 def stored_image(message: image_service_pb2.StoredImage) -> StoredImage:

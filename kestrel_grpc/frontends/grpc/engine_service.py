@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from kestrel_client.v1 import engine_service_pb2 as wire
@@ -16,6 +16,7 @@ from kestrel_grpc.calls.call_admission import CallAdmission
 from kestrel_grpc.calls.call_context import CallContext
 from kestrel_grpc.calls.peers import Peers
 from kestrel_grpc.calls.usage import USAGE_TOPIC, CallerUsage, Usage, decoded, encoded, total
+from kestrel_grpc.frontends.grpc.adapter_uploads import NOT_A_NAME, AdapterUploads
 from kestrel_grpc.process.machine import processors
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterName
 from kestrel_runtime.api.engine import CoreReading, Engine, EngineStatus, Load, MemoryPlan, SkillDefaults
@@ -53,6 +54,7 @@ class EngineService:
         requests: CallAdmission,
         usage: Usage,
         peers: Peers,
+        uploads: AdapterUploads,
         *,
         instance_id: str,
         max_message_bytes: int,
@@ -63,6 +65,7 @@ class EngineService:
         self._requests = requests
         self._usage = usage
         self._peers = peers
+        self._uploads = uploads
         peers.answer(_CANCEL, self._cancel_for_peer)
         peers.answer(_LOAD, lambda _: self._frontend_load().SerializeToString())
         peers.answer(USAGE_TOPIC, lambda _: encoded(self._usage.by_caller))
@@ -134,6 +137,11 @@ class EngineService:
         name = _name_of(request)
         call.audited = {"adapter": name}
         return wire.UnloadAdapterResponse(adapter=_adapter(await self._engine.unload_adapter(name)))
+
+    async def UploadAdapter(
+        self, messages: AsyncIterator[wire.UploadAdapterRequest], call: CallContext
+    ) -> wire.UploadAdapterResponse:
+        return await self._uploads.receive(messages, call)
 
     def _frontend_load(self) -> wire.FrontendLoad:
         """Returns the load of this process."""
@@ -224,7 +232,7 @@ def _for_log(kind: str, name: str) -> str:
 def _name_of(request: wire.LoadAdapterRequest | wire.UnloadAdapterRequest) -> str:
     """Returns the name of an adapter. Raises `InvalidRequest` if the text is not one."""
     if AdapterName.parse(request.name) is None:
-        raise InvalidRequest((Violation("name", "must be the name of an adapter, such as name or name@step"),))
+        raise InvalidRequest((Violation("name", NOT_A_NAME),))
     return request.name
 
 

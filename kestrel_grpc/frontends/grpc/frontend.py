@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from kestrel_client.v1 import (
 )
 from kestrel_grpc.access.access import Access
 from kestrel_grpc.access.tls import CertificateFiles
+from kestrel_grpc.adapter_folder import AdapterFolder
 from kestrel_grpc.calls.call_admission import CallAdmission
 from kestrel_grpc.calls.call_groups import CallGroups
 from kestrel_grpc.calls.errors import CallFailure
@@ -30,6 +31,7 @@ from kestrel_grpc.calls.peers import Peers
 from kestrel_grpc.calls.readiness import Readiness
 from kestrel_grpc.calls.submission import Submission
 from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.frontends.grpc.adapter_uploads import AdapterUploads
 from kestrel_grpc.frontends.grpc.connections import Connections
 from kestrel_grpc.frontends.grpc.engine_service import EngineService
 from kestrel_grpc.frontends.grpc.health import Health
@@ -110,12 +112,15 @@ class GrpcFrontend:
         self._load_reports = LoadReports(engine, num_processors) if config.load_reports else None
         self._vision = VisionService(submission, engine.info.model)
         self._images = None if store is None else ImageService(engine, store)
+        served = engine.info.config
+        self._adapter_folder = AdapterFolder(served.adapters, served.adapter_repositories, config.max_adapter_bytes)
         self._operations = EngineService(
             engine,
             access,
             groups.inference,
             groups.usage,
             peers,
+            AdapterUploads(engine, self._adapter_folder, config.receive_timeout),
             instance_id=instance_id,
             max_message_bytes=config.max_message_bytes,
             capabilities=[
@@ -134,6 +139,7 @@ class GrpcFrontend:
             else (self._server(*public), self._server(_ENGINE))
         )
         self._watch: asyncio.Task[None] | None = None
+        self._cleaning: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -153,6 +159,8 @@ class GrpcFrontend:
         ports = [port for port in (self.port, self.triton_port, self.admin_port) if port is not None]
         self._connections.open(ports, () if config.unix_socket is None else (config.unix_socket,))
         self._watch = asyncio.create_task(self._connections.watch_descriptors())
+        # Not waited for: the folder may be on a mount that does not answer.
+        self._cleaning = asyncio.create_task(asyncio.to_thread(self._adapter_folder.remove_left_behind))
 
     async def close(self) -> None:
         """Accepts no further connection or call, and cancels calls that still run. May be repeated."""
@@ -184,11 +192,13 @@ class GrpcFrontend:
         server, groups = grpc.aio.server(options=options), self._groups
 
         def with_admission(
-            admission: CallAdmission, translate: FailureTranslator | None = None
+            admission: CallAdmission,
+            translate: FailureTranslator | None = None,
+            takes: Callable[[str], bool] = lambda method: True,
         ) -> AdmittedServices:
             reports = self._load_reports if admission is groups.inference else None
             limit_bytes = self._config.max_message_bytes
-            return AdmittedServices(server, admission, self._connections, limit_bytes, translate, reports)
+            return AdmittedServices(server, admission, self._connections, limit_bytes, translate, reports, takes)
 
         if _VISION in files:
             vision_service_pb2_grpc.add_VisionServiceServicer_to_server(
@@ -202,9 +212,11 @@ class GrpcFrontend:
         if _IMAGES in files:
             image_service_pb2_grpc.add_ImageServiceServicer_to_server(self._images, with_admission(groups.images))
         if _ENGINE in files:
-            engine_service_pb2_grpc.add_EngineServiceServicer_to_server(
-                self._operations, with_admission(groups.operations)
-            )
+            for admission in (groups.operations, groups.uploads):
+                takes = partial(_has_group, is_upload=admission is groups.uploads)
+                engine_service_pb2_grpc.add_EngineServiceServicer_to_server(
+                    self._operations, with_admission(admission, takes=takes)
+                )
         self._health.add_to(with_admission(groups.health_checks()), with_admission(groups.health_watches()))
         reflection = self._config.reflection
         if reflection != "off":
@@ -212,3 +224,8 @@ class GrpcFrontend:
             described = (*files, health_pb2.DESCRIPTOR, error_details_pb2.DESCRIPTOR)
             add_reflection(with_admission(groups.unrecorded(needs_token=reflection == "token")), described)
         return server
+
+
+def _has_group(method: str, *, is_upload: bool) -> bool:
+    """Returns True if a method of `EngineService` is one of uploads, or with `is_upload` False if it is another."""
+    return (method == "UploadAdapter") is is_upload

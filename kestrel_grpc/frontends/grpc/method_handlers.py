@@ -74,11 +74,13 @@ class AdmittedServices:
         max_message_bytes: int,
         translate_failure: FailureTranslator | None = None,
         load_reports: LoadReports | None = None,
+        takes: Callable[[str], bool] = lambda method: True,
     ) -> None:
         """`max_message_bytes` is the largest message that is accepted. `translate_failure` changes a failure to the
         form that the service's clients expect.
 
-        With `load_reports`, calls that end well have one in their trailing metadata.
+        With `load_reports`, calls that end well have one in their trailing metadata. `takes` selects the methods of
+        a service, by their names; another admission has the others.
         """
         self._server = server
         self._admission = admission
@@ -86,12 +88,17 @@ class AdmittedServices:
         self._max_message_bytes = max_message_bytes
         self._translate_failure = translate_failure
         self._load_reports = load_reports
+        self._takes = takes
 
     def add_registered_method_handlers(
         self, service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler]
     ) -> None:
         """Adds the methods of a service. The generated code calls it with each method's handler."""
-        wrapped = {name: self._wrap(f"{service_name}/{name}", handler) for name, handler in method_handlers.items()}
+        wrapped = {
+            name: self._wrap(f"{service_name}/{name}", handler)
+            for name, handler in method_handlers.items()
+            if self._takes(name)
+        }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, wrapped),))
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:

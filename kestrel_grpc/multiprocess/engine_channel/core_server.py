@@ -31,8 +31,10 @@ from kestrel_grpc.multiprocess.protocol.errors import decode_error
 from kestrel_grpc.multiprocess.protocol.events import EventsOf, events_of
 from kestrel_grpc.multiprocess.protocol.messages import (
     CODEC,
+    AdapterChanged,
     AdapterNames,
     Cancel,
+    CheckAdapter,
     ClearCache,
     CompletedAlone,
     CoreState,
@@ -291,6 +293,8 @@ class _Frontend(Exchange):
         self.on(AdapterNames, lambda _: engine.adapter_names())
         self.on(LoadAdapter, lambda asked: engine.load_adapter(asked.name))
         self.on(UnloadAdapter, lambda asked: engine.unload_adapter(asked.name))
+        self.on(CheckAdapter, lambda asked: engine.check_adapter(asked.folder, asked.name))
+        self.on(AdapterChanged, lambda asked: engine.adapter_changed(asked.name))
 
     def notify(self, note: Message) -> None:
         self._server.send(self, note)

@@ -26,8 +26,10 @@ from kestrel_grpc.multiprocess.protocol.connection import shared_file
 from kestrel_grpc.multiprocess.protocol.errors import encode_error
 from kestrel_grpc.multiprocess.protocol.events import events_in
 from kestrel_grpc.multiprocess.protocol.messages import (
+    AdapterChanged,
     AdapterNames,
     Cancel,
+    CheckAdapter,
     ClearCache,
     CompletedAlone,
     Events,
@@ -78,6 +80,7 @@ from kestrel_runtime.imaging.header import ImageHeader
 
 _LATE_S = 2.0
 _CLOSE_TIMEOUT_S = 2.0
+_CHANGE_TIMEOUT_S = 2.0
 _PIXEL_BYTES = 4
 _AHEAD_LOAD, _MAX_AHEAD_BYTES = 4, 32 * 2**20
 """The most requests of a core, and bytes for decoding, with which an image is decoded before the core asks."""
@@ -316,6 +319,23 @@ class EngineClient:
     async def unload_adapter(self, name: str) -> AdapterInfo:
         """Unload an adapter from all cores; see `api.engine.Engine.unload_adapter`."""
         return (await self._ask_all(UnloadAdapter(name)))[0]
+
+    async def check_adapter(self, folder: str, name: str) -> str:
+        """Have a core check the files of an upload; see `api.engine.Engine.check_adapter`."""
+        return await self._choose(None).ask(CheckAdapter(folder, name))
+
+    async def adapter_changed(self, name: str) -> None:
+        """Report new files of an adapter to all cores; see `api.engine.Engine.adapter_changed`.
+
+        A core that does not answer reads the note when it goes on, and one that has ended starts without adapters.
+        """
+        cores = [core for core in self._cores if core.is_connected]
+        answers = await asyncio.gather(
+            *(core.ask(AdapterChanged(name), timeout_s=_CHANGE_TIMEOUT_S) for core in cores), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineUnavailable):
+                raise answer
 
     def load(self) -> Load:
         """Returns the sum of the loads that the cores reported last."""

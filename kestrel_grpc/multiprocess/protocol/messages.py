@@ -328,6 +328,19 @@ class UnloadAdapter(Question[AdapterInfo]):
     name: str
 
 
+class CheckAdapter(Question[str]):
+    """Asks to check the files of a folder that is to be an adapter. The answer is their digest."""
+
+    folder: str
+    name: str
+
+
+class AdapterChanged(Question[None]):
+    """Asks to use the files that an adapter has now."""
+
+    name: str
+
+
 # From a core to its front ends
 
 

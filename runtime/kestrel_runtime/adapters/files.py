@@ -6,6 +6,7 @@ are the loaded ones.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -23,18 +24,22 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor
 
-from kestrel_runtime.api.adapters import AdapterName
+from kestrel_runtime.api.adapters import (
+    CHECKPOINT,
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
+    WEIGHTS_FILE,
+    AdapterName,
+)
 from kestrel_runtime.api.errors import AdapterInvalid, AdapterNotFound
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-_MAX_CONFIG_BYTES = 2**20
 _MAX_ENTRIES = 1000
 _MAX_FOLDERS = 10_000
 """The most folders that listing adapters visits."""
 _MAX_DEPTH = 5
 """The most levels of folders: the four parts of a name, and the step of a training."""
-_CHECKPOINT = "checkpoint-"
+_MAX_READINGS = 3
+"""The most readings of a folder that is replaced while it is read."""
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
 
 
@@ -49,6 +54,10 @@ class AdapterFiles:
     """The tensors by name, on the host, with the types of the file."""
     digest: bytes
     """SHA-256 of all files."""
+
+
+class _Replaced(AdapterInvalid):
+    """The folder of the adapter has become another one while it was read; the new one may be good."""
 
 
 class AdapterSource:
@@ -76,15 +85,37 @@ class AdapterSource:
         if name is None:
             raise AdapterNotFound(text)
         folder, allowed = self._find(name)
+        for _ in range(_MAX_READINGS - 1):
+            with contextlib.suppress(_Replaced):
+                return self._read_folder(text, folder, allowed)
+        return self._read_folder(text, folder, allowed)
+
+    def read_upload(self, folder: str, name: str) -> AdapterFiles:
+        """Returns the files of a folder of this name, in that of all adapters, that is to be the adapter `name`.
+
+        Raises `AdapterInvalid`.
+        """
+        if self._root is None:
+            raise AdapterInvalid(name, ("there is no folder of adapters",))
+        return self._read_folder(name, self._root / folder, self._root)
+
+    def _read_folder(self, name: str, folder: Path, allowed: Path) -> AdapterFiles:
         try:
-            return self._read(text, folder, allowed)
+            before = os.stat(folder)
+            try:
+                files = self._read(name, folder, allowed)
+            except (OSError, AdapterInvalid):
+                _require_same(name, folder, before)
+                raise
+            _require_same(name, folder, before)
         except OSError as error:
-            raise AdapterInvalid(text, (f"cannot be read: {error.strerror}",)) from None
+            raise AdapterInvalid(name, (f"cannot be read: {error.strerror}",)) from None
+        return files
 
     def _find(self, name: AdapterName) -> tuple[Path, Path]:
         """Returns the folder of a name, and the folder in which its files must lie after symbolic links."""
         if self._root is not None:
-            for relative in _folders(name):
+            for relative in name.folders():
                 folder = Path(os.path.realpath(self._root / relative))
                 if folder != self._root and folder.is_relative_to(self._root) and folder.is_dir():
                     return folder, self._root
@@ -116,7 +147,7 @@ class AdapterSource:
         weights = self._weights_name(name, before)
         config = None
         if CONFIG_FILE in before:
-            config = self._read_file(name, folder / CONFIG_FILE, allowed, _MAX_CONFIG_BYTES)
+            config = self._read_file(name, folder / CONFIG_FILE, allowed, MAX_CONFIG_BYTES)
         data = self._read_file(name, folder / weights, allowed, self._max_file_bytes)
         if _listing(folder) != before:
             raise AdapterInvalid(name, ("the folder was changed while it was read",))
@@ -165,21 +196,16 @@ class AdapterSource:
         return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
 
-def _folders(name: AdapterName) -> list[str]:
-    """Returns the folders that a name may mean, in order of preference.
-
-    Trainers name the folders of steps like this.
-    """
-    if name.step is None:
-        return [name.path]
-    return [f"{name.path}@{name.step}", f"{name.path}/{name.step}", f"{name.path}/{_CHECKPOINT}{name.step}"]
+def _require_same(name: str, folder: Path, before: os.stat_result) -> None:
+    if not os.path.samestat(before, os.stat(folder)):
+        raise _Replaced(name, ("the folder was replaced while it was read",))
 
 
 def _name_of_folder(relative: str) -> AdapterName | None:
     """Returns the name of a folder; for a trainer's folder of a step, the name with the step."""
     path, _, last = relative.rpartition("/")
-    if path and last.startswith(_CHECKPOINT):
-        relative = f"{path}@{last.removeprefix(_CHECKPOINT)}"
+    if path and last.startswith(CHECKPOINT):
+        relative = f"{path}@{last.removeprefix(CHECKPOINT)}"
     return AdapterName.parse(relative)
 
 

@@ -22,6 +22,7 @@ from kestrel_runtime.adapters.files import AdapterFiles
 from kestrel_runtime.adapters.slots import AdapterSlots, Residence
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.errors import (
+    AdapterInvalid,
     AdapterNotFound,
     EngineUnavailable,
     InternalError,
@@ -112,9 +113,15 @@ class AdapterStore:
         target: AdapterTarget,
         num_slots: int,
         list_names: Callable[[], list[str]] = list,
+        read_upload: Callable[[str, str], AdapterFiles] | None = None,
     ) -> None:
-        """Takes `read`, which finds and reads the files of a name, and `list_names`, which lists all names."""
+        """Takes `read`, which finds and reads the files of a name, and `list_names`, which lists all names.
+
+        `read_upload` reads the files of a folder that is to be the adapter of a name; None without a folder.
+        """
         self._read = read
+        self._read_upload = read_upload
+        self._checking = threading.Lock()
         self._list_names = list_names
         self._listing: Future[list[str]] | None = None
         self._listed_at = 0.0
@@ -122,6 +129,8 @@ class AdapterStore:
         self._slots = AdapterSlots(num_slots)
         self._pending: dict[str, _Pending] = {}
         self._on_reclaim: Callable[[], None] = lambda: None
+        self._num_changes = 0
+        """Changes that `files_changed` has reported. A load that began before one reads the files again."""
         self._num_loads = 0
         self._num_failures = 0
         self._changed = threading.Condition()
@@ -168,6 +177,27 @@ class AdapterStore:
                 raise AdapterNotFound(name, "; it is not loaded")
             self._changed.notify_all()
             return _info(residence)
+
+    def checked_digest(self, folder: str, name: str) -> bytes:
+        """Returns the digest of the files in a folder that is to be the adapter of a name, once they are checked.
+
+        Blocks, one caller at a time. Raises `AdapterInvalid` with every problem.
+        """
+        if self._read_upload is None:
+            raise AdapterInvalid(name, ("there is no folder of adapters",))
+        with self._checking:  # one file at a time is in memory
+            files = self._read_upload(folder, name)
+            self._target.check(files)
+            return files.digest
+
+    def files_changed(self, name: str) -> None:
+        """Has later requests use the files that the adapter has now. Requests that run keep their version."""
+        with self._changed:
+            self._num_changes += 1
+            self._slots.retire(name)
+            if self._listing is not None and self._listing.done():
+                self._listing = None
+            self._changed.notify_all()
 
     def names(self) -> Future[list[str]]:
         """Returns the names that requests may use, as they were found within the last `LISTING_S`.
@@ -268,13 +298,17 @@ class AdapterStore:
         if not pending.is_wanted:
             self._finish(pending, None)
             return
+        num_changes = self._num_changes
         files = self._read(pending.name)
         weights, digest = self._target.check(files), files.digest
         del files
         with self._changed:
             residence = self._slots.current(pending.name)
             is_known = residence is not None and residence.digest == digest
-            slot = None if is_known else self._wait_for_slot(pending)
+            is_outdated = self._num_changes != num_changes
+            slot = None if is_known or is_outdated else self._wait_for_slot(pending)
+        if is_outdated:  # the files are read again, since the adapter is still pending
+            return
         if is_known:
             self._hand_out(pending)
             return
@@ -289,6 +323,9 @@ class AdapterStore:
             raise
         del weights
         with self._changed:
+            if self._num_changes != num_changes:
+                self._slots.give_back(slot)
+                return
             self._num_loads += 1
             self._slots.place(slot, pending.name, digest, self._standing_of(pending)[1])
         self._hand_out(pending)

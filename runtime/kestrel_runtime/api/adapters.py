@@ -5,6 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 2**20
+CHECKPOINT = "checkpoint-"
+"""The beginning of the names that trainers give to the folders of steps."""
 MAX_NAME_CHARS = 128
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 _NAME = re.compile(rf"(?P<path>{_PART}(?:/{_PART}){{0,3}})(?:@(?P<step>{_PART}))?")
@@ -22,6 +27,15 @@ class AdapterName:
         """Returns the name that `text` spells, or None if `text` is not the name of an adapter."""
         match = _NAME.fullmatch(text) if len(text) <= MAX_NAME_CHARS else None
         return None if match is None else cls(match["path"], match["step"])
+
+    def folders(self) -> tuple[str, ...]:
+        """Returns the folders that the name may mean, relative to that of all adapters, in order of preference.
+
+        Trainers name the folders of steps like this.
+        """
+        if self.step is None:
+            return (self.path,)
+        return f"{self.path}@{self.step}", f"{self.path}/{self.step}", f"{self.path}/{CHECKPOINT}{self.step}"
 
     def __str__(self) -> str:
         return self.path if self.step is None else f"{self.path}@{self.step}"

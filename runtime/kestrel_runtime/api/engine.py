@@ -319,6 +319,21 @@ class Engine(Protocol):
         """Frees an adapter's slot once no request uses it. Raises `AdapterNotFound` if it is not loaded."""
         ...
 
+    async def check_adapter(self, folder: str, name: str) -> str:
+        """Reads and checks the files of a folder, in that of all adapters, that is to be the adapter `name`.
+
+        Returns their SHA-256 as hexadecimal digits. Loads nothing. Raises `AdapterInvalid` with every problem,
+        `AdapterNotFound` if the engine has no adapters, and `EngineUnavailable`.
+        """
+        ...
+
+    async def adapter_changed(self, name: str) -> None:
+        """Has later requests use the files that the adapter of this name has now.
+
+        Running requests keep the version that they began with. Raises `EngineUnavailable`.
+        """
+        ...
+
     def load(self) -> Load:
         """Returns a reading of the load of all cores together."""
         ...

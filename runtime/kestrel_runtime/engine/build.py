@@ -172,7 +172,8 @@ def _adapter_store(
         served.log_difference(name, files.config)
         return files
 
-    return AdapterStore(read, target, config.num_adapter_slots, source.names)
+    read_upload = None if root is None else source.read_upload
+    return AdapterStore(read, target, config.num_adapter_slots, source.names, read_upload)
 
 
 def _info(

@@ -291,6 +291,19 @@ class LocalEngine:
         """Free an adapter's slot once no request uses it. Raises `AdapterNotFound` if it is not loaded."""
         return self._adapters_for(name).unload(name)
 
+    async def check_adapter(self, folder: str, name: str) -> str:
+        """Read and check the files of a folder, in that of all adapters, that is to be the adapter `name`.
+
+        Returns their digest in hexadecimal digits. A thread does the work. Raises `AdapterInvalid`.
+        """
+        digest = await asyncio.to_thread(self._adapters_for(name).checked_digest, folder, name)
+        return digest.hex()
+
+    async def adapter_changed(self, name: str) -> None:
+        """Have later requests use the files that the adapter of this name has now."""
+        if self._adapters is not None:
+            self._adapters.files_changed(name)
+
     def inspect_image(self, data: bytes) -> ImageInfo:
         """Reads the header of an image file. Raises `ImageError` for a file that requests could not use."""
         self.info.check_image(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -133,3 +134,38 @@ def test_a_folder_under_the_root_comes_before_a_repository_of_its_name(cache: Pa
     source = AdapterSource(tmp_path / "root", [LISTED], MAX_BYTES, download)
     assert source.read(LISTED).tensors["some"].tolist() == [4.0] * 3
     assert source.read(f"{LISTED}@v1").tensors["some"].tolist() == [1.0] * 3
+
+
+def write_adapter(folder: Path, value: float) -> None:
+    folder.mkdir(parents=True)
+    for name, data in adapter(value).items():
+        (folder / name).write_bytes(data)
+
+
+@pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    root = tmp_path / "adapters"
+    write_adapter(root / "a", 1.0)
+    write_adapter(tmp_path / "new", 2.0)
+    opened = os.open
+
+    def replacing(path: Path, flags: int) -> int:
+        if Path(path).name == file and (tmp_path / "new").exists():
+            (root / "a").rename(tmp_path / "old")
+            (tmp_path / "new").rename(root / "a")
+        return opened(path, flags)
+
+    monkeypatch.setattr("kestrel_runtime.adapters.files.os.open", replacing)
+    files = AdapterSource(root, (), MAX_BYTES).read("a")
+    assert files.tensors["some"][0] == 2.0
+
+
+def test_an_upload_is_read_by_its_folder_and_refused_by_its_name(tmp_path: Path) -> None:
+    write_adapter(tmp_path / ".upload-1", 1.0)
+    source = AdapterSource(tmp_path, (), MAX_BYTES)
+    assert source.names() == []
+    assert source.read_upload(".upload-1", "a").name == "a"
+    with pytest.raises(AdapterInvalid, match="'a'"):
+        source.read_upload(".upload-2", "a")

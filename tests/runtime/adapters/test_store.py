@@ -142,6 +142,50 @@ def test_a_load_that_fails_fails_those_who_wait_and_no_others(
     assert (store.reading().num_failures, store.reading().num_loads) == (1, 1)
 
 
+def test_new_files_are_used_by_later_requests_alone(new_store: Callable[[int], AdapterStore], files: Files) -> None:
+    store = new_store(2)
+    lease = leased(store.acquire("first"))
+    assert store.names().result(MAX_WAIT_S) == files.names()
+    files.versions.update({"first": 2, "new": 1})
+    store.files_changed("first")
+    assert "new" in store.names().result(MAX_WAIT_S), "the list is read again at once"
+    later = leased(store.acquire("first"))
+    assert (lease.digest, later.digest) == (b"first 1", b"first 2")
+    assert lease.slot != later.slot
+    store.files_changed("absent")
+
+
+def test_files_that_are_replaced_while_they_are_read_are_read_again(
+    new_store: Callable[[int], AdapterStore], files: Files, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, write = new_store(1), target.write
+
+    def write_and_replace(slot: int, weights: bytes) -> None:
+        write(slot, weights)
+        if files.versions["first"] < 3:
+            files.versions["first"] += 1
+            store.files_changed("first")
+
+    monkeypatch.setattr(target, "write", write_and_replace)
+    lease = leased(store.acquire("first"))
+    assert target.slots[lease.slot] == lease.digest == b"first 3"
+    assert store.reading().num_loads == 1
+
+
+def test_a_check_of_an_upload_loads_nothing(files: Files, target: Target) -> None:
+    def read(folder: str, name: str) -> AdapterFiles:
+        return AdapterFiles(name, None, {}, folder.encode())
+
+    store = AdapterStore(files.read, target, 1, files.names, read)
+    try:
+        assert store.checked_digest("folder", "first") == b"folder"
+        with pytest.raises(AdapterInvalid, match="is broken"):
+            store.checked_digest("folder", "broken")
+        assert (store.infos(), target.slots) == ([], {})
+    finally:
+        store.close()
+
+
 def test_all_slots_in_use_are_given_in_turn(new_store: Callable[[int], AdapterStore]) -> None:
     store = new_store(1)
     first = leased(store.acquire("first"))

@@ -323,3 +323,35 @@ class UnloadAdapterResponse(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     adapter: Adapter
     def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class UploadAdapterRequest(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: AdapterHeader
+    chunk: bytes
+    def __init__(self, header: _Optional[_Union[AdapterHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+
+class AdapterHeader(_message.Message):
+    __slots__ = ("name", "size_bytes", "sha256", "config", "replace")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size_bytes: int
+    sha256: str
+    config: bytes
+    replace: bool
+    def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., config: _Optional[bytes] = ..., replace: bool = ...) -> None: ...
+
+class UploadAdapterResponse(_message.Message):
+    __slots__ = ("name", "digest", "replaced")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    replaced: bool
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., replaced: bool = ...) -> None: ...

@@ -80,6 +80,11 @@ class EngineServiceStub(object):
                 request_serializer=kestrel_dot_v1_dot_engine__service__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_engine__service__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.UploadAdapter = channel.stream_unary(
+                '/kestrel.v1.EngineService/UploadAdapter',
+                request_serializer=kestrel_dot_v1_dot_engine__service__pb2.UploadAdapterRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_engine__service__pb2.UploadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer(object):
@@ -151,6 +156,21 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UploadAdapter(self, request_iterator, context):
+        """Adds an adapter to the folder of adapters of the server. It is sent in pieces: one `header`, then any number of
+        `chunk`. Its files are written under another name, checked as `LoadAdapter` checks them, and then get their name at
+        once: from the response on, requests can name the adapter, and those that name one that it replaces use its files;
+        requests that run keep the version that they began with. What fails leaves nothing in the folder. Fails with
+        INVALID_ARGUMENT where the header breaks a rule or other bytes came than it says, and with the reason
+        `ADAPTER_TOO_LARGE` where they are too many; with ALREADY_EXISTS and `ADAPTER_EXISTS`; with FAILED_PRECONDITION and
+        `ADAPTER_INVALID` where the server cannot use the files, or `ADAPTER_FOLDER_UNWRITABLE` where it has no folder that
+        it may write to; with RESOURCE_EXHAUSTED and `ADAPTER_DISK_FULL`; and with DEADLINE_EXCEEDED and `MESSAGE_TIMEOUT`
+        where the pieces come too slowly.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -198,6 +218,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=kestrel_dot_v1_dot_engine__service__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_engine__service__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'UploadAdapter': grpc.stream_unary_rpc_method_handler(
+                    servicer.UploadAdapter,
+                    request_deserializer=kestrel_dot_v1_dot_engine__service__pb2.UploadAdapterRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_engine__service__pb2.UploadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -444,6 +469,33 @@ class EngineService(object):
             '/kestrel.v1.EngineService/UnloadAdapter',
             kestrel_dot_v1_dot_engine__service__pb2.UnloadAdapterRequest.SerializeToString,
             kestrel_dot_v1_dot_engine__service__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UploadAdapter(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/kestrel.v1.EngineService/UploadAdapter',
+            kestrel_dot_v1_dot_engine__service__pb2.UploadAdapterRequest.SerializeToString,
+            kestrel_dot_v1_dot_engine__service__pb2.UploadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

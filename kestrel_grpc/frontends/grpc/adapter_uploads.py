@@ -1,0 +1,111 @@
+"""Implements `EngineService.UploadAdapter`: receives an adapter, has it checked, and adds it to the folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from kestrel_client.v1 import engine_service_pb2 as wire
+from kestrel_grpc.adapter_folder import AdapterFolder, AnnouncedAdapter, StagedAdapter, path_violation
+from kestrel_grpc.calls.call_context import CallContext
+from kestrel_grpc.calls.message_gate import MessageTimeout
+from kestrel_grpc.images.stored_images import MAX_CHUNK_BYTES, is_sha256
+from kestrel_runtime.api.adapters import MAX_CONFIG_BYTES, AdapterName
+from kestrel_runtime.api.engine import Engine
+from kestrel_runtime.api.errors import InvalidRequest, Violation
+
+NOT_A_NAME = "must be the name of an adapter, such as name or name@step"
+_LEAST_BYTES_PER_S = 64 * 2**10
+
+
+class AdapterUploads:
+    """Receives adapters. Nothing of an upload that fails stays in the folder.
+
+    `timeout_s` bounds the wait for each part. All parts together may take that time, and a second for each 64 KiB.
+    """
+
+    def __init__(self, engine: Engine, folder: AdapterFolder, timeout_s: float) -> None:
+        self._engine = engine
+        self._folder = folder
+        self._timeout_s = timeout_s
+
+    async def receive(
+        self, messages: AsyncIterator[wire.UploadAdapterRequest], call: CallContext
+    ) -> wire.UploadAdapterResponse:
+        """Answers the call of an upload. Raises the errors that `proto/` lists."""
+        parts = _Parts(messages, self._timeout_s)
+        announced = adapter_header(await parts.next())
+        call.audited = {"adapter": str(announced.name)}
+        staged = self._folder.staged(announced)
+        try:
+            await asyncio.to_thread(staged.open)
+            while (message := await parts.next()) is not None:
+                await asyncio.to_thread(staged.write, adapter_chunk(message))
+            await asyncio.to_thread(staged.finish)
+            # Once the adapter has its name, the engines hear of it, also if the caller hangs up.
+            return await asyncio.shield(self._publish(staged, announced, call))
+        finally:
+            await asyncio.shield(asyncio.to_thread(staged.discard))
+
+    async def _publish(
+        self, staged: StagedAdapter, announced: AnnouncedAdapter, call: CallContext
+    ) -> wire.UploadAdapterResponse:
+        name = str(announced.name)
+        digest = await self._engine.check_adapter(staged.folder, name)
+        call.audited = {"adapter": name, "digest": digest}
+        has_replaced = await asyncio.to_thread(staged.publish)
+        call.audited = {**call.audited, "replaced": int(has_replaced)}
+        await self._engine.adapter_changed(name)
+        return wire.UploadAdapterResponse(name=name, digest=digest, replaced=has_replaced)
+
+
+class _Parts:
+    """Reads the messages of an upload, and ends it if they come too slowly."""
+
+    def __init__(self, messages: AsyncIterator[wire.UploadAdapterRequest], timeout_s: float) -> None:
+        self._messages = messages
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._ends = self._loop.time() + timeout_s
+
+    async def next(self) -> wire.UploadAdapterRequest | None:
+        """Returns the next message; None at the end. Raises `MessageTimeout`."""
+        try:
+            async with asyncio.timeout_at(min(self._ends, self._loop.time() + self._timeout_s)):
+                message = await anext(self._messages, None)
+        except TimeoutError:
+            raise MessageTimeout(self._timeout_s) from None
+        if message is not None:
+            self._ends += len(message.chunk) / _LEAST_BYTES_PER_S
+        return message
+
+
+def adapter_header(message: wire.UploadAdapterRequest | None) -> AnnouncedAdapter:
+    """Reads the first message of an upload. Raises `InvalidRequest` with all violations."""
+    if message is None or message.WhichOneof("part") != "header":
+        raise InvalidRequest((Violation("header", "must come first"),))
+    found = message.header
+    violations: list[Violation] = []
+    name = AdapterName.parse(found.name)
+    problem = NOT_A_NAME if name is None else path_violation(name)
+    if problem is not None:
+        violations.append(Violation("header.name", problem))
+    if found.size_bytes < 1:
+        violations.append(Violation("header.size_bytes", "must be positive"))
+    if found.sha256 and not is_sha256(found.sha256):
+        violations.append(Violation("header.sha256", "must be 64 lower-case hexadecimal digits"))
+    if len(found.config) > MAX_CONFIG_BYTES:
+        violations.append(Violation("header.config", f"must not exceed {MAX_CONFIG_BYTES} bytes"))
+    if name is None or violations:
+        raise InvalidRequest(tuple(violations))
+    config = found.config if found.HasField("config") else None
+    return AnnouncedAdapter(name, found.size_bytes, found.sha256, config, found.replace)
+
+
+def adapter_chunk(message: wire.UploadAdapterRequest) -> bytes:
+    """Reads a later message of an upload. Raises `InvalidRequest`."""
+    if message.WhichOneof("part") != "chunk":
+        raise InvalidRequest((Violation("chunk", "must follow the header"),))
+    if not 0 < len(message.chunk) <= MAX_CHUNK_BYTES:
+        raise InvalidRequest((Violation("chunk", f"must be 1 to {MAX_CHUNK_BYTES} bytes long"),))
+    return message.chunk
