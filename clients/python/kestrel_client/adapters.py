@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import grpc
 
 from kestrel_client.errors import InvalidRequest, invalid_argument
 from kestrel_client.v1 import engine_service_pb2
+from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 
 CHUNK_BYTES = 2**20
 LEAST_BYTES_PER_S = 64 * 2**10
@@ -23,13 +27,40 @@ _MAX_CONFIG_BYTES = 2**20
 class AdapterUpload:
     """An adapter whose files are open."""
 
-    header: engine_service_pb2.UploadAdapterRequest
+    header: engine_service_pb2.AdapterHeader
     weights: BinaryIO
 
-    def chunk(self) -> engine_service_pb2.UploadAdapterRequest | None:
-        """Returns the next part after the header; None at the end of the file. Raises `OSError`."""
-        data = self.weights.read(CHUNK_BYTES)
-        return engine_service_pb2.UploadAdapterRequest(chunk=data) if data else None
+    def parts(self) -> Iterator[engine_service_pb2.UploadAdapterRequest]:
+        """Yields the messages of the upload. Ends when the file is closed, which it is after an early refusal."""
+        yield engine_service_pb2.UploadAdapterRequest(header=self.header)
+        with suppress(ValueError):
+            while data := self.weights.read(CHUNK_BYTES):
+                yield engine_service_pb2.UploadAdapterRequest(chunk=data)
+
+
+class Sending:
+    """Sends an upload over a channel of its own, in threads of gRPC. Closes both at the end.
+
+    Calls of asyncio lose the status of a server that refuses an upload before all of it is sent.
+    """
+
+    def __init__(self, channel: grpc.Channel, upload: AdapterUpload, **options: Any) -> None:
+        """Starts the call. `options` are those of calls of gRPC."""
+        self._channel = channel
+        self._upload = upload
+        self._call: Any = EngineServiceStub(channel).UploadAdapter.future(upload.parts(), **options)
+
+    def result(self) -> engine_service_pb2.UploadAdapterResponse:
+        """Waits for the response. Raises `grpc.RpcError`."""
+        try:
+            return self._call.result()
+        finally:
+            self._channel.close()
+            self._upload.weights.close()
+
+    def cancel(self) -> None:
+        """Cancels the call, whose `result` then ends."""
+        self._call.cancel()
 
 
 def opened(name: str, path: str | os.PathLike[str], replace: bool) -> AdapterUpload:
@@ -47,7 +78,7 @@ def opened(name: str, path: str | os.PathLike[str], replace: bool) -> AdapterUpl
         )
         file.seek(0)
         stack.pop_all()
-        return AdapterUpload(engine_service_pb2.UploadAdapterRequest(header=header), file)
+        return AdapterUpload(header, file)
 
 
 def _files_at(path: Path) -> tuple[Path, bytes | None]:

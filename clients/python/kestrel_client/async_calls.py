@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Generic, Self
 
@@ -29,10 +28,11 @@ from kestrel_client.sending import (
     Retries,
     SentImages,
     TextEvents,
+    Threads,
     cancelled_here,
 )
 from kestrel_client.v1 import media_pb2
-from kestrel_client.v1.engine_service_pb2 import UploadAdapterRequest, UploadAdapterResponse
+from kestrel_client.v1.engine_service_pb2 import UploadAdapterResponse
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -101,26 +101,28 @@ class AsyncCalls:
 
         By default the call may take the time of other calls, and as long as a server allows for files of that size.
         """
+        if self.is_closed:
+            raise client_closed()
         request_id = requests.new_request_id()
-        with errors_of(request_id), ExitStack() as stack:
+        with errors_of(request_id):
             upload = await Asyncio.run(adapters.opened, name, path, replace)
-            stack.enter_context(upload.weights)
             if timeout_s is None:
-                timeout_s = self.timeout_s + upload.header.header.size_bytes / adapters.LEAST_BYTES_PER_S
+                timeout_s = self.timeout_s + upload.header.size_bytes / adapters.LEAST_BYTES_PER_S
+            sending = adapters.Sending(
+                Threads.channel(self.connection),
+                upload,
+                timeout=timeout_s,
+                metadata=requests.metadata(request_id, self.connection.token),
+                wait_for_ready=self.wait_for_ready,
+            )
             try:
-                return await self.engine.UploadAdapter(
-                    _parts(upload),
-                    timeout=timeout_s,
-                    metadata=requests.metadata(request_id, self.connection.token),
-                    wait_for_ready=self.wait_for_ready,
-                )
-            except (ValueError, grpc.aio.UsageError) as error:  # of the blocking client, of the asyncio client
-                if self.is_closed:
-                    raise client_closed() from error
-                raise
+                return await Asyncio.run(sending.result)
             except grpc.RpcError as error:
                 failure = from_rpc_error(error, request_id)
                 raise await Asyncio.run(self.connection.explain, failure, timeout_s) from error
+            except BaseException:
+                sending.cancel()
+                raise
 
     async def close(self) -> None:
         """Closes the connection."""
@@ -133,12 +135,6 @@ class AsyncCalls:
         request_id = requests.request_id(options)
         with errors_of(request_id):
             return _Attempts(self, rpc, build(), images, options, request_id)
-
-
-async def _parts(upload: adapters.AdapterUpload) -> AsyncIterator[UploadAdapterRequest]:
-    yield upload.header
-    while (part := await Asyncio.run(upload.chunk)) is not None:
-        yield part
 
 
 class _Attempts:

@@ -298,7 +298,7 @@ async def test_an_upload_whose_client_hangs_up_leaves_nothing(root: Path) -> Non
 
 
 async def test_a_caller_that_hangs_up_during_the_check_leaves_nothing(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_checking, may_end = asyncio.Event(), asyncio.Event()
 
@@ -313,6 +313,14 @@ async def test_a_caller_that_hangs_up_during_the_check_leaves_nothing(
         await is_checking.wait()
         call.cancel()
         await no_open_calls(rig)
+        assert os.listdir(root) == []
+        is_checking.clear()
+        (tmp_path / "a.safetensors").write_bytes(WEIGHTS)
+        async with AsyncClient(rig.address) as client:
+            task = asyncio.ensure_future(client.upload_adapter("a", tmp_path / "a.safetensors"))
+            await is_checking.wait()
+            task.cancel()
+            await no_open_calls(rig)
         assert os.listdir(root) == []
         may_end.set()
         assert (await upload(rig, parts())).name == "a"
