@@ -42,7 +42,7 @@ _NUM_SEEDS = 2**63
 """The number of seeds, from 0 on, that all routes accept."""
 _MAX_PATH_CHARS = 1024
 _PATH_WITHOUT_SKILL = "/v1/"
-_IMAGE_FIELD = "image_url"
+_IMAGE_FIELD, _IMAGES_FIELD = "image_url", "image_urls"
 _PATH = re.compile(r"/v1/[A-Za-z0-9_/.-]+")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{40,}={0,2}\s*")
 """Matches the base64 of a picture. Shorter texts are names of files, since every picture has more bytes."""
@@ -208,6 +208,23 @@ def _digest_of_row(row: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class _ImageFile:
+    """Stands for an image among the fields of a request, which is written in base64. `name` is its field of the
+    line."""
+
+    name: str
+    content: bytes | Path
+
+    def base64(self) -> str:
+        """Returns the file. Raises `InvalidRequest` if it cannot be read, or is none."""
+        try:
+            data = self.content if isinstance(self.content, bytes) else _read_image(self.content, self.name)
+        except OSError as error:
+            raise InvalidRequest((Violation(self.name, f"cannot be read: {error.strerror}"),)) from None
+        return base64.b64encode(data).decode()
+
+
+@dataclass(frozen=True, slots=True)
 class Template:
     """Holds the defaults of all lines. Raises ValueError for a skill that does not exist.
 
@@ -239,10 +256,10 @@ class Line:
     is_openai: bool
     path: str = ""
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
-    image: bytes | Path | None = None
-    """The image, if it is not among the fields."""
     has_image: bool = False
     """True if the record names an image of its own."""
+    reads_file: bool = False
+    """True if `body` reads a file, which takes a while."""
     violations: list[Violation] = field(default_factory=list[Violation])
 
     @classmethod
@@ -270,22 +287,12 @@ class Line:
         """The id of the request in the log of a server."""
         return f"batch-{self.number}"
 
-    @property
-    def reads_file(self) -> bool:
-        """True if `body` reads a file, which takes a while."""
-        return isinstance(self.image, Path)
-
     def body(self) -> bytes:
         """Returns the body of the request, as JSON.
 
-        Raises OSError if the image cannot be read, and `InvalidRequest` if the file is not an image.
+        Raises `InvalidRequest` if a file of an image cannot be read.
         """
-        fields = json.dumps(self.fields, default=str).encode()
-        if self.image is None:
-            return fields
-        data = self.image if isinstance(self.image, bytes) else _read_image(self.image)
-        separator = b"," if self.fields else b""
-        return b'%b%b"image_url":"%b"}' % (fields[:-1], separator, base64.b64encode(data))
+        return json.dumps(self.fields, default=_as_json).encode()
 
     def _refuse(self, name: str, description: str) -> None:
         self.violations.append(Violation(name, description))
@@ -328,25 +335,52 @@ class Line:
         if isinstance(settings, Mapping) and settings.get("seed") is None:
             self.fields["settings"] = {**settings, "seed": seed}
         if image is not None:
-            if "image_url" in self.fields:
-                self._refuse("image", "cannot be combined with image_url")
-            self._read_image(image, template.folder)
+            if _IMAGE_FIELD in self.fields:
+                self._refuse("image", f"cannot be combined with {_IMAGE_FIELD}")
+            self.fields[_IMAGE_FIELD] = self._image("image", image, template.folder)
+        messages = self.fields.get("messages")
+        if isinstance(messages, list):
+            self.fields["messages"] = [
+                self._message(f"messages[{index}]", message, template.folder)
+                for index, message in enumerate(messages)
+            ]
 
-    def _read_image(self, image: Any, folder: Path) -> None:
+    def _message(self, name: str, message: Any, folder: Path) -> Any:
+        """Returns a message of a conversation with its `images` in the field of the request."""
+        images = message.get("images") if isinstance(message, Mapping) else None
+        if images is None:
+            return message
+        fields = {name: value for name, value in message.items() if name != "images"}
+        if _IMAGES_FIELD in fields:
+            self._refuse(f"{name}.images", f"cannot be combined with {_IMAGES_FIELD}")
+        if not isinstance(images, list):
+            self._refuse(f"{name}.images", "must be a list")
+            return fields
+        found = [self._image(f"{name}.images[{index}]", image, folder) for index, image in enumerate(images)]
+        return {**fields, _IMAGES_FIELD: found}
+
+    def _image(self, name: str, image: Any, folder: Path) -> str | _ImageFile | None:
+        """Returns an image for the fields of the request; None for one that is refused."""
         if isinstance(image, Mapping):  # the format of training sets of images in Parquet
             image = image.get("bytes") or image.get("path")
         if isinstance(image, bytes | Path):
-            self.image = image
-        elif not isinstance(image, str):
-            self._refuse("image", "must be a text: a path, an address, a data URL, base64 or an image_id")
-        elif is_on_server(image) or is_data_url(image[:_MAX_PATH_CHARS].encode(errors="replace")):
-            self.fields["image_url"] = image
-        elif (path := _file(folder, image)) is not None:
-            self.image = path
-        elif _BASE64.fullmatch(image):
-            self.fields["image_url"] = image
-        else:
-            self._refuse("image", f"there is no file {str(folder / image)[:_MAX_PATH_CHARS]}")
+            self.reads_file = self.reads_file or isinstance(image, Path)
+            return _ImageFile(name, image)
+        if not isinstance(image, str):
+            self._refuse(name, "must be a text: a path, an address, a data URL, base64 or an image_id")
+            return None
+        if is_on_server(image) or is_data_url(image[:_MAX_PATH_CHARS].encode(errors="replace")):
+            return image
+        if (path := _file(folder, image)) is not None:
+            self.reads_file = True
+            return _ImageFile(name, path)
+        if not _BASE64.fullmatch(image):
+            self._refuse(name, f"there is no file {str(folder / image)[:_MAX_PATH_CHARS]}")
+        return image
+
+
+def _as_json(value: object) -> str:
+    return value.base64() if isinstance(value, _ImageFile) else str(value)
 
 
 def fields_missing_in_all(source: Source, template: Template) -> tuple[str, ...]:
@@ -383,17 +417,19 @@ def _parsed(content: bytes) -> Mapping[str, Any] | None:
     return document if isinstance(document, dict) else None
 
 
-def _read_image(path: Path) -> bytes:
-    """Returns the bytes of a regular file. Raises OSError, or `InvalidRequest` for any other file or one that is
-    too large."""
+def _read_image(path: Path, name: str) -> bytes:
+    """Returns the bytes of the regular file in the field `name`.
+
+    Raises OSError, or `InvalidRequest` for any other file or one that is too large.
+    """
     # Does not wait for the writer of a pipe, which may have the name of a picture.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
-            raise InvalidRequest((Violation("image", "is no regular file"),))
+            raise InvalidRequest((Violation(name, "is no regular file"),))
         data = file.read(_MAX_FILE_BYTES + 1) if found.st_size <= _MAX_FILE_BYTES else None
     if data is None or len(data) > _MAX_FILE_BYTES:
-        raise InvalidRequest((Violation("image", f"is a file of more than {_MAX_FILE_BYTES} bytes"),))
+        raise InvalidRequest((Violation(name, f"is a file of more than {_MAX_FILE_BYTES} bytes"),))
     return data
 
 

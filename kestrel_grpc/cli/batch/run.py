@@ -32,7 +32,7 @@ from kestrel_grpc.cli.batch.lines import (
 )
 from kestrel_grpc.cli.batch.output import AnyOutput
 from kestrel_grpc.process.terminal import print_error
-from kestrel_runtime.api.errors import InvalidRequest, Violation
+from kestrel_runtime.api.errors import InvalidRequest
 
 _WINDOW = 16
 """The finished lines that may wait for an earlier one, for each request in flight."""
@@ -150,8 +150,6 @@ class Run:
         if not line.violations:
             try:
                 body = await asyncio.to_thread(line.body) if line.reads_file else line.body()
-            except OSError as error:
-                line.violations.append(Violation("image", f"cannot be read: {error.strerror}"))
             except InvalidRequest as error:
                 line.violations += error.violations
         if line.violations:

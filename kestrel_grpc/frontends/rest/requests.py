@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -16,20 +17,24 @@ from kestrel_grpc.frontends.http.bodies import Body, Problems, Text, Unusable, r
 from kestrel_grpc.frontends.http.fields import (
     EXAMPLE_IMAGE,
     ConstraintBody,
-    GivenImage,
+    ImageText,
     ImageTextOrFile,
     Sampling,
     read_image,
     setting,
 )
 from kestrel_grpc.frontends.http.forms import IMAGE_URL, Form
-from kestrel_grpc.frontends.http.json_body import parse_json
+from kestrel_grpc.frontends.http.json_body import LongText, parse_json
 from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.requests import (
+    MAX_CHAT_IMAGES,
+    MAX_CHAT_MESSAGES,
     MAX_SPATIAL_REFS,
     BoxRef,
     CachePolicy,
     Caption,
+    Chat,
+    ChatMessage,
     Detect,
     Gaze,
     Point,
@@ -38,6 +43,7 @@ from kestrel_runtime.api.requests import (
     Query,
     Request,
     RequestOptions,
+    Role,
     Segment,
     SpatialRef,
 )
@@ -48,7 +54,6 @@ _IMAGE = (
     "An image file in base64, as a data URL or plain; an address on one of the hosts of `--image-hosts`; "
     "or the `image_id` of a stored image."
 )
-_NO_IMAGE = GivenImage(None)
 
 
 # The fields that several routes have
@@ -93,9 +98,16 @@ class SkillBody(Body):
     )
 
     @abstractmethod
-    def request(self, image: bytes | None, **shared: Any) -> Request:
-        """Returns the request for the engine. `shared` is the result of the method `shared`. Raises
-        `InvalidRequest`."""
+    def request(self, images: Sequence[bytes], **shared: Any) -> Request:
+        """Returns the request for the engine. Raises `InvalidRequest`.
+
+        `images` are those of `pictures`, `shared` is the result of the method `shared`.
+        """
+
+    def pictures(self, image_name: str) -> list[tuple[str | LongText | bytes, str]]:
+        """Returns each image as the body has it, with its path. `image_name` is the name of a body's one image."""
+        url = vars(self)["image_url"]
+        return [] if url is None else [(url, image_name)]
 
     def shared(self) -> dict[str, Any]:
         """Returns the arguments that the requests of all skills take."""
@@ -173,8 +185,9 @@ class QueryBody(_StreamBody, _PlacesBody):
         None, description="What the answer must look like; one of its fields."
     )
 
-    def request(self, image: bytes | None, **shared: Any) -> Query:
+    def request(self, images: Sequence[bytes], **shared: Any) -> Query:
         constraint = None if self.constraint is None else self.constraint.value()
+        image = images[0] if images else None
         return Query(self.question, image, reasoning=self.reasoning, constraint=constraint, **shared)
 
 
@@ -185,33 +198,29 @@ class CaptionBody(_ImageBody, _StreamBody):
         "normal", description="How long the description is; `normal` by default."
     )
 
-    def request(self, image: bytes | None, **shared: Any) -> Caption:
-        assert image is not None
-        return Caption(image, length=self.length, **shared)
+    def request(self, images: Sequence[bytes], **shared: Any) -> Caption:
+        return Caption(images[0], length=self.length, **shared)
 
 
 class PointBody(_ObjectBody):
     """Finds the places of objects."""
 
-    def request(self, image: bytes | None, **shared: Any) -> Point:
-        assert image is not None
-        return Point(self.object, image, max_objects=self.settings.max_objects, **shared)
+    def request(self, images: Sequence[bytes], **shared: Any) -> Point:
+        return Point(self.object, images[0], max_objects=self.settings.max_objects, **shared)
 
 
 class DetectBody(_ObjectBody):
     """Finds boxes around objects."""
 
-    def request(self, image: bytes | None, **shared: Any) -> Detect:
-        assert image is not None
-        return Detect(self.object, image, max_objects=self.settings.max_objects, **shared)
+    def request(self, images: Sequence[bytes], **shared: Any) -> Detect:
+        return Detect(self.object, images[0], max_objects=self.settings.max_objects, **shared)
 
 
 class SegmentBody(_ObjectBody, _StreamBody):
     """Finds the outline of an object."""
 
-    def request(self, image: bytes | None, **shared: Any) -> Segment:
-        assert image is not None
-        return Segment(self.object, image, **shared)
+    def request(self, images: Sequence[bytes], **shared: Any) -> Segment:
+        return Segment(self.object, images[0], **shared)
 
 
 class GazeBody(_ImageBody):
@@ -222,9 +231,53 @@ class GazeBody(_ImageBody):
         examples=[[0.5, 0.5]],
     )
 
-    def request(self, image: bytes | None, **shared: Any) -> Gaze:
-        assert image is not None
-        return Gaze(image, self.eye, **shared)
+    def request(self, images: Sequence[bytes], **shared: Any) -> Gaze:
+        return Gaze(images[0], self.eye, **shared)
+
+
+class Turn(Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "user", "assistant"] = Field(description="Who says it.")
+    content: Text = Field("", description="What is said. Only the last message needs a text.")
+    image_urls: list[ImageText] | None = Field(
+        None,
+        description="The images that precede the text, in messages of the user: "
+        f"at most {MAX_CHAT_IMAGES} in all messages together.",
+        max_length=MAX_CHAT_IMAGES,
+        examples=[[EXAMPLE_IMAGE]],
+    )
+
+
+class ChatBody(_StreamBody):
+    """Answers the last message of a conversation about any number of images."""
+
+    messages: list[Turn] = Field(
+        description="The conversation. Messages of the system precede all others; the last one is of the user.",
+        min_length=1,
+        max_length=MAX_CHAT_MESSAGES,
+        examples=[[{"role": "user", "content": "What is in this image?"}]],
+    )
+    reasoning: bool = Field(False, description="Whether the model reasons before it answers.")
+    constraint: ConstraintBody | None = Field(
+        None, description="What the answer must look like; one of its fields."
+    )
+
+    def pictures(self, image_name: str) -> list[tuple[str | LongText | bytes, str]]:
+        return [
+            (url, f"messages[{index}].image_urls[{place}]")
+            for index, turn in enumerate(self.messages)
+            for place, url in enumerate(turn.image_urls or ())
+        ]
+
+    def request(self, images: Sequence[bytes], **shared: Any) -> Chat:
+        constraint = None if self.constraint is None else self.constraint.value()
+        rest = iter(images)
+        messages = tuple(
+            ChatMessage(Role(turn.role), turn.content, tuple(islice(rest, len(turn.image_urls or ()))))
+            for turn in self.messages
+        )
+        return Chat(messages, reasoning=self.reasoning, constraint=constraint, **shared)
 
 
 ROUTES: Mapping[str, type[SkillBody]] = MappingProxyType(
@@ -235,6 +288,7 @@ ROUTES: Mapping[str, type[SkillBody]] = MappingProxyType(
         "detect": DetectBody,
         "segment": SegmentBody,
         "gaze": GazeBody,
+        "chat": ChatBody,
     }
 )
 """The body of `POST /v1/<skill>`, by skill."""
@@ -257,21 +311,21 @@ def parse_request(
     else:
         document, image_name = form.document(body_type, data, problems)
     body = read(body_type, document, problems)
-    fields = vars(body)  # routes have different ones
-    is_streamed, url = fields.get("stream", False), fields["image_url"]
+    is_streamed = isinstance(body, _StreamBody) and body.stream
     if is_streamed and (body.settings.n or 1) > 1:
         problems.add("settings.n", "must be 1 in a stream")
-    image = _NO_IMAGE if url is None else read_image(url, image_name, max_image_bytes, problems)
+    images = [read_image(value, path, max_image_bytes, problems) for value, path in body.pictures(image_name)]
     # A single stop string is no list.
     name = partial(field_name, image_name=image_name, has_stops=not isinstance(body.settings.stop, str))
     request = None
     try:
-        request = body.request(image.data, **body.shared())
+        request = body.request([image.data or b"" for image in images], **body.shared())
     except InvalidRequest as error:
         problems.add_renamed(error.violations, name)
     problems.require_none()
     assert request is not None
-    return ParsedRequest(request, (image.reference,), is_streamed, body.format, name)
+    references = tuple(image.reference for image in images)
+    return ParsedRequest(request, references, is_streamed, body.format, name)
 
 
 _NAMES: Mapping[str, str] = MappingProxyType(
@@ -309,6 +363,9 @@ def field_name(field: str, *, image_name: str = IMAGE_URL, has_stops: bool = Tru
         return "settings.stop"
     if field.startswith("sampling."):
         return f"settings.{field.removeprefix('sampling.')}"
+    found = re.match(r"(messages\[\d+\])\.images((?:\[\d+\])?)", field)
+    if found is not None:
+        return f"{found[1]}.image_urls{found[2]}"
     found = re.fullmatch(r"(spatial_refs\[\d+\])\.(.+)", field)
     if found is not None:
         return found[1] + _SIDES.get(found[2], "")

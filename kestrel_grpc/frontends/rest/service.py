@@ -60,7 +60,7 @@ class RestService:
                 f"rest/{skill}",
                 partial(parse_request, body, max_image_bytes),
                 serve,
-                takes_forms=True,
+                takes_forms="image_url" in body.model_fields,
                 description=Description(skill, body.__doc__ or "", "The answer.", body),
             )
             for skill, body in ROUTES.items()

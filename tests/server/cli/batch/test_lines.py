@@ -97,6 +97,41 @@ def test_an_image_that_is_nowhere_is_named(tmp_path):
     assert "cannot be combined" in refused({"image": "data:,", "image_url": "data:,"}, template)["image"]
 
 
+def test_messages_of_a_conversation_have_images_of_their_own(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"first")
+    messages = [
+        {"role": "user", "content": "What?", "images": ["a.png", "https://example.com/b.png"]},
+        {"role": "assistant", "content": "A bird."},
+        {"role": "user", "content": "And here?", "image_urls": ["sha256:" + "a" * 64]},
+    ]
+    line = line_of({"skill": "chat", "messages": messages}, Template(folder=tmp_path))
+    assert (line.path, line.violations, line.reads_file) == ("/v1/chat", [], True)
+    sent = json.loads(line.body())["messages"]
+    assert [message.get("image_urls") for message in sent] == [
+        [base64.b64encode(b"first").decode(), "https://example.com/b.png"],
+        None,
+        ["sha256:" + "a" * 64],
+    ]
+    assert "images" not in sent[0]
+    wrong = [{"images": ["no.png", 3]}, {"images": "a.png"}, {"images": [], "image_urls": []}]
+    line = line_of({"skill": "chat", "messages": wrong}, Template(folder=tmp_path))
+    assert [violation.field for violation in line.violations] == [
+        "messages[0].images[0]",
+        "messages[0].images[1]",
+        "messages[1].images",
+        "messages[2].images",
+    ]
+
+
+def test_an_image_of_a_message_that_is_gone_is_named(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"first")
+    messages = [{"role": "user", "content": "What?", "images": ["a.png"]}]
+    line = line_of({"skill": "chat", "messages": messages}, Template(folder=tmp_path))
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.images\[0\]: cannot be read: No such file"):
+        line.body()
+
+
 def test_everything_wrong_with_a_line_is_told_at_once():
     assert refused({"id": True, "skill": "qeury", "image": [], "stream": True}).keys() == {
         *("id", "skill", "image", "stream")
