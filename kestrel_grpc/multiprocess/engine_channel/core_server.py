@@ -306,7 +306,12 @@ class _Frontend(Exchange):
 
     def _submit(self, message: Submit) -> None:
         streams: list[Stream] = [_ForwardedStream(self, id) for id in message.ids]
-        request = decode_request(message.request, lambda summary: _FetchedImage(self, message.ids[0], summary))
+        try:
+            request = decode_request(message.request, lambda summary: _FetchedImage(self, message.ids[0], summary))
+        except Exception as error:  # a fault of ours must not keep the caller waiting
+            for stream in streams:
+                stream.refuse(InternalError(error))
+            return
         self._server.engine.submit_to(
             streams,
             request,

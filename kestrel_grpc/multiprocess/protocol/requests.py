@@ -117,18 +117,17 @@ def decode_request(data: bytes, new_image: Callable[[ImageSummary], RemoteImage]
     """Decodes a request. It is not checked again: the other process has checked it."""
     wire = _request_decoder.decode(data)
     kind = _REQUEST_KINDS[type(wire)]
-    request = object.__new__(kind)
-    for name in _REQUEST_FIELDS[kind]:
-        value: Any = getattr(wire, name)
-        if name in _REPEATED:
-            value = _REPEATED[name](bytes(value))
-        elif name == "image" and value is not None:
-            value = new_image(value)
-        elif name == "messages":
-            value = tuple(
-                ChatMessage(turn.role, turn.text, tuple(map(new_image, turn.images))) for turn in wire.messages
-            )
-        elif name == "spatial_refs":
-            value = tuple(PointRef(*ref) if len(ref) == 2 else BoxRef(*ref) for ref in wire.spatial_refs)
-        object.__setattr__(request, name, value)
-    return request
+    values = msgspec.structs.asdict(wire)
+    for name, decoded in _REPEATED.items():
+        values[name] = decoded(bytes(values[name]))
+    if values.get("image") is not None:
+        values["image"] = new_image(wire.image)
+    if "messages" in values:
+        values["messages"] = tuple(
+            ChatMessage(turn.role, turn.text, tuple(map(new_image, turn.images))) for turn in wire.messages
+        )
+    if "spatial_refs" in values:
+        values["spatial_refs"] = tuple(
+            PointRef(*ref) if len(ref) == 2 else BoxRef(*ref) for ref in wire.spatial_refs
+        )
+    return kind(**values, checks=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from enum import Enum, IntEnum, auto
 from typing import ClassVar, Protocol, Self, get_args
 
@@ -102,13 +102,15 @@ class RequestOptions:
             yield Violation("options.adapter", "must be the name of an adapter, such as name or name@step")
 
 
+@dataclass(frozen=True, slots=True)
 class _Checked(ABC):
     """Checks a request when it is made and raises all violations together, as `InvalidRequest`."""
 
-    __slots__ = ()
+    checks: InitVar[bool] = field(default=True, kw_only=True)
+    """False for the values of a request that was checked in another process."""
 
-    def __post_init__(self) -> None:
-        violations = tuple(self.violations())
+    def __post_init__(self, checks: bool) -> None:
+        violations = tuple(self.violations()) if checks else ()
         if violations:
             raise InvalidRequest(violations)
 
@@ -141,10 +143,9 @@ class _HasImage(Protocol):
     def image(self) -> Image | None: ...
 
 
+@dataclass(frozen=True, slots=True)
 class _AboutOneImage(_Checked):
     """A request with a field `image`."""
-
-    __slots__ = ()
 
     @property
     def images(self: _HasImage) -> tuple[Image, ...]:
@@ -152,7 +153,7 @@ class _AboutOneImage(_Checked):
 
     def with_images(self, images: tuple[Image, ...]) -> Self:
         (image,) = images or (None,)
-        return replace(self, image=image)  # pyrefly: ignore[bad-specialization] all such requests are dataclasses
+        return replace(self, image=image)
 
 
 @dataclass(frozen=True, slots=True)

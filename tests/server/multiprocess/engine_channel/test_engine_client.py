@@ -38,6 +38,7 @@ from kestrel_runtime.api.errors import (
     DeadlineExceeded,
     EngineUnavailable,
     ImageError,
+    InternalError,
     KestrelError,
     ModelNotFound,
     Overloaded,
@@ -269,6 +270,35 @@ async def test_requests_of_one_turn_travel_together_and_each_is_answered(
     streams = [submit(one.client, Query(f"what {number}?", sampling=GREEDY)) for number in range(5)]
     assert len(await asyncio.gather(*(stream.result() for stream in streams))) == 5
     assert batches[0] == 5
+
+
+async def test_a_request_that_a_core_cannot_read_ends_with_an_error(
+    one: Cores, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("a secret")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(core_module, "decode_request", fail)
+        error = await error_of(submit(one.client, Query("what?", SMALL_IMAGE)))
+    assert type(error) is InternalError
+    assert "a secret" not in str(error)
+    assert "a secret" in caplog.text
+    assert (await submit(one.client, Query("what?", SMALL_IMAGE, sampling=GREEDY)).result()).output
+
+
+async def test_an_operation_that_fails_inside_a_core_is_an_internal_error_and_ends_no_other(
+    one: Cores, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: object) -> None:
+        raise ValueError("a secret")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(one.engines[0], "adapter_names", fail)
+        with pytest.raises(InternalError):
+            await one.client.adapter_names()
+    assert "a AdapterNames from frontend-0.1 could not be handled" in caplog.text
+    assert await one.client.adapter_names() == []
 
 
 async def test_pixels_of_a_front_end_that_has_died_are_not_waited_for(

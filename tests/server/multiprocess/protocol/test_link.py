@@ -10,10 +10,13 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
+from kestrel_grpc.access.limits import RateLimited
 from kestrel_grpc.calls.errors import Code, describe
 from kestrel_grpc.multiprocess.protocol import link as link_module
 from kestrel_grpc.multiprocess.protocol.errors import SupervisorUnavailable
+from kestrel_grpc.multiprocess.protocol.framing import framed
 from kestrel_grpc.multiprocess.protocol.link import Link, receive_first, send_first
+from kestrel_grpc.multiprocess.protocol.messages import Hello
 from kestrel_grpc.multiprocess.protocol.questions import Codec, Message, Question
 from kestrel_runtime.api.engine import EngineStatus
 
@@ -182,6 +185,42 @@ async def test_a_handler_that_fails_is_logged_where_it_runs(ends: Ends, caplog: 
         "a Double from frontend-0 could not be handled",
         "a Reverse from frontend-0 could not be handled",
     ]
+
+
+async def test_an_error_that_callers_may_see_crosses_the_link(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
+    supervisor, child = ends
+
+    async def refuse(question: Double) -> None:
+        raise RateLimited("alice", "at most 2 requests at a time", 1.5)
+
+    supervisor.on(Double, refuse)
+    with pytest.raises(RateLimited) as caught:
+        await child.ask(Double(1), timeout_s=TIMEOUT_S)
+    assert (caught.value.name, caught.value.limit, caught.value.retry_after_s) == (
+        *("alice", "at most 2 requests at a time", 1.5),
+    )
+    assert caplog.records == []
+
+
+async def test_a_frame_without_a_message_ends_the_link_alone(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = socket.socketpair()
+    link = Link("frontend-0", CODEC)
+    await link.start(ours)
+    asking = asyncio.ensure_future(link.ask(Sync(), timeout_s=TIMEOUT_S))
+    await asyncio.sleep(0)
+    theirs.sendall(framed(b"\xc1"))
+    with pytest.raises(SupervisorUnavailable):
+        await asking
+    await link.closed
+    theirs.close()
+    assert "frontend-0 sends what is no message" in caplog.text
+
+
+async def test_the_first_message_of_every_build_can_be_read() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(framed(msgspec.msgpack.encode([["Hello", "another", "supervisor", "a later field"]])))
+        assert receive_first(theirs, Hello).build == "another"
 
 
 async def test_a_peer_that_does_not_read_is_let_go(

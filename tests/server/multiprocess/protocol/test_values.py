@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from kestrel_grpc.multiprocess.protocol.errors import decode_error, encode_error
+from kestrel_grpc.access.limits import RateLimited
+from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, ImageQuotaExceeded, ImageStoreFull
+from kestrel_grpc.multiprocess.protocol.errors import SupervisorUnavailable, decode_error, encode_error
 from kestrel_grpc.multiprocess.protocol.events import events_in, events_of
 from kestrel_grpc.multiprocess.protocol.messages import CODEC, Events
 from kestrel_grpc.multiprocess.protocol.requests import ImageSummary, decode_request, encode_request
@@ -192,6 +194,22 @@ def test_every_error_that_a_request_can_meet_is_sent() -> None:
     kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, KestrelError)}
     met_at_start = {errors.KestrelError, errors.CheckpointError}
     assert {type(error) for error in all_errors()} == kinds - met_at_start
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RateLimited("alice", "at most 2 requests at a time", 1.5),
+        ImageNotFound(ImageHandle("ab" * 32)),
+        ImageQuotaExceeded(7),
+        ImageStoreFull(2**40),
+        SupervisorUnavailable("frontend-1 is gone"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_of_the_shared_state_arrive_with_what_they_say(error: Exception) -> None:
+    found = decode_error(encode_error(error))
+    assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
 
 
 def test_an_error_of_an_unknown_kind_arrives_as_its_base() -> None:
