@@ -291,6 +291,7 @@ ERRORS = (
         facts=lambda error: {
             "promptTokenCount": str(error.num_prompt_tokens),
             "maxContextTokenCount": str(error.max_context_tokens),
+            **({"messageTokenCounts": ",".join(map(str, error.message_tokens))} if error.message_tokens else {}),
         },
     ),
     ErrorRow(

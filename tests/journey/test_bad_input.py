@@ -14,6 +14,7 @@ from PIL import Image
 from kestrel_client.v1 import vision_service_pb2 as wire
 from tests.journey.conftest import LiveServer
 from tests.reference_fixtures import MD3_SMALL
+from tests.server.serving import details_of
 
 IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
 
@@ -114,6 +115,38 @@ async def test_a_prompt_longer_than_the_context_is_refused(live_server: LiveServ
     assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED")
     assert fields == ["question"]
     assert await still_serves(live_server)
+
+
+async def test_a_conversation_longer_than_the_context_is_refused_with_the_tokens_of_its_messages(
+    live_server: LiveServer,
+) -> None:
+    turns = [
+        {"role": "CHAT_ROLE_USER", "parts": [{"image": {"data": IMAGE}}, {"text": "word " * 1000}]},
+        {"role": "CHAT_ROLE_ASSISTANT", "parts": [{"text": " A bird."}]},
+        {"role": "CHAT_ROLE_USER", "parts": [{"text": "word " * 1000}]},
+    ]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await live_server.stub.CompleteChat(wire.CompleteChatRequest(messages=turns))
+    info: Any = details_of(caught.value)["ErrorInfo"]
+    counts = [int(count) for count in info.metadata["messageTokenCounts"].split(",")]
+    assert info.reason == "CONTEXT_LENGTH_EXCEEDED"
+    assert (sum(counts), len(counts)) == (int(info.metadata["promptTokenCount"]), 3)
+    assert counts[0] > counts[2] > 1000 > counts[1]
+    assert 725 < counts[0] - counts[2] < 733  # the image, and what begins and ends a prompt
+    assert await still_serves(live_server)
+
+
+async def test_a_conversation_is_answered_and_its_turns_find_each_other(live_server: LiveServer) -> None:
+    question = {"role": "CHAT_ROLE_USER", "parts": [{"image": {"data": IMAGE}}, {"text": "What is it?"}]}
+    sampling = {"temperature": 0.0, "max_tokens": 4}
+    first = await live_server.stub.CompleteChat(wire.CompleteChatRequest(messages=[question], sampling=sampling))
+    answer = {"role": "CHAT_ROLE_ASSISTANT", "parts": [{"text": first.result.answer}]}
+    further = {"role": "CHAT_ROLE_USER", "parts": [{"text": "Why?"}]}
+    request = wire.CompleteChatRequest(messages=[question, answer, further], sampling=sampling)
+    second = await live_server.stub.CompleteChat(request)
+    assert first.result.info.usage.image_token_count == second.result.info.usage.image_token_count == 729
+    assert second.result.info.usage.input_token_count > first.result.info.usage.input_token_count
+    assert second.result.info.usage.cached_token_count > 700
 
 
 async def test_settings_that_are_no_numbers_or_out_of_range_are_all_named_at_once(live_server: LiveServer) -> None:

@@ -67,7 +67,12 @@ _ERRORS: Mapping[type[Exception], _Kind] = MappingProxyType(
             lambda description, too_large, field: ImageError(description, too_large=too_large, field=field),
         ),
         ContextLengthExceeded: _Kind(
-            lambda error: (error.violations[0].field, error.num_prompt_tokens, error.max_context_tokens),
+            lambda error: (
+                error.violations[0].field,
+                error.num_prompt_tokens,
+                error.max_context_tokens,
+                error.message_tokens,
+            ),
             ContextLengthExceeded,
         ),
         ModelNotFound: _Kind(lambda error: (error.model, error.hint), ModelNotFound),

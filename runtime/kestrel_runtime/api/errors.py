@@ -25,7 +25,7 @@ from __future__ import annotations
 import difflib
 import heapq
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -39,6 +39,8 @@ class Violation:
 
 
 _MAX_COMPARED_CHARS, _MAX_COMPARED_WORDS = 48, 32
+_MAX_SHOWN_MESSAGES = 8
+"""The most messages of a conversation whose tokens an error lists."""
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
@@ -80,13 +82,23 @@ class ImageError(InvalidRequest):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt and its image fill the context, so that no token can be generated."""
+    """The prompt and its images fill the context, so that no token can be generated.
 
-    def __init__(self, field: str, num_prompt_tokens: int, max_context_tokens: int) -> None:
+    `message_tokens` are the tokens of each message of a conversation, with its images.
+    """
+
+    def __init__(
+        self, field: str, num_prompt_tokens: int, max_context_tokens: int, message_tokens: Sequence[int] = ()
+    ) -> None:
         text = f"the prompt takes {num_prompt_tokens} tokens and must stay below {max_context_tokens}"
+        largest = sorted(range(len(message_tokens)), key=lambda index: -message_tokens[index])[:_MAX_SHOWN_MESSAGES]
+        if largest:
+            of_each = ", ".join(f"{field}[{index}] takes {message_tokens[index]}" for index in sorted(largest))
+            text += f"; {'the largest are ' if len(message_tokens) > len(largest) else ''}{of_each}"
         super().__init__((Violation(field, text),))
         self.num_prompt_tokens = num_prompt_tokens
         self.max_context_tokens = max_context_tokens
+        self.message_tokens = tuple(message_tokens)
 
 
 class ModelNotFound(KestrelError):

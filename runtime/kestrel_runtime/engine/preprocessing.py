@@ -28,7 +28,7 @@ from kestrel_runtime.api.errors import (
 )
 from kestrel_runtime.api.images import Image as RequestImage
 from kestrel_runtime.api.images import RemoteImage, image_digest, is_hashed_at_once
-from kestrel_runtime.api.requests import CachePolicy, Request
+from kestrel_runtime.api.requests import CachePolicy, Chat, Request
 from kestrel_runtime.engine.answer_end_check import EndCheck
 from kestrel_runtime.engine.poison_requests import PoisonRequests, fingerprint_of
 from kestrel_runtime.engine.recent import LruCache, Matchers, Prompts
@@ -385,7 +385,8 @@ class Preprocessor:
         num_image_tokens = 0 if image is None else self._positions_per_image
         num_positions = len(prompt) + num_image_tokens
         if num_positions >= self._max_context:
-            raise ContextLengthExceeded(skill.text_field, num_positions, self._max_context)
+            counts = self._message_tokens(request)
+            raise ContextLengthExceeded(skill.text_field, num_positions, self._max_context, counts)
         policy, keys, embedding_key = request.options.cache, None, None
         if self._key_maker is not None and policy is not CachePolicy.BYPASS:
             if self._prefix_cache:
@@ -468,6 +469,16 @@ class Preprocessor:
         facts = ImageFacts(digest, self._num_bytes(self.inspect(image)))
         self._known_images.put((namespace, digest), facts)
         return facts, False
+
+    def _message_tokens(self, request: Request) -> list[int]:
+        """Returns the positions of each message of a conversation; none for other requests."""
+        if not isinstance(request, Chat):
+            return []
+        counts = self._skills[request.skill].message_tokens(request, self._tokenizer, self._config)
+        return [
+            count + len(message.images) * self._positions_per_image
+            for count, message in zip(counts, request.messages, strict=True)
+        ]
 
     def decode_again(self, sequence: TokenSequence) -> Future[Crops | DecodedImage]:
         """Have a worker decode the image of a sequence that was prepared without its crops.

@@ -86,6 +86,11 @@ class Skill(Protocol):
         """Returns the tokens of the prompt that follow the first token and the image. Raises `InvalidRequest`."""
         ...
 
+    def message_tokens(self, request: Any, tokenizer: Any, config: Any) -> list[int]:
+        """Returns the tokens of the prompt for each message of a conversation, with the first token and without
+        images. Asked of the skill `chat` alone."""
+        ...
+
     def new_parser(self, request: Any, tokenizer: Any, config: Any) -> OutputParser:
         """Returns the output parser of one sequence."""
         ...

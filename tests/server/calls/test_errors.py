@@ -145,6 +145,20 @@ async def test_context_overflow_tells_the_numbers() -> None:
     assert (info.metadata["promptTokenCount"], info.metadata["maxContextTokenCount"]) == ("5000", "2048")
 
 
+async def test_a_conversation_that_does_not_fit_has_the_tokens_of_each_message() -> None:
+    counts = tuple(range(100, 356))
+    status = await failure(FakeEngine(fails(ContextLengthExceeded("messages", 58_240, 2048, counts))))
+    info: Any = details_of(status)["ErrorInfo"]
+    assert info.metadata["messageTokenCounts"] == ",".join(map(str, counts))
+    bad: Any = details_of(status)["BadRequest"]
+    (violation,) = bad.field_violations
+    assert violation.description == (
+        "the prompt takes 58240 tokens and must stay below 2048; the largest are messages[248] takes 348, "
+        "messages[249] takes 349, messages[250] takes 350, messages[251] takes 351, messages[252] takes 352, "
+        "messages[253] takes 353, messages[254] takes 354, messages[255] takes 355"
+    )
+
+
 async def test_unknown_model_is_named_though_not_at_any_length() -> None:
     status = await failure(FakeEngine(), options={"model": "gull" * 100_000})
     assert reason_of(status) == "MODEL_NOT_FOUND"

@@ -141,6 +141,9 @@ class SmallTextQuery:
             raise InvalidRequest((Violation("image", "this model reads text alone"),))
         return [Token(id) for id in tokenizer.encode(request.question)]
 
+    def message_tokens(self, request: Any, tokenizer: Any, config: Any) -> list[int]:
+        raise AssertionError("the family has no conversations")
+
     def new_parser(self, request: Query, tokenizer: Any, config: Any) -> OutputParser:
         return SmallTextParser(tokenizer, request.sampling.max_tokens or 20)
 

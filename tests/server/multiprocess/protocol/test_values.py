@@ -160,6 +160,7 @@ def all_errors() -> list[KestrelError]:
         ImageError("cannot be decoded"),
         ImageError("too large", too_large=True),
         ContextLengthExceeded("question", 2049, 2048),
+        ContextLengthExceeded("messages", 2049, 2048, (741, 1308)),
         ModelNotFound("other", "; did you mean this?"),
         AdapterNotFound("a@1", "; there is none"),
         AdapterInvalid("a", ("rank", "shape")),

@@ -36,6 +36,10 @@ class Skill(ABC):
     def prompt(self, request: Any, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
         """Returns the prompt's tokens after BOS and image."""
 
+    def message_tokens(self, request: Any, tokenizer: Tokenizer, config: MoondreamConfig) -> list[int]:
+        """Returns nothing: the prompt has no messages."""
+        return []
+
     @abstractmethod
     def new_parser(self, request: Any, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
         """Returns the output parser of one sequence."""

@@ -40,5 +40,26 @@ class ChatSkill(Skill):
                 ids += (*answer_opener, *tokenizer.encode(message.text))
         return text_tokens([*ids, *opener(config, reasoning=request.reasoning)])
 
+    def message_tokens(self, request: Chat, tokenizer: Tokenizer, config: MoondreamConfig) -> list[int]:
+        question_opener, answer_opener = config.tokenizer.templates["query"]["prefix"], opener(config)
+        counts: list[int] = []
+        instructions: list[str] = []
+        num_instructed = 0
+        for message in request.messages:
+            if message.role is Role.SYSTEM:
+                instructions.append(message.text)
+                counts.append(len(tokenizer.encode(message.text.strip())))
+                num_instructed += counts[-1]
+            elif message.role is Role.USER:
+                text = "\n\n".join((*instructions, message.text)).strip()
+                counts.append(len(question_opener) + len(tokenizer.encode(text)) - num_instructed)
+                instructions.clear()
+                num_instructed = 0
+            else:
+                counts.append(len(answer_opener) + len(tokenizer.encode(message.text)))
+        counts[0] += 1  # the token that begins the prompt
+        counts[-1] += len(opener(config, reasoning=request.reasoning))
+        return counts
+
     def new_parser(self, request: Chat, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
         return ReasonedAnswerParser(request, tokenizer, config)

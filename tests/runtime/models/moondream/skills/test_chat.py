@@ -76,3 +76,30 @@ def test_no_text_of_a_conversation_becomes_a_control_token() -> None:
             plain = ids_of(PUBLISHED_3, (role, "plain"), (Role.USER, "x"))
             assert said.count(id) == plain.count(id)
     assert control
+
+
+@ALL
+@pytest.mark.parametrize(
+    "turns",
+    [
+        ((Role.USER, "What is it?"),),
+        (
+            (Role.SYSTEM, " Be brief. "),
+            (Role.SYSTEM, "Be kind."),
+            (Role.ASSISTANT, "Hello."),
+            (Role.USER, " What is it? "),
+            (Role.ASSISTANT, " A bird."),
+            (Role.USER, "Which one?"),
+        ),
+        ((Role.SYSTEM, " " * 5000), (Role.USER, ""), (Role.USER, "a")),
+    ],
+)
+def test_the_tokens_of_messages_are_those_of_the_prompt(
+    config: MoondreamConfig, turns: tuple[tuple[Role, str], ...]
+) -> None:
+    for reasoning in (False, True):
+        request = Chat(tuple(ChatMessage(*turn) for turn in turns), reasoning)
+        counts = ChatSkill().message_tokens(request, TOKENIZER, config)
+        assert len(counts) == len(turns)
+        assert all(count >= 0 for count in counts)
+        assert sum(counts) == 1 + len(ids_of(config, *turns, reasoning=reasoning))
