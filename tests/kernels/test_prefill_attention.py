@@ -1,3 +1,5 @@
+import importlib
+import importlib.util
 import itertools
 import random
 
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
+from kestrel_ops import DeviceLimits
 from kestrel_ops import prefill_attention as definition
 from tests.kernels.implementations import (
     DEVICE,
@@ -163,6 +166,30 @@ def test_contexts_of_many_tiles_are_attended_to(prefill_attention, plan, dtype):
 def test_whole_prompts_are_attended_to(prefill_attention, plans, heads, dtype):
     prompts = Prompts(plans, heads, 16, dtype)
     assert relative_error(prompts.run(prefill_attention), prompts.wanted()) < TOLERANCES[dtype]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize(
+    "plan",
+    [
+        (((0, 128), (128, 130)), 0, 150),
+        (((0, 5), (100, 140)), 0, 141),
+        (((0, 20), (64, 256)), 64, 257),
+        (((1, 129), (129, 193), (200, 230)), 0, 230),
+    ],
+    ids=str,
+)
+def test_spans_end_anywhere_in_the_tiles_of_hopper(plan):
+    module = importlib.import_module("kestrel_ops.attention.triton_prefill_attention")
+    tiles = module.tiling(746, torch.bfloat16, DeviceLimits.of_card((9, 0)))
+    assert (tiles.queries, tiles.keys) == (128, 64)
+
+    def tiled(query, key, value, key_pages, value_pages, table, starts, lengths, visible, longest, *_):
+        pages, chunks = (key_pages, value_pages, None, None), (table, starts, lengths, visible)
+        return module.attend(query, key, value, pages, chunks, longest, tiles)
+
+    prompts = Prompts([plan, ((), 0, 3)], Heads(1, 1, 16), 16, torch.bfloat16)
+    assert relative_error(prompts.run(tiled), prompts.wanted()) < TOLERANCES[torch.bfloat16]
 
 
 @every_implementation

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -8,6 +9,7 @@ from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.models.moondream.fused.prefill import FusedPrefill
 from kestrel_runtime.models.moondream.fused.weights import fused_blocks
 from kestrel_runtime.scheduling.batch import Chunk
+from kestrel_runtime.scheduling.sequence import SequenceImage
 from tests.runtime.dense_attend import DenseAttend
 from tests.runtime.execution.packed_chunks import packed_chunks
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
@@ -15,13 +17,17 @@ from tests.runtime.sequences import new_sequence
 
 CPU = torch.device("cpu")
 PREFIX = 17  # BOS and the 4 × 4 patches of the tiny model
+LATER = ((3, 9), (11, 17))
 VARIANTS = [(2, 2, 2), (2, 4, 2), (3, 2, 2)]  # generation, query heads, key/value heads
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 
 
 class Prompts:
-    """Sequences of some lengths, each with or without an image, on a tiny decoder both ways: plain and fused."""
+    """Sequences of some lengths on a tiny decoder both ways, plain and fused.
+
+    Some begin with an image, and `conversations` have images later on.
+    """
 
     def __init__(
         self,
@@ -31,6 +37,7 @@ class Prompts:
         precision: Literal["model", "float8"] = "model",
         cache_dtype=torch.float32,
         pictured=(),
+        conversations=(),
         ff_dim=32,
         scaled_linear="reference",
     ):
@@ -43,15 +50,17 @@ class Prompts:
         free = torch.randperm(64).tolist()
         self.sequences, self.embeddings = [], []
         for row, length in enumerate(lengths):
-            num_image_tokens = PREFIX - 1 if row in pictured else 0
-            sequence = new_sequence(length - num_image_tokens, num_image_tokens=num_image_tokens)
+            places = ((1, PREFIX - 1),) if row in pictured else LATER if row in conversations else ()
+            images = [SequenceImage(start, end - start) for start, end in places]
+            sequence = new_sequence(length - sum(image.num_positions for image in images))
+            sequence = replace(sequence, images=images)
             sequence.cache.pages = [free.pop() for _ in range(-(-length // 4))]
             self.sequences.append(sequence)
             self.embeddings.append(torch.randn(length, self.text.config.dim))
 
     def plain(self, row):
         """Final hidden states, and the keys of each layer, of one sequence by itself."""
-        embeddings, attend = self.embeddings[row], DenseAttend(self.sequences[row].prefix_length)
+        embeddings, attend = self.embeddings[row], DenseAttend(spans=self.sequences[row].spans)
         return self.text(embeddings, torch.arange(len(embeddings)), attend), attend
 
     def run(self, *ranges, last=None):
@@ -97,6 +106,17 @@ def test_last_rows_are_those_of_the_whole(variant, last):
     hidden = prompts.run((0, 0, 5), (1, 0, 23), (2, 0, 17), last=last)
     wanted = torch.stack([prompts.plain(row)[0][-1] for row in last])
     assert off_by(hidden, wanted) < 1e-5
+
+
+@every_variant
+def test_conversations_with_several_images_give_the_same_at_once_and_span_by_span(variant):
+    prompts = Prompts((23, 30), variant, conversations=(0, 1))
+    wanted = torch.stack([prompts.plain(row)[0][-1] for row in range(2)])
+    assert off_by(prompts.run((0, 0, 23), (1, 0, 30), last=[0, 1]), wanted) < 1e-5
+    prompts.cache.renew()
+    prompts.run((0, 0, 3), (1, 0, 9), last=[])
+    prompts.run((1, 9, 17), (0, 3, 9), last=[])
+    assert off_by(prompts.run((1, 17, 30), (0, 9, 23), last=[1, 0]), wanted) < 1e-5
 
 
 def test_where_no_prompt_ends_no_row_comes_back_but_the_cache_is_filled():
