@@ -17,7 +17,17 @@ import os
 import sys
 from pathlib import Path
 
-from bench.attacks import bodies, connections, constraints, crowding, http1, messages, pictures, stored_images
+from bench.attacks import (
+    adapter_uploads,
+    bodies,
+    connections,
+    constraints,
+    crowding,
+    http1,
+    messages,
+    pictures,
+    stored_images,
+)
 from bench.attacks.attack import Attack, Observation, markdown
 from bench.attacks.run import carry_out
 from bench.attacks.shutdown import as_text, shut_down_under_load
@@ -32,6 +42,7 @@ ATTACKS: tuple[Attack, ...] = (
     *pictures.ATTACKS,
     *crowding.ATTACKS,
     *stored_images.ATTACKS,
+    *adapter_uploads.ATTACKS,
     *constraints.ATTACKS,
 )
 SHUTDOWN = "sigterm"

@@ -78,6 +78,8 @@ class Attack:
     """Then others ask about pictures, too."""
     attacks_stored_images: bool = False
     """Then others store a picture, fetch its file and ask about it by its handle, each time."""
+    is_by_operator: bool = False
+    """Whether the attacker's token has the scope `admin`."""
     is_followed_by_sigterm: bool = False
     """As soon as the attackers have gone; otherwise the server first comes to rest."""
     server_options: tuple[str, ...] = ()

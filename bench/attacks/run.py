@@ -32,7 +32,9 @@ def carry_out(attack: Attack, seconds: float, limit_bytes: int, server_options: 
     """Attack a server of its own for so long; it is killed where it grows over the limit."""
     with tempfile.TemporaryDirectory() as folder:
         options = (*attack.server_options, *_adapter_options(Path(folder), attack.num_adapters), *server_options)
-        with started_target(Path(folder), options, attack.num_descriptors) as target:
+        with started_target(
+            Path(folder), options, attack.num_descriptors, attacker_is_operator=attack.is_by_operator
+        ) as target:
             return _attack(attack, seconds, limit_bytes, target)
 
 

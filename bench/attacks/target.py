@@ -64,12 +64,15 @@ class Target:
 
 
 @contextlib.contextmanager
-def started_target(folder: Path, options: Sequence[str], num_descriptors: int | None) -> Iterator[Target]:
+def started_target(
+    folder: Path, options: Sequence[str], num_descriptors: int | None, *, attacker_is_operator: bool = False
+) -> Iterator[Target]:
     """The built-in model behind tokens, with these options besides; its log is in the folder. Killed in the end."""
     tokens = {name: new_secret() for name in ("alice", "mallory")}
-    scopes = frozenset((Scope.INFER, Scope.IMAGES))
+    usual = frozenset((Scope.INFER, Scope.IMAGES))
+    scopes = {"alice": usual, "mallory": usual | {Scope.ADMIN} if attacker_is_operator else usual}
     file, log = folder / "tokens.toml", folder / "server.log"
-    file.write_text("".join(f"{line_for(name, secret, scopes)}\n" for name, secret in tokens.items()))
+    file.write_text("".join(f"{line_for(name, secret, scopes[name])}\n" for name, secret in tokens.items()))
     command = (sys.executable, "-m", "kestrel_grpc", "serve", "--tokens", str(file), *_OPTIONS, *options)
     with log.open("w") as stderr:
         process = subprocess.Popen(

@@ -123,7 +123,10 @@ def _print_adapters(client: Client, arguments: argparse.Namespace) -> None:
     for name in others:
         show(f"{name:<36} not loaded")
     if not loaded and not others:
-        print_error("the server has no adapters; `kestrel-grpc serve --adapters FOLDER` has")
+        print_error(
+            "the server has no adapters; `kestrel-grpc adapter upload NAME PATH` adds one to a server that was "
+            "started with `--adapters FOLDER`"
+        )
 
 
 def _print_loaded(client: Client, arguments: argparse.Namespace) -> None:

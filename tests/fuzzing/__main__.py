@@ -1,4 +1,4 @@
-"""`python -m tests.fuzzing CPU_SECONDS`: draw for images, requests, triton and frames, a quarter each.
+"""`python -m tests.fuzzing CPU_SECONDS`: draw for images, requests, triton, adapters and frames, a fifth each.
 
 Names of these behind the seconds choose among them: `python -m tests.fuzzing 600 images`. Every run draws anew.
 Prints what came out how often; stops at the first thing that must not be, and shows it.
@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzzing import UNHURRIED
+from tests.fuzzing.adapter_uploads import upload, uploads
 from tests.fuzzing.frames import Target, conversations
 from tests.fuzzing.images import decode, images
 from tests.fuzzing.infer_requests import infer, infer_requests
@@ -26,8 +27,8 @@ _MIB = 2**20
 
 
 def main() -> None:
-    """Run all four, or those that are named."""
-    names = sys.argv[2:] or ["images", "requests", "triton", "frames"]
+    """Run all five, or those that are named."""
+    names = sys.argv[2:] or ["images", "requests", "triton", "adapters", "frames"]
     cpu_s = float(sys.argv[1]) / len(names)
     if "images" in names:
         _draw("images", images, decode, cpu_s, clock=time.thread_time)
@@ -36,6 +37,8 @@ def main() -> None:
         _draw("requests", asked, lambda call: parse(*call), cpu_s)
     if "triton" in names:
         _draw("triton", infer_requests, infer, cpu_s)
+    if "adapters" in names:
+        _draw("adapters", uploads, upload, cpu_s)
     if "frames" in names:
         with Target.running() as target:
             _draw("frames", conversations, target.hear, cpu_s, others_cpu_s=lambda: target.server.cpu_s)

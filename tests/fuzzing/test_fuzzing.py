@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kestrel_client.v1.engine_service_pb2 import UploadAdapterRequest
 from tests.fuzzing import UNHURRIED
+from tests.fuzzing.adapter_uploads import upload, uploads
 from tests.fuzzing.frames import Target, conversations
 from tests.fuzzing.images import decode, images
 from tests.fuzzing.infer_requests import infer, infer_requests
@@ -50,6 +52,12 @@ def test_any_message_is_a_request_or_is_refused_as_documented(call: tuple[str, b
 @given(infer_requests)
 def test_any_message_to_triton_is_a_request_or_is_refused_as_documented(data: bytes) -> None:
     infer(data)
+
+
+@settings(anyhow, max_examples=100)
+@given(uploads)
+def test_any_upload_of_an_adapter_is_whole_and_good_or_changes_nothing(parts: list[UploadAdapterRequest]) -> None:
+    upload(parts)
 
 
 @settings(anyhow, max_examples=100)

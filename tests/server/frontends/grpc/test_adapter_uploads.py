@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kestrel_client import AdapterExists, AsyncClient
+from kestrel_client import AdapterExists, AsyncClient, ServerError
 from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_client.v1 import vision_service_pb2 as vision_wire
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
@@ -408,6 +408,9 @@ async def test_with_an_admin_port_uploads_are_taken_there_alone(root: Path) -> N
             await upload(rig, parts())
         error: Any = caught.value
         assert error.code() is Code.UNIMPLEMENTED
+        async with AsyncClient(rig.address) as client:
+            with pytest.raises(ServerError, match="with --admin-port a server takes calls of operators there"):
+                await client.list_adapters()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{rig.server.admin_port}") as channel:
             stub: Any = EngineServiceStub(channel)
             assert (await stub.UploadAdapter(iter(list(parts())))).name == "a"
