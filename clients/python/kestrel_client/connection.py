@@ -145,9 +145,7 @@ class Connection:
                 return explained(error, "the server asks for a token; give token, --token or KESTREL_GRPC_TOKEN")
             return explained(error, "the server does not know the token from token, --token or KESTREL_GRPC_TOKEN")
         if error.code is grpc.StatusCode.UNIMPLEMENTED and not error.failure.is_from_server:
-            where = (
-                "a server with --admin-port takes calls of operators at that port, an older one may not have this"
-            )
+            where = "with --admin-port a server takes calls of operators there alone; an older one may lack this"
             return explained(error, f"{error.message.rstrip('!')}: {where}")
         if isinstance(error, DeadlineExceeded) and not error.failure.is_from_server:
             return explained(error, f"no answer within {timeout_s:g} s")
