@@ -133,3 +133,49 @@ async def test_an_adapter_that_is_unloaded_is_said_to_leave_when_its_requests_en
     info = AdapterInfo("colours", "ab" * 32, slot=1, num_requests=num_requests, is_current=False)
     monkeypatch.setattr(FakeEngine, "unload_adapter", AsyncMock(return_value=info))
     assert said in await printed(capsys, "adapter", "unload", "colours")
+
+
+async def test_an_adapter_is_uploaded_and_replaced_on_request_alone(capsys, tmp_path):
+    root = tmp_path / "adapters"
+    root.mkdir()
+    (tmp_path / "a.safetensors").write_bytes(b"weights")
+    engine = FakeEngine()
+    engine.info = dataclasses.replace(
+        engine.info, config=dataclasses.replace(engine.info.config, adapters=str(root))
+    )
+    async with serving(engine) as rig:
+
+        async def upload(*more: str) -> tuple[int, str, str]:
+            words = [
+                "adapter",
+                "upload",
+                "team/a",
+                str(tmp_path / "a.safetensors"),
+                "--address",
+                rig.address,
+                *more,
+            ]
+            capsys.readouterr()
+            status = await asyncio.to_thread(main, words)
+            printed = capsys.readouterr()
+            return status, printed.out, printed.err
+
+        status, out, _ = await upload()
+        assert (status, "has been added" in out) == (0, True)
+        status, out, error = await upload()
+        assert (status, out) == (1, "")
+        assert "'team/a' exists already" in error
+        assert "--replace" in error
+        status, out, _ = await upload("--replace", "--json")
+        assert status == 0
+        found = json.loads(out)
+    assert (found["name"], found["replaced"], len(found["digest"])) == ("team/a", True, 64)
+    assert (root / "team" / "a" / "adapter_model.safetensors").read_bytes() == b"weights"
+
+
+async def test_a_server_without_adapters_says_how_it_gets_one(capsys, monkeypatch):
+    monkeypatch.setattr(FakeEngine, "adapters", lambda _: [])
+    monkeypatch.setattr(FakeEngine, "adapter_names", AsyncMock(return_value=[]))
+    async with serving() as rig:
+        assert await asyncio.to_thread(main, ["adapter", "list", "--address", rig.address]) == 0
+    assert "kestrel-grpc adapter upload NAME PATH" in capsys.readouterr().err
