@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from kestrel_grpc.multiprocess.engine_channel.core_deaths import ended_error
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.protocol.connection import Connection
 from kestrel_grpc.multiprocess.protocol.errors import ProcessFault
@@ -232,8 +233,3 @@ class CoreConnection(Exchange):
             return
         for message in received:
             self.handle(message)
-
-
-def ended_error() -> EngineUnavailable:
-    """Returns the error of requests and operations whose core has ended."""
-    return EngineUnavailable("the engine process has ended")

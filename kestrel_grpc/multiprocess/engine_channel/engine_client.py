@@ -18,8 +18,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, BinaryIO, Self, TypeVar
 
-from kestrel_grpc.multiprocess.engine_channel.core_connection import NO_LOAD, CoreConnection, ended_error
-from kestrel_grpc.multiprocess.engine_channel.crash_history import CrashHistory
+from kestrel_grpc.multiprocess.engine_channel.core_connection import NO_LOAD, CoreConnection
+from kestrel_grpc.multiprocess.engine_channel.core_deaths import CoreDeaths, ended_error
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.routing import choose
 from kestrel_grpc.multiprocess.protocol.connection import shared_file
@@ -35,12 +35,10 @@ from kestrel_grpc.multiprocess.protocol.messages import (
     Events,
     Expect,
     ForgetImage,
-    Isolate,
     LoadAdapter,
     NeedPixels,
     OnlyEnd,
     Pixels,
-    Quarantine,
     Release,
     Submit,
     UnloadAdapter,
@@ -62,7 +60,6 @@ from kestrel_runtime.api.errors import (
     InternalError,
     InvalidRequest,
     KestrelError,
-    RequestRefused,
     Violation,
     drop_tracebacks,
 )
@@ -117,7 +114,7 @@ class EngineClient:
         self._status = EngineStatus.RECOVERING
         self._is_draining = self._is_closed = False
         self._callbacks: list[Callable[[EngineStatus], None]] = []
-        self._crashes = CrashHistory()
+        self._deaths = CoreDeaths()
         self._seen_images: LruCache[tuple[str, bytes], bool] = LruCache(_MAX_SEEN_IMAGES)
         """Seen images by namespace and digest. Namespaces share none, since a request's duration reveals a hit."""
         self._late: dict[int, asyncio.Task[None]] = {}
@@ -131,7 +128,7 @@ class EngineClient:
         core.serve(self._update_status, self._undelivered)
         core.on(Events, lambda message: self._deliver(core, message))
         core.on(NeedPixels, lambda message: self._give_pixels(core, message))
-        core.on(CompletedAlone, lambda message: self._crashes.completed(message.fingerprint))
+        core.on(CompletedAlone, lambda message: self._deaths.completed_alone(message.fingerprint))
 
     @classmethod
     async def connect(
@@ -188,25 +185,23 @@ class EngineClient:
             connecting.cancel()
 
     def core_gone(self, index: int, *, is_fault: bool = True) -> None:
-        """Send the requests that an ended core has not begun to answer to another core.
+        """Submit the requests of an ended core again, or end them, as `core_deaths.py` draws.
 
         `is_fault`: False if the process was killed from outside.
         """
         core = self._cores[index]
         self._forget_late(index)
         core.end()
-        self._crashes.record(FlightRecord.read(core.flight_record), is_fault=is_fault)
+        self._deaths.record(FlightRecord.read(core.flight_record), is_fault=is_fault)
         for other in self._cores:
             self._send_quarantine(other)
         self._update_status()
         for call in {call.ids: call for call in self._calls.values() if call.core is core}.values():
-            fingerprint = call.fingerprint()
-            if self._crashes.has_quarantined(fingerprint):
-                call.fail(RequestRefused(f"{fingerprint} has ended an engine process"))
-            elif call.has_events:
-                call.fail(ended_error())
-            else:
+            error = self._deaths.error_of(call.fingerprint(), has_events=call.has_events)
+            if error is None:
                 self._send(call)
+            else:
+                call.fail(error)
 
     async def core_ready(self, index: int) -> None:
         """Connect to a new process of a core, which listens. Raises `BuildMismatch`."""
@@ -217,10 +212,8 @@ class EngineClient:
 
     def _send_quarantine(self, core: CoreConnection) -> None:
         """Send a core the requests to isolate and to quarantine, before it gets them again."""
-        if isolated := self._crashes.isolated:
-            core.notify(Isolate(isolated))
-        if quarantined := self._crashes.quarantined:
-            core.notify(Quarantine(quarantined))
+        for note in self._deaths.notes():
+            core.notify(note)
 
     @property
     def status(self) -> EngineStatus:
@@ -483,8 +476,8 @@ class EngineClient:
             call.has_events = True
             call.drop_pixels()
             events, error = events_in(item)
-            if self._crashes.has_counts and events and isinstance(events[-1], Finished):
-                self._crashes.completed_request(call.fingerprint())
+            if self._deaths.has_counts and events and isinstance(events[-1], Finished):
+                self._deaths.completed(call.fingerprint())
             call.stream(item.id).deliver(events, error)
 
     def _call_of(self, id: int) -> _Call | None:
