@@ -9,6 +9,7 @@ import pytest
 
 from kestrel_client import AsyncClient, Client
 from kestrel_grpc.cli.ask import add_client_commands
+from kestrel_grpc.cli.chat import add_chat_command
 from kestrel_grpc.frontends.grpc.vision_service import BINDINGS
 from kestrel_grpc.frontends.rest.requests import ROUTES
 from kestrel_runtime.api.requests import REQUEST_TYPES
@@ -27,8 +28,7 @@ def test_every_path_that_is_named_exists():
     assert sorted(name for name in named if not (CHECKOUT / name).exists()) == []
 
 
-# The skill of conversations is asked for through OpenAI's API only.
-@pytest.mark.parametrize("skill", sorted(SKILLS.keys() - {"chat"}))
+@pytest.mark.parametrize("skill", sorted(SKILLS))
 def test_every_skill_is_at_each_place(skill):
     assert skill in {kind.skill for kind in REQUEST_TYPES}
     assert skill.capitalize() in {binding.rpc for binding in BINDINGS}
@@ -39,6 +39,7 @@ def test_every_skill_is_at_each_place(skill):
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers()
     add_client_commands(commands)
+    add_chat_command(commands)
     assert skill in commands.choices
 
 

@@ -155,6 +155,13 @@ def _add(
     )
     parser.add_argument("image", metavar="IMAGE", nargs="+", help=f"{image_help}; or a folder of image files")
     add_client_arguments(parser)
+    add_request_flags(parser)
+    parser.set_defaults(run=partial(run_with_client, partial(_ask, command)), skill=name)
+    return parser
+
+
+def add_request_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of all skills, which `options_of` reads."""
     parser.add_argument("--temperature", metavar="T", type=float, help="temperature; 0 takes the most likely token")
     parser.add_argument(
         "--top-p",
@@ -176,8 +183,6 @@ def _add(
         "--max-queue", metavar="SECONDS", type=float, dest="max_queue_s", help="the longest wait for a start"
     )
     parser.add_argument("--json", action="store_true", help="print the whole result as one line of JSON")
-    parser.set_defaults(run=partial(run_with_client, partial(_ask, command)), skill=name)
-    return parser
 
 
 def _add_draw(parser: argparse.ArgumentParser) -> None:
@@ -192,35 +197,35 @@ def _add_draw(parser: argparse.ArgumentParser) -> None:
 def _query(client: Client, arguments: argparse.Namespace, image: str) -> None:
     given = None if image == NO_IMAGE else image
     reasoning = arguments.reasoning or None
-    options = _options(arguments)
+    options = options_of(arguments)
     if _is_whole(arguments):
         _print_answer(arguments, client.complete_query(given, arguments.question, reasoning=reasoning, **options))
         return
     with client.query(given, arguments.question, reasoning=reasoning, **options) as stream:
-        _print_text(stream.deltas())
+        print_text(stream.deltas())
 
 
 def _caption(client: Client, arguments: argparse.Namespace, image: str) -> None:
-    options = _options(arguments)
+    options = options_of(arguments)
     if _is_whole(arguments):
         _print_answer(arguments, client.complete_caption(image, length=arguments.length, **options))
         return
     with client.caption(image, length=arguments.length, **options) as stream:
-        _print_text(stream.deltas())
+        print_text(stream.deltas())
 
 
 def _point(client: Client, arguments: argparse.Namespace, image: str) -> None:
-    options = _options(arguments)
+    options = options_of(arguments)
     _show(arguments, image, client.point(image, arguments.object, max_objects=arguments.max_objects, **options))
 
 
 def _detect(client: Client, arguments: argparse.Namespace, image: str) -> None:
-    options = _options(arguments)
+    options = options_of(arguments)
     _show(arguments, image, client.detect(image, arguments.object, max_objects=arguments.max_objects, **options))
 
 
 def _segment(client: Client, arguments: argparse.Namespace, image: str) -> None:
-    options = _options(arguments)
+    options = options_of(arguments)
     if arguments.json:
         result = client.segment(image, arguments.object, **options)
         _print_json(result)
@@ -235,7 +240,7 @@ def _segment(client: Client, arguments: argparse.Namespace, image: str) -> None:
 def _gaze(client: Client, arguments: argparse.Namespace, image: str) -> None:
     from kestrel_client import Point
 
-    _show(arguments, image, client.gaze(image, Point(arguments.eye_x, arguments.eye_y), **_options(arguments)))
+    _show(arguments, image, client.gaze(image, Point(arguments.eye_x, arguments.eye_y), **options_of(arguments)))
 
 
 def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) -> int:
@@ -273,7 +278,7 @@ def _job(arguments: argparse.Namespace, image: str) -> Job:
     from kestrel_client import Job, Point
 
     given = None if image == NO_IMAGE else image
-    options: dict[str, Any] = {**_options(arguments)}
+    options: dict[str, Any] = {**options_of(arguments)}
     for name in ("max_objects", "length", "reasoning"):
         if getattr(arguments, name, None):
             options[name] = getattr(arguments, name)
@@ -336,7 +341,7 @@ def _print_image(image: StoredImage, arguments: argparse.Namespace, line: str) -
         show(line)
 
 
-def _options(arguments: argparse.Namespace) -> CallOptions:
+def options_of(arguments: argparse.Namespace) -> CallOptions:
     """Returns the options of the call that the flags name. Raises ValueError or OSError for an invalid schema."""
     from kestrel_client import CallOptions
 
@@ -356,7 +361,8 @@ def _is_whole(arguments: argparse.Namespace) -> bool:
     return arguments.json or arguments.n is not None or arguments.logprobs is not None
 
 
-def _print_text(deltas: Iterator[TextDelta]) -> None:
+def print_text(deltas: Iterator[TextDelta]) -> None:
+    """Prints an answer as it arrives, and the reasoning on standard error."""
     from kestrel_client import TextChannel
 
     channel = None

@@ -79,6 +79,7 @@ def _other_commands() -> tuple[Callable[[Any], None], ...]:
     from kestrel_grpc.cli.ask import add_client_commands
     from kestrel_grpc.cli.batch.command import add_batch_command
     from kestrel_grpc.cli.bench.command import add_bench_command
+    from kestrel_grpc.cli.chat import add_chat_command
     from kestrel_grpc.cli.compile import add_compile_command
     from kestrel_grpc.cli.completion import add_completion_command
     from kestrel_grpc.cli.demo import add_demo_command
@@ -90,7 +91,7 @@ def _other_commands() -> tuple[Callable[[Any], None], ...]:
 
     return (
         *(add_verify_command, add_accept_command, add_demo_command, add_token_command),
-        *(add_client_commands, add_batch_command, add_evaluate_command, add_bench_command),
+        *(add_client_commands, add_chat_command, add_batch_command, add_evaluate_command, add_bench_command),
         *(add_status_commands, add_health_command, add_compile_command, add_completion_command),
     )
 
