@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from kestrel_runtime.api.adapters import WEIGHTS_FILE, AdapterInfo
@@ -29,9 +28,7 @@ from kestrel_runtime.api.errors import (
     EngineUnavailable,
     ImageError,
     KestrelError,
-    ModelNotFound,
     Overloaded,
-    SkillUnsupported,
 )
 from kestrel_runtime.api.events import (
     Box,
@@ -56,7 +53,7 @@ from kestrel_runtime.api.events import (
     Usage,
 )
 from kestrel_runtime.api.images import Image, RemoteImage, image_digest
-from kestrel_runtime.api.requests import Caption, Chat, Detect, Gaze, Point, Query, Request
+from kestrel_runtime.api.requests import Caption, Chat, Detect, Gaze, Point, Query, Request, parts_of
 from kestrel_runtime.api.stream import Stream
 
 HOLD = object()
@@ -165,7 +162,7 @@ class FakeEngine:
     def submit_samples(
         self, request: Request, *, deadline: float | None = None, tenant: str = "", namespace: str = ""
     ) -> list[Stream]:
-        streams = [Stream() for _ in request.sampling.samples()]
+        streams = [Stream() for _ in parts_of(request)]
         self.submit_to(streams, request, deadline=deadline, tenant=tenant, namespace=namespace)
         return streams
 
@@ -179,22 +176,20 @@ class FakeEngine:
         namespace: str = "",
     ) -> None:
         """As an engine core has it: the streams lead to a front end."""
-        samples = request.sampling.samples()
         if any(isinstance(image, RemoteImage) for image in request.images):
             request = request.with_images(tuple(self.images[image_digest(image)] for image in request.images))
-        error = self._refusal(request, len(samples))
-        for stream, sampling in zip(streams, samples, strict=True):
+        error = self._refusal(request, len(streams))
+        for stream, part in zip(streams, parts_of(request), strict=True):
             if error is not None:
                 stream.refuse(error)
                 continue
-            sample = request if sampling is request.sampling else replace(request, sampling=sampling)
-            self.requests.append(sample)
+            self.requests.append(part)
             self.deadlines_s.append(remaining_s(deadline))
             self.tenants.append(tenant)
             self.namespaces.append(namespace)
             stream.on_cancel(self._count_cancelled)
             self.is_idle.clear()
-            self._players[stream] = asyncio.ensure_future(self._play(stream, list(self._script(sample)), deadline))
+            self._players[stream] = asyncio.ensure_future(self._play(stream, list(self._script(part)), deadline))
             stream.over.add_done_callback(lambda _, stream=stream: self._end(stream))
             self.num_submitted.release()
 
@@ -205,12 +200,10 @@ class FakeEngine:
         max_queued = self.info.config.max_queued_requests
         if self.status is not EngineStatus.SERVING:
             return EngineUnavailable("not serving")
-        if request.options.model not in ("", self.info.model):
-            return ModelNotFound(request.options.model)
-        if request.skill not in self.info.skills:
-            return SkillUnsupported(request.skill, self.info.model)
-        if any(len(image) > self.info.config.max_image_bytes for image in request.images):
-            return ImageError("the image is too large", too_large=True)
+        try:
+            self.info.check(request)
+        except KestrelError as error:
+            return error
         if len(self._players) + num_samples > max_queued:
             return Overloaded(max_queued, retry_after_s=0.25)
         return None

@@ -18,9 +18,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from kestrel_grpc.access.limits import AccessRefused, CountedCall, Limits, TokenLimits
+from kestrel_grpc.access.limits import AccessRefused, CountedCall, Limits, TokenLimit, TokenLimits
 from kestrel_grpc.access.reloading import RELOAD_INTERVAL_S, ReloadedFiles
 from kestrel_grpc.access.token_file import Scope, Token, hash_of, read_tokens
+from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.requests import Priority
 
 _log = logging.getLogger(__name__)
@@ -107,6 +108,13 @@ class AdmittedCall(Protocol):
         """The highest priority that requests of the caller have compared with those of other callers."""
         ...
 
+    async def count_further(self, count: int) -> None:
+        """Counts so many further requests of the call towards its limits, until `leave`.
+
+        Raises `RateLimited`, or `InvalidRequest` if no call may have so many requests.
+        """
+        ...
+
     def leave(self) -> None:
         """Ends the counting of the call. The caller of `admit` calls it once, when the call has ended."""
         ...
@@ -156,6 +164,9 @@ class OpenAccess:
     ) -> AdmittedCall:
         """Admits the call."""
         return self
+
+    async def count_further(self, count: int) -> None:
+        """Does nothing: requests are not counted."""
 
     def leave(self) -> None:
         """Does nothing: calls are not counted."""
@@ -211,6 +222,7 @@ class TokenAccess:
         if counts and token.limit is not None:
             try:
                 call.counted = await self._limits.enter(token.limit)
+                call.limit, call.limits = token.limit, self._limits
             except BaseException:
                 calls.discard(call)
                 raise
@@ -323,7 +335,19 @@ def _namespaces(tokens: Mapping[bytes, Token]) -> Mapping[str, str]:
 class _TokenCall:
     """Represents a running call of a token. `calls` are all running calls of that token."""
 
-    __slots__ = ("_calls", "counted", "end", "is_uncounted", "max_priority", "method", "name", "namespace")
+    __slots__ = (
+        "_calls",
+        "_further",
+        "counted",
+        "end",
+        "is_uncounted",
+        "limit",
+        "limits",
+        "max_priority",
+        "method",
+        "name",
+        "namespace",
+    )
 
     def __init__(
         self,
@@ -342,10 +366,23 @@ class _TokenCall:
         self.is_uncounted = is_uncounted
         """True while the call is not counted because its token has no limit."""
         self.counted: CountedCall | None = None
+        self.limit: TokenLimit | None = None
+        """The limits of the token that the call was admitted with; None if it has none."""
+        self.limits: Limits | None = None
+        self._further: CountedCall | None = None
         self._calls = calls
+
+    async def count_further(self, count: int) -> None:
+        if self.limit is None or self.limits is None:
+            return
+        if exceeded := self.limit.never_allows(count + 1):
+            raise InvalidRequest((Violation("objects", f"are {count + 1}, and this token may send {exceeded}"),))
+        self._further = await self.limits.enter(self.limit, count)
 
     def leave(self) -> None:
         self._calls.discard(self)
+        if self._further is not None:
+            self._further.leave()
         if self.counted is not None:
             self.counted.leave()
 

@@ -46,6 +46,14 @@ class TokenLimit:
     burst: int
     concurrency: int | None
 
+    def never_allows(self, count: int) -> str:
+        """Returns the limit that a call of `count` requests exceeds at any time; empty if there is none."""
+        if self.concurrency is not None and count > self.concurrency:
+            return f"at most {self.concurrency} requests at a time"
+        if self.rate is not None and count > self.burst:
+            return f"at most {self.burst} requests at once"
+        return ""
+
     def refusal(self, wait_s: float | None) -> RateLimited:
         """Returns the error of a call that exceeds the rate, which allows it in `wait_s` seconds.
 
@@ -68,9 +76,11 @@ class CountedCall(Protocol):
 class Limits(Protocol):
     """Counts the calls of tokens."""
 
-    async def enter(self, limit: TokenLimit) -> CountedCall:
-        """Counts a call, or raises `RateLimited`. Raises `SupervisorUnavailable` if the process that counts does
-        not answer."""
+    async def enter(self, limit: TokenLimit, count: int = 1) -> CountedCall:
+        """Counts a call as `count` requests, or raises `RateLimited`.
+
+        Raises `SupervisorUnavailable` if the process that counts does not answer.
+        """
         ...
 
     def adopt(self, limit: TokenLimit) -> CountedCall:
@@ -92,21 +102,21 @@ class TokenLimits:
         """The number of tokens whose use is recorded."""
         return len(self._accounts)
 
-    async def enter(self, limit: TokenLimit) -> CountedCall:
-        """Counts a call, or raises `RateLimited`."""
-        return self.take(limit)
+    async def enter(self, limit: TokenLimit, count: int = 1) -> CountedCall:
+        """Counts a call as `count` requests, or raises `RateLimited`."""
+        return self.take(limit, count)
 
-    def take(self, limit: TokenLimit) -> CountedCall:
-        """Counts a call, or raises `RateLimited`."""
+    def take(self, limit: TokenLimit, count: int = 1) -> CountedCall:
+        """Counts a call as `count` requests, or raises `RateLimited`."""
         account = self._account(limit)
-        if limit.concurrency is not None and account.num_calls >= limit.concurrency:
+        if limit.concurrency is not None and account.num_calls + count > limit.concurrency:
             raise limit.refusal(None)
         if limit.rate is not None:
-            wait_s = account.spend(limit.rate, limit.burst, self._clock())
+            wait_s = account.spend(count, limit.rate, limit.burst, self._clock())
             if wait_s > 0.0:
                 raise limit.refusal(wait_s)
-        account.num_calls += 1
-        return account
+        account.num_calls += count
+        return account if count == 1 else _SeveralRequests(account, count)
 
     def adopt(self, limit: TokenLimit) -> CountedCall:
         """Counts a call that runs already."""
@@ -141,14 +151,14 @@ class _Account:
         self._level = float(burst)
         self._level_at = now
 
-    def spend(self, rate: float, burst: int, now: float) -> float:
-        """Takes one call out of the bucket. If it is empty, returns the seconds until it holds one, else 0."""
+    def spend(self, count: int, rate: float, burst: int, now: float) -> float:
+        """Takes `count` calls out of the bucket. If it has fewer, returns the seconds until it has them, else 0."""
         self._rate, self._burst = rate, burst
         self._level = min(burst, self._level + (now - self._level_at) * rate)
         self._level_at = now
-        if self._level < 1.0:
-            return (1.0 - self._level) / rate
-        self._level -= 1.0
+        if self._level < count:
+            return (count - self._level) / rate
+        self._level -= count
         return 0.0
 
     def leave(self) -> None:
@@ -160,3 +170,17 @@ class _Account:
         if self.num_calls:
             return False
         return self._rate is None or self._level + (now - self._level_at) * self._rate >= self._burst
+
+
+class _SeveralRequests:
+    """Represents a call that counts as several requests."""
+
+    __slots__ = ("_account", "_count")
+
+    def __init__(self, account: _Account, count: int) -> None:
+        self._account = account
+        self._count = count
+
+    def leave(self) -> None:
+        """Counts the end of the call."""
+        self._account.num_calls -= self._count

@@ -233,6 +233,7 @@ class _Admitted(AbstractAsyncContextManager[None]):
             principal = call.principal = admitted.name
             call.namespace = admitted.namespace
             call.max_priority = admitted.max_priority
+            call.count_further = admitted.count_further
             self._is_open = limit.take(principal)
             if not self._is_open:
                 raise TooManyCalls(f"all of the {limit.limit} calls that may be open, or this caller's share")

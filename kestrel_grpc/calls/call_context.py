@@ -7,7 +7,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -129,6 +129,7 @@ class CallContext:
     __slots__ = (
         "arrived",
         "audited",
+        "count_further",
         "deadline",
         "finished",
         "headers",
@@ -168,6 +169,8 @@ class CallContext:
         """The trace that the call belongs to, once it is known."""
         self.interruptible = Interruptible()
         """The part of the call from its admission to its end."""
+        self.count_further: Callable[[int], Awaitable[None]] = _count_nothing
+        """Counts so many further requests of the call towards the limits of its token."""
         self.release: Callable[[], None] = _nothing
         """Releases the memory of the call's message."""
 
@@ -187,6 +190,10 @@ class CallContext:
 
 def _nothing() -> None:
     """Releases nothing: the message has no memory yet."""
+
+
+async def _count_nothing(count: int) -> None:
+    """Counts nothing: the call is not admitted yet."""
 
 
 def _unknown() -> str:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import TypeVar
 
 from kestrel_grpc.calls.call_context import CallContext, RequestSummary
+from kestrel_grpc.calls.errors import CallFailure, describe
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource, is_embedded
 from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, ImageReference, ImageUri
 from kestrel_runtime.api.adapters import AdapterName
 from kestrel_runtime.api.engine import Engine
-from kestrel_runtime.api.errors import InvalidRequest, ModelNotFound, did_you_mean
-from kestrel_runtime.api.events import Finished
+from kestrel_runtime.api.errors import InvalidRequest, KestrelError, ModelNotFound, did_you_mean
+from kestrel_runtime.api.events import Finished, FinishReason, Usage
 from kestrel_runtime.api.images import Image
-from kestrel_runtime.api.requests import Request, image_paths
+from kestrel_runtime.api.requests import Request, image_paths, objects_of
 from kestrel_runtime.api.stream import Stream
 
 Rendered = TypeVar("Rendered")
@@ -33,6 +34,15 @@ _PUBLISHED_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """The names under which the makers publish the models of an architecture; each stands for a served one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectAnswer:
+    """Holds the answer about one of several objects, or the failure in place of it."""
+
+    object: str
+    finished: Finished | None
+    failure: CallFailure | None = None
 
 
 class Submission:
@@ -69,9 +79,11 @@ class Submission:
     async def submit_samples(
         self, request: Request, references: Sequence[ImageReference | None], call: CallContext
     ) -> list[Stream]:
-        """Returns one stream of events for each sample that the request asks for; otherwise like `submit`.
+        """Returns one stream of events for each sample or object that the request asks for; otherwise like
+        `submit`.
 
-        The streams raise the errors of the engine; if it refuses one of the samples, none runs.
+        Each object counts as a request towards the limits of the call's token. The streams raise the errors of the
+        engine; if its queue refuses one of them, none runs.
         """
         request = await self._with_adapter(request)
         if call.max_priority is not request.options.max_priority:
@@ -80,11 +92,38 @@ class Submission:
         if any(references):
             request = await self._with_images(request, references, call)
             call.request = RequestSummary(request)
+        if (num_objects := len(objects_of(request))) > 1:
+            await call.count_further(num_objects - 1)
         streams = self._engine.submit_samples(
             request, deadline=call.deadline, tenant=call.principal, namespace=call.namespace
         )
         call.release()
         return streams
+
+    async def answers_by_object(
+        self, objects: Sequence[str], streams: Sequence[Stream], call: CallContext
+    ) -> list[ObjectAnswer]:
+        """Waits for the end of all streams, one for each object, and returns their answers in this order.
+
+        Raises the error of the first object if none has an answer.
+        """
+        answers: list[ObjectAnswer] = []
+        first_error: KestrelError | None = None
+        with ending_with(*streams):
+            for index, (name, stream) in enumerate(zip(objects, streams, strict=True)):
+                try:
+                    answers.append(ObjectAnswer(name, await stream.result()))
+                except KestrelError as error:
+                    if isinstance(error, InvalidRequest):
+                        error.rename(lambda field, index=index: f"objects[{index}]" if field == "object" else field)
+                    first_error = first_error or error
+                    answers.append(ObjectAnswer(name, None, describe(error, self._engine.status)))
+        given = [answer.finished for answer in answers if answer.finished is not None]
+        if not given:
+            assert first_error is not None, "a request has at least one object"
+            raise first_error
+        call.finished = _joined_answers(given)
+        return answers
 
     async def rendered(self, finished: Finished, render: Callable[[], Rendered]) -> Rendered:
         """Returns the answer that `render` makes.
@@ -173,6 +212,22 @@ class Submission:
             raise ImageNotFound(handle)
         stored = await self._store.find(call.namespace, handle)
         return await self._store.read(call.namespace, stored)
+
+
+def _joined_answers(answers: Sequence[Finished]) -> Finished:
+    """Returns the first answer with the others as its alternatives: with the tokens of all, prompts included, and
+    with the first reason to end that is not the model's."""
+    first, *others = answers
+    usages = [answer.usage for answer in answers]
+    usage = Usage(
+        num_input_tokens=sum(usage.num_input_tokens for usage in usages),
+        num_image_tokens=sum(usage.num_image_tokens for usage in usages),
+        num_output_tokens=sum(usage.num_output_tokens for usage in usages),
+        num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
+    )
+    reasons = (answer.finish_reason for answer in answers)
+    reason = next((reason for reason in reasons if reason is not FinishReason.STOP), FinishReason.STOP)
+    return replace(first, usage=usage, finish_reason=reason, alternatives=tuple(others))
 
 
 def _paths(request: Request, places: Iterable[int]) -> list[str]:

@@ -83,6 +83,16 @@ def caption_result() -> Any:
     return vision_service_pb2.CaptionResult(caption="".join(CAPTION_PIECES), info=INFO)
 
 
+def group(object: str) -> dict[str, Any]:
+    """The fields of a group of one object; a unicorn has an error."""
+    if object == "unicorn":
+        return {
+            "object": object,
+            "error": vision_service_pb2.ObjectError(code=9, reason="REQUEST_REFUSED", message="no"),
+        }
+    return {"object": object, "finish_reason": generation_pb2.FINISH_REASON_STOP}
+
+
 def outline(object: str) -> Iterator[Any]:
     """The events of an outline."""
     response = vision_service_pb2.StreamSegmentResponse
@@ -170,11 +180,20 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
     def Point(self, request: Any, context: Any) -> Any:
         self._receive(request, context)
         points = [media_pb2.NormalizedPoint(x=0.25, y=0.5), media_pb2.NormalizedPoint(x=0.75, y=1.0)]
+        if request.objects:
+            return vision_service_pb2.PointResponse(
+                groups=[vision_service_pb2.PointGroup(points=points, **group(name)) for name in request.objects],
+                info=INFO,
+            )
         return vision_service_pb2.PointResponse(points=points, info=INFO)
 
     def Detect(self, request: Any, context: Any) -> Any:
         self._receive(request, context)
-        return vision_service_pb2.DetectResponse(objects=[vision_service_pb2.DetectedObject(box=BOX)], info=INFO)
+        objects = [vision_service_pb2.DetectedObject(box=BOX)]
+        if request.objects:
+            groups = [vision_service_pb2.DetectGroup(objects=objects, **group(name)) for name in request.objects]
+            return vision_service_pb2.DetectResponse(groups=groups, info=INFO)
+        return vision_service_pb2.DetectResponse(objects=objects, info=INFO)
 
     def Segment(self, request: Any, context: Any) -> Any:
         self._receive(request, context)

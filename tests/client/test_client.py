@@ -28,6 +28,7 @@ from kestrel_client import (
     KestrelClientError,
     Load,
     Point,
+    RequestRefused,
     Segment,
     TextChannel,
     Unavailable,
@@ -113,6 +114,33 @@ def test_the_stream_of_an_outline_that_is_not_found_is_empty(client: Client) -> 
     stream = client.stream_segment(PICTURE, "unicorn")
     assert list(stream) == []
     assert stream.result().segments == ()
+
+
+def test_several_objects_have_a_group_each_and_an_error_of_one_is_an_exception(
+    client: Client, vision: CannedVision
+) -> None:
+    found = client.detect(PICTURE, ["car", "unicorn"], max_objects=2)
+    assert (found.object, found.objects) == ("", ())
+    car, unicorn = found.groups
+    assert (car.object, car.finish_reason, car.error) == ("car", FinishReason.STOP, None)
+    assert car.objects[0].box.to_pixels(found.width_px or 0, found.height_px or 0) == (50, 12, 150, 50)
+    assert isinstance(unicorn.error, RequestRefused)
+    assert (unicorn.error.reason, unicorn.error.request_id, str(unicorn.error)) == ("REQUEST_REFUSED", "r-1", "no")
+    points = client.point(PICTURE, ("car",)).groups
+    assert [(group.object, group.points) for group in points] == [("car", (Point(0.25, 0.5), Point(0.75, 1.0)))]
+    assert [list(request.objects) for request in vision.requests] == [["car", "unicorn"], ["car"]]
+    assert {request.object for request in vision.requests} == {""}
+    assert client.detect(PICTURE, "car").groups == ()
+
+
+@pytest.mark.parametrize("object", [[], ["car", 3], 3, {"car": 1}, None])
+def test_what_is_neither_a_text_nor_texts_is_refused_before_it_is_sent(
+    client: Client, vision: CannedVision, object: Any
+) -> None:
+    for ask in (client.detect, client.point):
+        with pytest.raises(InvalidRequest, match="object: is a text, or texts in a list"):
+            ask(PICTURE, object)
+    assert vision.requests == []
 
 
 def test_a_gaze_has_a_target_or_none(client: Client, vision: CannedVision) -> None:

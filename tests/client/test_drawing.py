@@ -12,6 +12,7 @@ from PIL import Image, ImageDraw
 from kestrel_client import (
     Box,
     DetectedObject,
+    DetectGroup,
     DetectResult,
     FinishReason,
     GazeResult,
@@ -202,3 +203,21 @@ def test_an_orientation_in_xmp_alone_turns_nothing_that_is_drawn() -> None:
         assert draw(file.getvalue()).size == (30, 20)
         if image_format != "TIFF":  # which Pillow turns itself
             assert draw(Image.open(file)).size == (30, 20)
+
+
+def test_each_of_several_objects_has_one_colour_and_its_own_label() -> None:
+    def boxes(*lefts: float) -> tuple[DetectedObject, ...]:
+        return tuple(DetectedObject(Box(left, 0.3, left + 0.125, 0.9)) for left in lefts)
+
+    groups = (
+        DetectGroup("car", boxes(0.05, 0.3), FinishReason.STOP),
+        DetectGroup("dog", (), FinishReason.STOP),
+        DetectGroup("cat", boxes(0.6), FinishReason.STOP),
+    )
+    result = DetectResult(objects=(), groups=groups, **FACTS)
+    drawn = draw(_canvas(), result)
+    first, second, third = (
+        drawn.getpixel((round(left * drawn.width), drawn.height // 2)) for left in (0.05, 0.3, 0.6)
+    )
+    assert first == second == COLOURS[0]
+    assert third == COLOURS[1]

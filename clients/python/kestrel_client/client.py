@@ -253,7 +253,7 @@ class Client:
     def point(
         self,
         image: ImageInput,
-        object: str,
+        object: str | Sequence[str],
         *,
         max_objects: int | None = None,
         spatial_refs: Sequence[SpatialRef] = (),
@@ -263,7 +263,8 @@ class Client:
 
         Args:
             image: The image, in any form of `ImageInput`.
-            object: What to look for, such as "dog" or "the red car".
+            object: What to look for, such as "dog" or "the red car"; or up to 64 such texts in a list: all are
+                looked for at the same time, and the result has a group for each.
             max_objects: The most objects to find, 1 to 1000; None means 150.
             spatial_refs: Points and boxes of the image that `object` speaks about, in order.
             **options: `temperature`, `top_p`, `max_tokens`, `seed`, `stop`, `model`, `priority`, `cache`,
@@ -284,7 +285,7 @@ class Client:
     def detect(
         self,
         image: ImageInput,
-        object: str,
+        object: str | Sequence[str],
         *,
         max_objects: int | None = None,
         spatial_refs: Sequence[SpatialRef] = (),
@@ -294,7 +295,8 @@ class Client:
 
         Args:
             image: The image, in any form of `ImageInput`.
-            object: What to look for, such as "dog" or "the red car".
+            object: What to look for, such as "dog" or "the red car"; or up to 64 such texts in a list: all are
+                looked for at the same time, and the result has a group for each.
             max_objects: The most objects to find, 1 to 1000; None means 150.
             spatial_refs: Points and boxes of the image that `object` speaks about, in order.
             **options: `temperature`, `top_p`, `max_tokens`, `seed`, `stop`, `model`, `priority`, `cache`,

@@ -38,9 +38,10 @@ def draw(image: ImageInput, *results: Drawable) -> Image.Image:
         *results: Of `point`, `detect`, `segment` or `gaze`.
 
     Returns:
-        A PIL image in RGB, upright. Each thing found has a colour, and a label with what was asked for. For letters
-        that Pillow's own font has not, `fc-match` of fontconfig finds an installed font; a character that no font
-        has is written without its accents, or as its code point, such as "U+661F".
+        A PIL image in RGB, upright. Each thing found has a colour, and a label with what was asked for; of several
+        objects in one call each object has a colour. For letters that Pillow's own font has not, `fc-match` of
+        fontconfig finds an installed font; a character that no font has is written without its accents, or as its
+        code point, such as "U+661F".
 
     Raises:
         InvalidRequest: For what is no image, or is on the server.
@@ -55,8 +56,9 @@ def draw(image: ImageInput, *results: Drawable) -> Image.Image:
     colours = itertools.cycle(COLOURS)
     labels: list[_Label] = []
     spots: list[tuple[Pixel, Colour]] = []
-    for name, thing in _named(results):
-        colour = next(colours)
+    colour = _RIM
+    for name, thing, is_new_colour in _named(results):
+        colour = next(colours) if is_new_colour else colour
         if isinstance(thing, Segment):
             lines = [[_pixel(canvas, x, y) for x, y in line] for line in thing.polygons()]
             if lines:
@@ -81,20 +83,32 @@ def draw(image: ImageInput, *results: Drawable) -> Image.Image:
     return canvas
 
 
-def _named(results: Sequence[Drawable]) -> Iterator[tuple[str, Point | Box | Segment]]:
-    """Yields each thing found with its label: what was asked for, with a number where several were found."""
+def _named(results: Sequence[Drawable]) -> Iterator[tuple[str, Point | Box | Segment, bool]]:
+    """Yields each thing found with its label, and True if a new colour begins.
+
+    The label is what was asked for, with a number where several were found. Each thing has a colour of its own, but
+    the things of a group have one.
+    """
     for result in results:
-        if isinstance(result, GazeResult):
-            name, things = "target", [result.target] * (result.target is not None)
-        elif isinstance(result, DetectResult):
-            name, things = result.object, [item.box for item in result.objects]
-        else:
-            name, things = result.object, result.points if isinstance(result, PointResult) else result.segments
-        name = " ".join(name.split())
-        name = name if len(name) <= _MAX_LABEL_CHARS else f"{name[: _MAX_LABEL_CHARS - 1]}…"
-        for number, thing in enumerate(things, 1):
-            if thing is not None:
-                yield f"{name} {number}" if len(things) > 1 else name, thing
+        for name, things, is_group in _parts(result):
+            name = " ".join(name.split())
+            name = name if len(name) <= _MAX_LABEL_CHARS else f"{name[: _MAX_LABEL_CHARS - 1]}…"
+            for number, thing in enumerate(things, 1):
+                yield f"{name} {number}" if len(things) > 1 else name, thing, number == 1 or not is_group
+
+
+def _parts(result: Drawable) -> Iterator[tuple[str, Sequence[Point | Box | Segment], bool]]:
+    """Yields what was asked for, what was found, and whether that is one of several groups."""
+    if isinstance(result, GazeResult):
+        yield "target", [] if result.target is None else [result.target], False
+    elif isinstance(result, SegmentResult):
+        yield result.object, result.segments, False
+    elif isinstance(result, DetectResult):
+        yield result.object, [item.box for item in result.objects], False
+        yield from ((group.object, [item.box for item in group.objects], True) for group in result.groups)
+    else:
+        yield result.object, result.points, False
+        yield from ((group.object, group.points, True) for group in result.groups)
 
 
 def _shown(image: Any) -> Image.Image:

@@ -227,6 +227,14 @@ def from_rpc_error(error: grpc.RpcError, request_id: str = "") -> KestrelClientE
     return _kind(failure)(failure)
 
 
+def of_object(code: int, reason: str, message: str, request_id: str) -> KestrelClientError:
+    """Returns the exception for one of several objects that has no answer, of a call with this request id."""
+    codes = {status.value[0]: status for status in grpc.StatusCode}
+    found = codes.get(code, grpc.StatusCode.UNKNOWN)
+    failure = Failure(found, message, reason or found.name, request_id=request_id, is_from_server=bool(reason))
+    return _kind(failure)(failure)
+
+
 @contextmanager
 def errors_of(request_id: str) -> Iterator[None]:
     """Raises every failure of a call inside as a `KestrelClientError` that has a request id."""

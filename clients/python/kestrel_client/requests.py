@@ -182,25 +182,34 @@ def caption(kind: type[AnyCaption], length: Length | None, options: CallOptions)
 
 
 def point(
-    object: str, max_objects: int | None, spatial_refs: Sequence[SpatialRef], options: CallOptions
+    object: str | Sequence[str], max_objects: int | None, spatial_refs: Sequence[SpatialRef], options: CallOptions
 ) -> vision_service_pb2.PointRequest:
     """Returns the request to point at objects."""
     message = vision_service_pb2.PointRequest(
-        object=_text("object", object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options)
+        **_objects(object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options)
     )
     _put(message, "max_objects", max_objects)
     return message
 
 
 def detect(
-    object: str, max_objects: int | None, spatial_refs: Sequence[SpatialRef], options: CallOptions
+    object: str | Sequence[str], max_objects: int | None, spatial_refs: Sequence[SpatialRef], options: CallOptions
 ) -> vision_service_pb2.DetectRequest:
     """Returns the request for boxes around objects."""
     message = vision_service_pb2.DetectRequest(
-        object=_text("object", object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options)
+        **_objects(object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options)
     )
     _put(message, "max_objects", max_objects)
     return message
+
+
+def _objects(object: str | Sequence[str]) -> dict[str, Any]:
+    """Returns the field for one object, or that for several."""
+    if isinstance(object, str):
+        return {"object": object}
+    if not isinstance(object, Sequence) or not object or not all(isinstance(name, str) for name in object):
+        raise invalid_argument("object", f"is a text, or texts in a list, not {_shown(object)}")
+    return {"objects": object}
 
 
 def segment(

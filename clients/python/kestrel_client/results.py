@@ -5,7 +5,7 @@ Coordinates are fractions of the image's width and height, from 0 to 1, measured
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC
 from enum import StrEnum
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from google.protobuf import duration_pb2
 
+from kestrel_client.errors import KestrelClientError, of_object
 from kestrel_client.images import StoredImage
 from kestrel_client.outlines import area, mask, polylines
 from kestrel_client.v1 import (
@@ -278,12 +279,48 @@ class CaptionResult(Result):
     alternatives: tuple[CaptionAlternative, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PointGroup:
+    """The places of one of several objects; `error` is None where it has an answer.
+
+    Attributes:
+        object: What was looked for.
+        points: One place per object found, in the order of the model.
+        finish_reason: Why generation ended; UNKNOWN where there is an error.
+        error: The exception that a call about this object alone would raise.
+    """
+
+    object: str
+    points: tuple[Point, ...]
+    finish_reason: FinishReason
+    error: KestrelClientError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DetectGroup:
+    """The boxes around one of several objects; `error` is None where it has an answer.
+
+    Attributes:
+        object: What was looked for.
+        objects: One entry per object found, in the order of the model.
+        finish_reason: Why generation ended; UNKNOWN where there is an error.
+        error: The exception that a call about this object alone would raise.
+    """
+
+    object: str
+    objects: tuple[DetectedObject, ...]
+    finish_reason: FinishReason
+    error: KestrelClientError | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PointResult(Result):
-    """One place per object found. `object` is what was looked for."""
+    """One place per object found. `object` is what was looked for; if that was several objects, it is empty, and
+    `groups` has the places of each, in their order."""
 
     points: tuple[Point, ...]
     object: str = ""
+    groups: tuple[PointGroup, ...] = ()
 
     @property
     def points_px(self) -> tuple[tuple[int, int], ...]:
@@ -293,10 +330,12 @@ class PointResult(Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectResult(Result):
-    """The objects found. `object` is what was looked for."""
+    """The objects found. `object` is what was looked for; if that was several objects, it is empty, and `groups`
+    has the boxes of each, in their order."""
 
     objects: tuple[DetectedObject, ...]
     object: str = ""
+    groups: tuple[DetectGroup, ...] = ()
 
     @property
     def boxes_px(self) -> tuple[tuple[int, int, int, int], ...]:
@@ -575,16 +614,45 @@ def complete_caption(message: vision_service_pb2.CompleteCaptionResponse) -> Cap
     return replace(caption_result(message.result), alternatives=alternatives)
 
 
-def point_result(message: vision_service_pb2.PointResponse, object: str) -> PointResult:
+def point_result(message: vision_service_pb2.PointResponse, object: str | Sequence[str]) -> PointResult:
     """Reads points."""
     points = tuple(_point(point) for point in message.points)
-    return PointResult(points=points, object=object, **_info(message.info))
+    groups = tuple(
+        PointGroup(group.object, tuple(map(_point, group.points)), **_group(group, message.info.request_id))
+        for group in message.groups
+    )
+    return PointResult(points=points, object=_one(object), groups=groups, **_info(message.info))
 
 
-def detect_result(message: vision_service_pb2.DetectResponse, object: str) -> DetectResult:
+def detect_result(message: vision_service_pb2.DetectResponse, object: str | Sequence[str]) -> DetectResult:
     """Reads objects."""
-    objects = tuple(DetectedObject(box(item.box)) for item in message.objects)
-    return DetectResult(objects=objects, object=object, **_info(message.info))
+    groups = tuple(
+        DetectGroup(group.object, _detected(group.objects), **_group(group, message.info.request_id))
+        for group in message.groups
+    )
+    return DetectResult(
+        objects=_detected(message.objects), object=_one(object), groups=groups, **_info(message.info)
+    )
+
+
+def _detected(items: Iterable[vision_service_pb2.DetectedObject]) -> tuple[DetectedObject, ...]:
+    return tuple(DetectedObject(box(item.box)) for item in items)
+
+
+def _one(object: str | Sequence[str]) -> str:
+    """Returns the object that was looked for; empty for several, which have groups."""
+    return object if isinstance(object, str) else ""
+
+
+def _group(
+    group: vision_service_pb2.PointGroup | vision_service_pb2.DetectGroup, request_id: str
+) -> dict[str, Any]:
+    """Returns the fields that groups of all kinds have."""
+    error = of_object(group.error.code, group.error.reason, group.error.message, request_id)
+    return {
+        "finish_reason": _finish_reason(group.finish_reason),
+        "error": error if group.HasField("error") else None,
+    }
 
 
 def segment_result(message: vision_service_pb2.SegmentResponse, object: str) -> SegmentResult:

@@ -43,7 +43,7 @@ from kestrel_grpc.frontends.grpc.reflection import add_reflection
 from kestrel_grpc.frontends.grpc.vision_service import VisionService
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_runtime.api.engine import Engine
-from kestrel_runtime.api.requests import Chat
+from kestrel_runtime.api.requests import Chat, Detect, Point
 
 _VISION: Any = vision_service_pb2.DESCRIPTOR
 _IMAGES: Any = image_service_pb2.DESCRIPTOR
@@ -126,6 +126,7 @@ class GrpcFrontend:
             capabilities=[
                 *(("chat",) if Chat.skill in engine.info.skills else ()),
                 *(() if store is None else ("images",)),
+                *(("objects",) if engine.info.skills.keys() & {Point.skill, Detect.skill} else ()),
             ],
         )
         public = (_VISION,) if store is None else (_VISION, _IMAGES)

@@ -6,18 +6,20 @@ one that converts the events of that request to its response.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from kestrel_client.v1 import generation_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.calls.call_context import CallContext
-from kestrel_grpc.calls.submission import Submission, ending_with, last_event, naming
+from kestrel_grpc.calls.submission import ObjectAnswer, Submission, ending_with, last_event, naming
 from kestrel_grpc.frontends.grpc import parsing, rendering
 from kestrel_runtime.api.errors import Violation
 from kestrel_runtime.api.events import (
+    Box,
     CaptionOutput,
     DetectOutput,
     Event,
@@ -30,7 +32,18 @@ from kestrel_runtime.api.events import (
     TextDelta,
     TextEvent,
 )
-from kestrel_runtime.api.requests import Caption, Chat, Detect, Gaze, Point, PointRef, Query, Request, Segment
+from kestrel_runtime.api.requests import (
+    Caption,
+    Chat,
+    Detect,
+    Gaze,
+    Point,
+    PointRef,
+    Query,
+    Request,
+    Segment,
+    objects_of,
+)
 
 ObjectRequestT = TypeVar("ObjectRequestT", Point, Detect, Segment)
 
@@ -63,12 +76,18 @@ class VisionService:
         async def answer(message: Any, call: CallContext) -> Any:
             asked = parsing.parsed(parse, message)
             del message
+            objects = objects_of(asked.request)
             with naming(asked.field_name):
                 streams = await self._submission.submit_samples(asked.request, asked.references, call)
                 del asked
+                assert call.request is not None
+                model = call.request.model(self._model)
+                if objects:
+                    answers = await self._submission.answers_by_object(objects, streams, call)
+                    assert binding.render_groups is not None, "requests about several objects have groups"
+                    assert call.finished is not None
+                    return binding.render_groups(answers, rendering.info(call.finished, call.request_id, model))
                 finished = await last_event(streams, call)
-            assert call.request is not None
-            model = call.request.model(self._model)
             return await self._submission.rendered(finished, partial(render, finished, call.request_id, model))
 
         return answer
@@ -227,7 +246,7 @@ def _caption_alternative(finished: Finished) -> wire.CaptionAlternative:
 
 def point(message: wire.PointRequest) -> Point:
     """Returns the request for the positions of objects."""
-    return _about_objects(Point, message, max_objects=_max_objects(message))
+    return _about_objects(Point, message, max_objects=_max_objects(message), objects=tuple(message.objects))
 
 
 def point_response(finished: Finished, request_id: str, model: str) -> wire.PointResponse:
@@ -236,16 +255,52 @@ def point_response(finished: Finished, request_id: str, model: str) -> wire.Poin
     return wire.PointResponse(points=points, info=rendering.info(finished, request_id, model))
 
 
+def point_groups(answers: Sequence[ObjectAnswer], info: generation_pb2.ResponseInfo) -> wire.PointResponse:
+    """Returns the response with the positions of several objects."""
+    groups = [
+        wire.PointGroup(points=rendering.points(_outputs(answer, PointOutput, "points")), **_group_facts(answer))
+        for answer in answers
+    ]
+    return wire.PointResponse(groups=groups, info=info)
+
+
 def detect(message: wire.DetectRequest) -> Detect:
     """Returns the request for boxes around objects."""
-    return _about_objects(Detect, message, max_objects=_max_objects(message))
+    return _about_objects(Detect, message, max_objects=_max_objects(message), objects=tuple(message.objects))
 
 
 def detect_response(finished: Finished, request_id: str, model: str) -> wire.DetectResponse:
     """Returns the response with the boxes."""
-    boxes = _expect(finished, DetectOutput).boxes
-    objects = [wire.DetectedObject(box=rendering.region(box)) for box in boxes]
+    objects = _detected(_expect(finished, DetectOutput).boxes)
     return wire.DetectResponse(objects=objects, info=rendering.info(finished, request_id, model))
+
+
+def detect_groups(answers: Sequence[ObjectAnswer], info: generation_pb2.ResponseInfo) -> wire.DetectResponse:
+    """Returns the response with the boxes around several objects."""
+    groups = [
+        wire.DetectGroup(objects=_detected(_outputs(answer, DetectOutput, "boxes")), **_group_facts(answer))
+        for answer in answers
+    ]
+    return wire.DetectResponse(groups=groups, info=info)
+
+
+def _detected(boxes: Iterable[Box]) -> list[wire.DetectedObject]:
+    return [wire.DetectedObject(box=rendering.region(box)) for box in boxes]
+
+
+def _outputs(answer: ObjectAnswer, output_type: type[Any], name: str) -> Sequence[Any]:
+    return () if answer.finished is None else getattr(_expect(answer.finished, output_type), name)
+
+
+def _group_facts(answer: ObjectAnswer) -> dict[str, Any]:
+    """Returns the fields that groups of all kinds have."""
+    facts: dict[str, Any] = {"object": answer.object}
+    if answer.finished is not None:
+        facts["finish_reason"] = rendering.finish_reason(answer.finished)
+    if answer.failure is not None:
+        failure = answer.failure
+        facts["error"] = wire.ObjectError(code=failure.code.value, reason=failure.reason, message=failure.message)
+    return facts
 
 
 def segment(message: wire.SegmentRequest | wire.StreamSegmentRequest) -> Segment:
@@ -321,6 +376,8 @@ class Binding:
     parse: Callable[[Any], Request]
     render: Callable[[Any, str, str], Any]
     is_streamed: bool = False
+    render_groups: Callable[[Sequence[ObjectAnswer], generation_pb2.ResponseInfo], Any] | None = None
+    """Converts the answers about several objects to a response; None if requests have no `objects`."""
 
 
 BINDINGS = (
@@ -328,8 +385,8 @@ BINDINGS = (
     Binding("CompleteQuery", query, complete_query),
     Binding("Caption", caption, caption_event, is_streamed=True),
     Binding("CompleteCaption", caption, complete_caption),
-    Binding("Point", point, point_response),
-    Binding("Detect", detect, detect_response),
+    Binding("Point", point, point_response, render_groups=point_groups),
+    Binding("Detect", detect, detect_response, render_groups=detect_groups),
     Binding("Segment", segment, segment_response),
     Binding("StreamSegment", segment, segment_event, is_streamed=True),
     Binding("Gaze", gaze, gaze_response),

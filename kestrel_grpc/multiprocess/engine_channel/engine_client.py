@@ -65,7 +65,7 @@ from kestrel_runtime.api.errors import (
 )
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.images import Image, RemoteImage, image_digest, is_hashed_at_once
-from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.requests import Request, parts_of
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.flight_record import FlightRecord
 from kestrel_runtime.engine.poison_requests import fingerprint_of
@@ -228,7 +228,7 @@ class EngineClient:
         self, request: Request, *, deadline: float | None = None, tenant: str = "", namespace: str = ""
     ) -> list[Stream]:
         """Send a request to a core; see `api.engine.Engine.submit_samples`."""
-        streams = [_RemoteStream(next(self._ids)) for _ in request.sampling.samples()]
+        streams = [_RemoteStream(next(self._ids)) for _ in parts_of(request)]
         call = _Call(request, tuple(streams), deadline, tenant, namespace)
         try:
             self._check(request)

@@ -140,10 +140,14 @@ class ImageExpired(Message):
 
 
 class EnterCall(Question[None]):
-    """Asks to count a call. The front end numbers its calls. The answer is an error if the call exceeds a limit."""
+    """Asks to count a call as `count` requests. The front end numbers its calls.
+
+    The answer is an error if the call exceeds a limit.
+    """
 
     number: int
     limit: TokenLimit
+    count: int = 1
 
 
 class AdoptCall(Message):

@@ -23,11 +23,14 @@ class SharedLimits:
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
 
-    async def enter(self, limit: TokenLimit) -> CountedCall:
-        """Counts a call. Raises `RateLimited`, or `SupervisorUnavailable` if there is no answer in time."""
+    async def enter(self, limit: TokenLimit, count: int = 1) -> CountedCall:
+        """Counts a call as `count` requests.
+
+        Raises `RateLimited`, or `SupervisorUnavailable` if there is no answer in time.
+        """
         call = _SharedCall(self._link, next(self._numbers))
         try:
-            await self._link.ask(EnterCall(call.number, limit), timeout_s=self._timeout_s)
+            await self._link.ask(EnterCall(call.number, limit, count), timeout_s=self._timeout_s)
         except RateLimited:
             raise
         except BaseException:
@@ -73,7 +76,7 @@ class LimitOwner:
         def take(question: EnterCall) -> None:
             if identity not in self._calls:  # it asked before it ended
                 raise RateLimited(question.limit.name, "", 0.0)
-            calls[question.number] = self._limits.take(question.limit)
+            calls[question.number] = self._limits.take(question.limit, question.count)
 
         def enter(question: EnterCall) -> Awaitable[None] | None:
             try:

@@ -12,7 +12,7 @@ from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, ModelNotFound, SkillUnsupported, Violation
 from kestrel_runtime.api.images import Image, RawImage
-from kestrel_runtime.api.requests import Request, image_paths
+from kestrel_runtime.api.requests import Request, image_paths, objects_of
 from kestrel_runtime.api.stream import Stream
 
 MAX_IMAGES = 1
@@ -141,6 +141,10 @@ class EngineInfo:
             raise ModelNotFound(request.options.model)
         if request.skill not in self.skills:
             raise SkillUnsupported(request.skill, self.model)
+        num_objects, max_queued = len(objects_of(request)), self.config.max_queued_requests
+        if num_objects > max_queued:
+            text = f"are {num_objects}, and the queue of this server holds {max_queued} requests"
+            raise InvalidRequest((Violation("objects", text),))
         images, paths = request.images, image_paths(request)
         if len(images) > MAX_IMAGES:
             text = f"the engine takes {MAX_IMAGES} image in a request, and this one has {len(images)}"
@@ -264,10 +268,11 @@ class Engine(Protocol):
     def submit_samples(
         self, request: Request, *, deadline: float | None = None, tenant: str = "", namespace: str = ""
     ) -> list[Stream]:
-        """Queues a request that must end by `deadline` (`api/deadlines.py`), with a stream for each sample.
+        """Queues a request that must end by `deadline` (`api/deadlines.py`), with a stream for each of its
+        parts: samples, or objects (`parts_of`).
 
-        The streams raise refusals, before any event; if one sample is refused, none runs. Tenants share the engine
-        evenly. Requests of different namespaces never share cached data.
+        The streams raise refusals, before any event; if the queue refuses one part, none runs. Tenants share the
+        engine evenly. Requests of different namespaces never share cached data.
         """
         ...
 

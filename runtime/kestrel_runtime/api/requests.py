@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field, fields, replace
 from enum import Enum, IntEnum, auto
 from typing import ClassVar, Protocol, Self, get_args
@@ -21,6 +21,8 @@ from kestrel_runtime.api.sampling_params import SamplingParams
 
 CAPTION_LENGTHS = ("short", "normal", "long")
 MAX_OBJECTS = 1_000
+MAX_OBJECT_NAMES = 64
+"""The most names of objects in one request."""
 MAX_TEXT_BYTES = 65_536
 """The most bytes of a question or an object's name, in UTF-8: more than the contexts of the models hold.
 
@@ -316,8 +318,11 @@ class _ObjectRequest(_AboutOneImage):
     def text(self) -> str:
         return self.object
 
-    def violations(self) -> Iterator[Violation]:
+    def _object_violations(self) -> Iterator[Violation]:
         yield from _text("object", self.object)
+
+    def violations(self) -> Iterator[Violation]:
+        yield from self._object_violations()
         yield from _image(self.image)
         if self.max_objects is not None and not 1 <= self.max_objects <= MAX_OBJECTS:
             yield Violation("max_objects", f"must be from 1 to {MAX_OBJECTS}")
@@ -327,14 +332,37 @@ class _ObjectRequest(_AboutOneImage):
 
 
 @dataclass(frozen=True, slots=True)
-class Point(_ObjectRequest):
+class _ObjectsRequest(_ObjectRequest):
+    """A request about objects of one kind, or of several kinds in `objects`, each of which has its own answer."""
+
+    objects: tuple[str, ...] = ()
+    """The names of several objects, at most `MAX_OBJECT_NAMES`, in place of `object`, which is then empty."""
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.objects) or self.object
+
+    def _object_violations(self) -> Iterator[Violation]:
+        if not self.objects:
+            yield from _text("object", self.object)
+            return
+        if self.object:
+            yield Violation("object", "must be empty if there are objects")
+        if len(self.objects) > MAX_OBJECT_NAMES:
+            yield Violation("objects", f"must be at most {MAX_OBJECT_NAMES}")
+        for index, name in enumerate(self.objects[:MAX_OBJECT_NAMES]):
+            yield from _text(f"objects[{index}]", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Point(_ObjectsRequest):
     """A request for the place of each object of a kind; `max_objects` None takes the default of 150."""
 
     skill: ClassVar[str] = "point"
 
 
 @dataclass(frozen=True, slots=True)
-class Detect(_ObjectRequest):
+class Detect(_ObjectsRequest):
     """A request for a box around each object of a kind; `max_objects` None takes the default of 150."""
 
     skill: ClassVar[str] = "detect"
@@ -381,6 +409,19 @@ class Gaze(_AboutOneImage):
 
 Request = Query | Caption | Point | Detect | Segment | Gaze | Chat
 REQUEST_TYPES: tuple[type[Request], ...] = get_args(Request)
+
+
+def objects_of(request: Request) -> tuple[str, ...]:
+    """Returns the names of several objects, each of which has its own answer; empty for all other requests."""
+    return request.objects if isinstance(request, Point | Detect) else ()
+
+
+def parts_of(request: Request) -> Sequence[Request]:
+    """Returns the requests that are answered one by one: one for each of several objects, or for each sample."""
+    if isinstance(request, Point | Detect) and request.objects:
+        return [replace(request, object=name, objects=()) for name in request.objects]
+    samples = request.sampling.samples()
+    return [request] if len(samples) == 1 else [replace(request, sampling=sampling) for sampling in samples]
 
 
 def fields_without_images(kind: type[Request]) -> tuple[str, ...]:

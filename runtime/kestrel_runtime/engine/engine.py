@@ -32,7 +32,7 @@ from kestrel_runtime.api.errors import (
     clear_locals,
     drop_tracebacks,
 )
-from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.requests import Request, parts_of
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.build import build
 from kestrel_runtime.engine.open_streams import OpenStreams
@@ -134,7 +134,8 @@ class LocalEngine:
     def submit_samples(
         self, request: Request, *, deadline: float | None = None, tenant: str = "", namespace: str = ""
     ) -> list[Stream]:
-        """Queue a request, and return a stream for each of its samples. If one sample is refused, none runs.
+        """Queue a request, and return a stream for each of its parts: samples, or objects. If the queue refuses
+        one, none runs.
 
         After `deadline` (`api/deadlines.py`) its caller no longer waits.
 
@@ -144,7 +145,7 @@ class LocalEngine:
         Refusals are raised by the streams, before any event: `EngineUnavailable`, `ModelNotFound`,
         `SkillUnsupported`, `AdapterNotFound`, `ImageError`, `Overloaded` and `RequestRefused`.
         """
-        streams = [Stream() for _ in request.sampling.samples()]
+        streams = [Stream() for _ in parts_of(request)]
         self.submit_to(streams, request, deadline=deadline, tenant=tenant, namespace=namespace)
         return streams
 
@@ -157,8 +158,8 @@ class LocalEngine:
         tenant: str = "",
         namespace: str = "",
     ) -> None:
-        """Queue a request as `submit_samples` does, with the caller's streams, one for each sample."""
-        samples = request.sampling.samples()
+        """Queue a request as `submit_samples` does, with the caller's streams, one for each part."""
+        parts = parts_of(request)
         now = time.monotonic()
         max_queue_s = request.options.max_queue_s
         wait_limit_s = _wait_limit_s(request, deadline)
@@ -166,15 +167,15 @@ class LocalEngine:
         shared = SharedImage() if len(streams) > 1 and request.images else None
         try:
             self._check(request, deadline)
-            cost = self._cost_of(request, tenant)
-            for stream in streams:
+            costs = [self._cost_of(part, tenant) for part in parts]
+            for index, (stream, cost) in enumerate(zip(streams, costs, strict=True)):
                 self._streams.add(stream)
-                self._admission.enter(stream, cost, now, wait_limit_s=wait_limit_s)
-                cost = replace(cost, image_bytes=0)  # the samples have one image
-            for stream, sampling in zip(streams, samples, strict=True):
-                sample = request if sampling is request.sampling else replace(request, sampling=sampling)
-                clock = SequenceClock(now, deadline, queue_deadline)  # samples start and end one by one
-                self._prepare(sample, stream, clock, tenant, namespace, wait_limit_s, shared)
+                # The parts have one image.
+                entering = cost if index == 0 else replace(cost, image_bytes=0)
+                self._admission.enter(stream, entering, now, wait_limit_s=wait_limit_s)
+            for stream, part in zip(streams, parts, strict=True):
+                clock = SequenceClock(now, deadline, queue_deadline)  # parts start and end one by one
+                self._prepare(part, stream, clock, tenant, namespace, wait_limit_s, shared)
         except BaseException as error:
             for stream in streams:
                 self._admission.leave(stream)

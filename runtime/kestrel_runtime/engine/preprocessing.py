@@ -22,6 +22,7 @@ from PIL import Image
 from kestrel_runtime.api.errors import (
     ContextLengthExceeded,
     EngineUnavailable,
+    ImageError,
     InternalError,
     KestrelError,
     RequestRefused,
@@ -66,7 +67,7 @@ class ImageFacts(NamedTuple):
 
 
 class SharedImage:
-    """The image of all samples of a request: the first sample decodes it for all. Safe in any thread."""
+    """The image of all parts of a request: the first part decodes it for all. Safe in any thread."""
 
     def __init__(self) -> None:
         self.facts: ImageFacts | None = None
@@ -80,10 +81,10 @@ class SharedImage:
     def prepare(
         self, start: Callable[[], Future[TokenSequence] | TokenSequence]
     ) -> Future[TokenSequence] | TokenSequence:
-        """Prepare a sample by `start`: the first sample at once, the others when it is prepared.
+        """Prepare a part by `start`: the first part at once, the others when it is prepared.
 
-        If the first sample fails, the others fail too; if it is cancelled, the next one takes its place. Raises
-        the errors of `start`.
+        If the first part fails by its image, the others fail too; if it fails by its text or is cancelled, the next
+        one takes its place. Raises the errors of `start`.
         """
         with self._lock:
             turn, is_first = self._turn, self._turn is None
@@ -115,9 +116,9 @@ class SharedImage:
 
     def _end_turn(self, turn: Future[None], done: Future[TokenSequence]) -> None:
         error = None if done.cancelled() else done.exception()
-        if isinstance(error, Exception):
+        if isinstance(error, ImageError) or (isinstance(error, Exception) and not isinstance(error, KestrelError)):
             self._error = error
-        elif done.cancelled() or error is not None:  # `Interrupted`: its caller has gone
+        elif done.cancelled() or error is not None:  # its caller has gone, or its text is refused: others go on
             self._turn = None
         turn.set_result(None)
 

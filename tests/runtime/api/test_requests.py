@@ -8,6 +8,7 @@ from kestrel_runtime.api.requests import (
     CAPTION_LENGTHS,
     MAX_CHAT_IMAGES,
     MAX_CHAT_MESSAGES,
+    MAX_OBJECT_NAMES,
     MAX_OBJECTS,
     MAX_SPATIAL_REFS,
     MAX_TEXT_BYTES,
@@ -25,6 +26,8 @@ from kestrel_runtime.api.requests import (
     SamplingParams,
     Segment,
     image_paths,
+    objects_of,
+    parts_of,
 )
 from kestrel_runtime.api.sampling_params import MAX_OUTPUT_TOKENS, MAX_SEED, MAX_STOP_CHARS, MAX_STOPS
 
@@ -315,3 +318,33 @@ def test_the_images_of_a_conversation_keep_their_turns():
     assert (other.images, other.turns) == ((b"x", b"y", b"z"), request.turns)
     sixteen = (ChatMessage(USER, "a", (IMAGE,) * 9), ChatMessage(USER, "a", (IMAGE,) * 7))
     assert len(Chat(sixteen).images) == MAX_CHAT_IMAGES
+
+
+@pytest.mark.parametrize("kind", [Point, Detect])
+@pytest.mark.parametrize(
+    ("object", "objects", "expected"),
+    [
+        ("", (), ["object"]),
+        ("a", ("b",), ["object"]),
+        ("", ("a", "", " "), ["objects[1]", "objects[2]"]),
+        ("", ("a",) * MAX_OBJECT_NAMES, []),
+        ("", ("a",) * (MAX_OBJECT_NAMES + 1), ["objects"]),
+        ("", ("a" * (MAX_TEXT_BYTES + 1), "a"), ["objects[0]"]),
+    ],
+)
+def test_a_request_has_one_object_or_up_to_64(kind, object, objects, expected):
+    if expected:
+        assert breaches(kind, object, IMAGE, objects=objects) == expected
+    else:
+        kind(object, IMAGE, objects=objects)
+
+
+def test_several_objects_are_requests_of_their_own_in_this_order():
+    request = Detect("", IMAGE, max_objects=3, objects=("car", "person", "car"))
+    assert parts_of(request) == [Detect(name, IMAGE, max_objects=3) for name in ("car", "person", "car")]
+    assert objects_of(request) == ("car", "person", "car")
+    assert request.text == "car\nperson\ncar"
+    alone = Point("car", IMAGE)
+    assert (parts_of(alone), objects_of(alone), objects_of(Query("car"))) == ([alone], (), ())
+    samples = Query("?", sampling=SamplingParams(seed=7, n=3))
+    assert [part.sampling for part in parts_of(samples)] == list(samples.sampling.samples())

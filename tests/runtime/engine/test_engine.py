@@ -157,6 +157,38 @@ async def test_samples_of_one_request_share_its_image(loaded: LoadedModel) -> No
         own.close()
 
 
+async def test_several_objects_share_their_image_and_are_answered_as_single_ones(
+    loaded: LoadedModel,
+) -> None:
+    names = ("license", "copy", "a", "hello")
+    own = LocalEngine(loaded, EngineConfig(model="", num_kv_pages=300))
+    try:
+        streams = own.submit_samples(Detect("", SMALL_IMAGE, max_objects=3, objects=names))
+        together = [await stream.result() for stream in streams]
+        first, *others = sorted(item.usage.num_cached_tokens for item in together)
+        assert first == 0
+        assert min(others) >= together[0].usage.num_image_tokens
+        assert own.load().prefix_cache.num_hits == len(names) - 1
+        await own.clear_cache()
+        for name, answer in zip(names, together, strict=True):
+            alone = await own.submit(Detect(name, SMALL_IMAGE, max_objects=3)).result()
+            assert (alone.output, alone.finish_reason) == (answer.output, answer.finish_reason)
+    finally:
+        own.close()
+
+
+async def test_the_text_of_one_object_fails_alone_and_an_image_fails_for_all(engine: LocalEngine) -> None:
+    async def outcomes(image: bytes, *names: str) -> list[type[object]]:
+        streams = engine.submit_samples(Detect("", image, max_objects=1, objects=names))
+        found = await asyncio.gather(*(stream.result() for stream in streams), return_exceptions=True)
+        return [type(item) for item in found]
+
+    too_long = "license " * 5000
+    assert await outcomes(SMALL_IMAGE, too_long, "a", "b") == [ContextLengthExceeded, Finished, Finished]
+    assert await outcomes(SMALL_IMAGE, "a", too_long, "b") == [Finished, ContextLengthExceeded, Finished]
+    assert await outcomes(b"no image", "a", "b") == [ImageError, ImageError]
+
+
 async def test_two_hundred_cancellations_under_load_leave_no_page_behind(engine: LocalEngine) -> None:
     chance = random.Random(1)
     background = [engine.submit(endless(seed)) for seed in range(3)]

@@ -176,44 +176,84 @@ class CaptionResult(_message.Message):
     def __init__(self, caption: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
 
 class PointRequest(_message.Message):
-    __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options")
+    __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects")
     OBJECT_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
     SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
     object: str
     image: _media_pb2.Image
     max_objects: int
     spatial_refs: _containers.RepeatedCompositeFieldContainer[_media_pb2.SpatialRef]
     sampling: _generation_pb2.SamplingParams
     options: _generation_pb2.RequestOptions
-    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+    objects: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., objects: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ObjectError(_message.Message):
+    __slots__ = ("code", "reason", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    reason: str
+    message: str
+    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class PointGroup(_message.Message):
+    __slots__ = ("object", "points", "finish_reason", "error")
+    OBJECT_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    object: str
+    points: _containers.RepeatedCompositeFieldContainer[_media_pb2.NormalizedPoint]
+    finish_reason: _generation_pb2.FinishReason
+    error: ObjectError
+    def __init__(self, object: _Optional[str] = ..., points: _Optional[_Iterable[_Union[_media_pb2.NormalizedPoint, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., error: _Optional[_Union[ObjectError, _Mapping]] = ...) -> None: ...
+
+class DetectGroup(_message.Message):
+    __slots__ = ("object", "objects", "finish_reason", "error")
+    OBJECT_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    object: str
+    objects: _containers.RepeatedCompositeFieldContainer[DetectedObject]
+    finish_reason: _generation_pb2.FinishReason
+    error: ObjectError
+    def __init__(self, object: _Optional[str] = ..., objects: _Optional[_Iterable[_Union[DetectedObject, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., error: _Optional[_Union[ObjectError, _Mapping]] = ...) -> None: ...
 
 class PointResponse(_message.Message):
-    __slots__ = ("points", "info")
+    __slots__ = ("points", "groups", "info")
     POINTS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     points: _containers.RepeatedCompositeFieldContainer[_media_pb2.NormalizedPoint]
+    groups: _containers.RepeatedCompositeFieldContainer[PointGroup]
     info: _generation_pb2.ResponseInfo
-    def __init__(self, points: _Optional[_Iterable[_Union[_media_pb2.NormalizedPoint, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
+    def __init__(self, points: _Optional[_Iterable[_Union[_media_pb2.NormalizedPoint, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[PointGroup, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
 
 class DetectRequest(_message.Message):
-    __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options")
+    __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects")
     OBJECT_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
     SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
     object: str
     image: _media_pb2.Image
     max_objects: int
     spatial_refs: _containers.RepeatedCompositeFieldContainer[_media_pb2.SpatialRef]
     sampling: _generation_pb2.SamplingParams
     options: _generation_pb2.RequestOptions
-    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+    objects: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., objects: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DetectedObject(_message.Message):
     __slots__ = ("box",)
@@ -222,12 +262,14 @@ class DetectedObject(_message.Message):
     def __init__(self, box: _Optional[_Union[_media_pb2.NormalizedBox, _Mapping]] = ...) -> None: ...
 
 class DetectResponse(_message.Message):
-    __slots__ = ("objects", "info")
+    __slots__ = ("objects", "groups", "info")
     OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     objects: _containers.RepeatedCompositeFieldContainer[DetectedObject]
+    groups: _containers.RepeatedCompositeFieldContainer[DetectGroup]
     info: _generation_pb2.ResponseInfo
-    def __init__(self, objects: _Optional[_Iterable[_Union[DetectedObject, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
+    def __init__(self, objects: _Optional[_Iterable[_Union[DetectedObject, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[DetectGroup, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
 
 class SegmentRequest(_message.Message):
     __slots__ = ("object", "image", "spatial_refs", "sampling", "options")

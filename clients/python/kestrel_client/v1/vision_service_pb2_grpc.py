@@ -28,7 +28,7 @@ if _version_not_supported:
 class VisionServiceStub(object):
     """Looks at images.
 
-    Every call fails with a gRPC status, never inside a response. The details of the status hold a
+    Every call fails with a gRPC status, never inside a response; of several objects each has an error of its own. The details of the status hold a
     `google.rpc.ErrorInfo` whose reason is stable; INVALID_ARGUMENT adds a `google.rpc.BadRequest` that lists every
     violation, and failures that may pass add a `google.rpc.RetryInfo`. A call that is cancelled, or whose deadline
     passes, stops generating. Metadata `x-request-id` (at most 128 letters, digits, dots, hyphens and underscores)
@@ -103,7 +103,7 @@ class VisionServiceStub(object):
 class VisionServiceServicer(object):
     """Looks at images.
 
-    Every call fails with a gRPC status, never inside a response. The details of the status hold a
+    Every call fails with a gRPC status, never inside a response; of several objects each has an error of its own. The details of the status hold a
     `google.rpc.ErrorInfo` whose reason is stable; INVALID_ARGUMENT adds a `google.rpc.BadRequest` that lists every
     violation, and failures that may pass add a `google.rpc.RetryInfo`. A call that is cancelled, or whose deadline
     passes, stops generating. Metadata `x-request-id` (at most 128 letters, digits, dots, hyphens and underscores)
@@ -265,7 +265,7 @@ def add_VisionServiceServicer_to_server(servicer, server):
 class VisionService(object):
     """Looks at images.
 
-    Every call fails with a gRPC status, never inside a response. The details of the status hold a
+    Every call fails with a gRPC status, never inside a response; of several objects each has an error of its own. The details of the status hold a
     `google.rpc.ErrorInfo` whose reason is stable; INVALID_ARGUMENT adds a `google.rpc.BadRequest` that lists every
     violation, and failures that may pass add a `google.rpc.RetryInfo`. A call that is cancelled, or whose deadline
     passes, stops generating. Metadata `x-request-id` (at most 128 letters, digits, dots, hyphens and underscores)
