@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_grpc.adapter_folder import AdapterFolder, AnnouncedAdapter, StagedAdapter, path_violation
@@ -16,6 +18,9 @@ from kestrel_runtime.api.errors import InvalidRequest, Violation
 
 NOT_A_NAME = "must be the name of an adapter, such as name or name@step"
 _LEAST_BYTES_PER_S = 64 * 2**10
+_MAX_THREADS = 4
+
+Result = TypeVar("Result")
 
 
 class AdapterUploads:
@@ -28,6 +33,8 @@ class AdapterUploads:
         self._engine = engine
         self._folder = folder
         self._timeout_s = timeout_s
+        # Threads of their own: the folder may be on a mount that does not answer.
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "kestrel-adapter-uploads")
 
     async def receive(
         self, messages: AsyncIterator[wire.UploadAdapterRequest], call: CallContext
@@ -38,14 +45,14 @@ class AdapterUploads:
         call.audited = {"adapter": str(announced.name)}
         staged = self._folder.staged(announced)
         try:
-            await asyncio.to_thread(staged.open)
+            await self._run(staged.open)
             while (message := await parts.next()) is not None:
-                await asyncio.to_thread(staged.write, adapter_chunk(message))
-            await asyncio.to_thread(staged.finish)
+                await self._run(staged.write, adapter_chunk(message))
+            await self._run(staged.finish)
             # Once the adapter has its name, the engines hear of it, also if the caller hangs up.
             return await asyncio.shield(self._publish(staged, announced, call))
         finally:
-            await asyncio.shield(asyncio.to_thread(staged.discard))
+            await asyncio.shield(self._run(staged.discard))
 
     async def _publish(
         self, staged: StagedAdapter, announced: AnnouncedAdapter, call: CallContext
@@ -53,10 +60,14 @@ class AdapterUploads:
         name = str(announced.name)
         digest = await self._engine.check_adapter(staged.folder, name)
         call.audited = {"adapter": name, "digest": digest}
-        has_replaced = await asyncio.to_thread(staged.publish)
+        has_replaced = await self._run(staged.publish)
         call.audited = {**call.audited, "replaced": int(has_replaced)}
         await self._engine.adapter_changed(name)
         return wire.UploadAdapterResponse(name=name, digest=digest, replaced=has_replaced)
+
+    def _run(self, work: Callable[..., Result], *arguments: object) -> asyncio.Future[Result]:
+        """Has a thread do work on the folder."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
 
 class _Parts:
