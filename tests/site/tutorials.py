@@ -21,7 +21,7 @@ from tests.test_readme import MAX_WAIT_S, free_ports, needs_tools
 ACTIVATED = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 """The environment of a shell that has activated the one of this Python."""
 TUTORIALS = CHECKOUT / "docs" / "tutorials"
-ORDER = ("first_picture", "folder_of_pictures", "deploy", "watch")
+ORDER = ("first_picture", "folder_of_pictures", "cookbook", "deploy", "watch")
 PORTS = ("50051", "8000", "50052", "8443", "9464", "9090")
 # Blocks that are not run here, by a text in them, and why.
 NOT_RUN = (
@@ -103,6 +103,24 @@ def test_a_folder_of_pictures(reader) -> None:
     assert shown(printed, "cat captions.jsonl").count('"caption"') == 6
     assert sorted(path.name for path in (folder / "sorted" / "red").iterdir()) == ["0.png", "2.png", "4.png"]
     assert sorted(path.name for path in (folder / "sorted" / "blue").iterdir()) == ["1.png", "3.png", "5.png"]
+
+
+@needs_tools
+def test_the_recipes_of_the_cookbook(reader) -> None:
+    folder, printed = reader
+    assert shown(printed, "to be checked").split(" ")[0].strip() == "OPEN"
+    assert shown(printed, 'red circle").points').split() == ["3", "3"]
+    assert shown(printed, "RULES").strip().split("\n") == ["Is there a red circle? yes", "Is there a star? no"]
+    square, triangle, click = shown(printed, "upload_image").strip().split("\n")
+    assert (square, triangle) == ("blue", "Yes")
+    x, y = (int(number) for number in re.findall(r"\d+", click))
+    assert 60 <= x <= 170
+    assert 190 <= y <= 300
+    assert json.loads(shown(printed, "FIELDS")) == {"square": "blue", "triangle": "green"}
+    assert shown(printed, "circles.json").strip() == "6 pictures, 6 boxes"
+    data = json.loads((folder / "circles.json").read_text(encoding="utf-8"))
+    assert {item["image_id"] for item in data["annotations"]} == set(range(1, 7))
+    assert shown(printed, "clip.gif").strip().split("\n") == ["frame 0: red", "frame 6: blue", "2 frames asked"]
 
 
 @needs_tools
