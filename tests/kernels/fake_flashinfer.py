@@ -41,7 +41,8 @@ class _Wrapper:
         keys, values = (each[pages.long()].float().transpose(1, 2).flatten(0, 1)[:length] for each in cache)
         return keys, values
 
-    def _check(self, q: Tensor, cache: tuple[Tensor, Tensor]) -> None:
+    def _check(self, q: Tensor, cache: tuple[Tensor, Tensor], *, uses_dependent_launch: bool) -> None:
+        assert not uses_dependent_launch, "our kernels would not wait for what they read"
         num_heads, num_groups, head_dim, page_size = self._sizes
         assert q.is_contiguous()
         assert q.shape[1:] == (num_heads, head_dim)
@@ -80,8 +81,15 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(_Wrapper):
         self._starts = qo_indptr.tolist()
         assert len(self._starts) == len(paged_kv_indptr)
 
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], bidirectional_ranges: Tensor) -> Tensor:
-        self._check(q, paged_kv_cache)
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: tuple[Tensor, Tensor],
+        bidirectional_ranges: Tensor,
+        *,
+        enable_pdl: bool,
+    ) -> Tensor:
+        self._check(q, paged_kv_cache, uses_dependent_launch=enable_pdl)
         assert (q.dtype, paged_kv_cache[0].dtype) == self._types
         assert bidirectional_ranges.dtype == torch.int32
         assert bidirectional_ranges.is_contiguous()
@@ -119,8 +127,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         self._plan(indptr, indices, last_page_len, (num_qo_heads, num_kv_heads, head_dim, page_size))
         self._types = (q_data_type, kv_data_type)
 
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
-        self._check(q, paged_kv_cache)
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, enable_pdl: bool) -> Tensor:
+        self._check(q, paged_kv_cache, uses_dependent_launch=enable_pdl)
         assert (q.dtype, paged_kv_cache[0].dtype) == self._types
         assert len(q) == len(self._contexts)
         rows = [attend(row.float(), *self._context(number, paged_kv_cache)) for number, row in enumerate(q)]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kestrel_ops.attention.flashinfer_plans import (
+    USES_DEPENDENT_LAUNCH,
     PagedContexts,
     StepOfPlan,
     flashinfer,
@@ -109,7 +110,9 @@ class _Prefills:
             rows = (rows.float() * key_scale).to(query.dtype)
         result = query.new_empty(query.shape)
         if num_rows:
-            attended = self._wrapper.run(rows.contiguous(), (key_pages, value_pages), self._ranges)
+            attended = self._wrapper.run(
+                rows.contiguous(), (key_pages, value_pages), self._ranges, enable_pdl=USES_DEPENDENT_LAUNCH
+            )
             result[:num_rows] = attended if value_scale is None else attended * value_scale
         return result
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kestrel_ops.attention.flashinfer_plans import (
+    USES_DEPENDENT_LAUNCH,
     PagedContexts,
     StepOfPlan,
     flashinfer,
@@ -119,7 +120,9 @@ class _Decodes:
         """Computes the attention of a layer of the step that was planned; 0 without a token."""
         if key_scale is not None:
             query = (query.float() * key_scale).to(query.dtype)
-        attended = self._wrapper.run(query.contiguous(), (key_pages, value_pages)).flatten(1)
+        attended = self._wrapper.run(
+            query.contiguous(), (key_pages, value_pages), enable_pdl=USES_DEPENDENT_LAUNCH
+        ).flatten(1)
         if value_scale is not None:
             attended = attended * value_scale
         return torch.where(self._has_token, attended, 0)
