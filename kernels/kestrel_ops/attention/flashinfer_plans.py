@@ -22,7 +22,8 @@ VERSIONS = ("0.7.4",)
 WORKSPACE_BYTES = 128 * 2**20
 """Memory of each operation for parts of contexts: the size that FlashInfer recommends."""
 USES_DEPENDENT_LAUNCH = False
-"""What is passed to FlashInfer: our kernels rely on what those before them have waited for (kernels/README.md)."""
+"""The setting of FlashInfer's calls: our kernels rely on what those before them have waited for (rule 6 of
+kernels/README.md)."""
 _DISTRIBUTION = "flashinfer-python"
 _HEAD_DIMS = (64, 128, 256)
 _SHORT = (torch.bfloat16, torch.float16)
