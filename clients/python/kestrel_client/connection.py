@@ -46,6 +46,8 @@ TOKEN_VARIABLE = "KESTREL_GRPC_TOKEN"
 _MAX_RETRIES = 4  # gRPC makes no more than five attempts
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _SERVICES = ("kestrel.v1.VisionService", "kestrel.v1.ImageService", "kestrel.v1.EngineService")
+_METHOD_UNKNOWN = "Method not found!"
+"""What gRPC itself says of a call that a server does not have."""
 _DIAGNOSIS_STEP_S = 2.0
 _DIAGNOSIS_HOLDS_S = 1.0
 
@@ -144,7 +146,7 @@ class Connection:
             if self.token is None:
                 return explained(error, "the server asks for a token; give token, --token or KESTREL_GRPC_TOKEN")
             return explained(error, "the server does not know the token from token, --token or KESTREL_GRPC_TOKEN")
-        if error.code is grpc.StatusCode.UNIMPLEMENTED and not error.failure.is_from_server:
+        if error.message == _METHOD_UNKNOWN:
             where = "with --admin-port a server takes calls of operators there alone; an older one may lack this"
             return explained(error, f"{error.message.rstrip('!')}: {where}")
         if isinstance(error, DeadlineExceeded) and not error.failure.is_from_server:
