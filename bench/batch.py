@@ -229,7 +229,13 @@ class _InstantEngine(EmptyEngine):
         self.readings: list[dict[str, float]] = []
 
     def submit_samples(
-        self, request: Request, *, deadline: float | None = None, tenant: str = "", namespace: str = ""
+        self,
+        request: Request,
+        *,
+        deadline: float | None = None,
+        tenant: str = "",
+        namespace: str = "",
+        route: str = "",
     ) -> list[Stream]:
         self.num_requests += 1
         if self.num_requests % self._note_every == 0:

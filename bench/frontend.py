@@ -122,7 +122,13 @@ class EmptyEngine:
         pass  # it never changes
 
     def submit_samples(
-        self, request: Request, *, deadline: float | None = None, tenant: str = "", namespace: str = ""
+        self,
+        request: Request,
+        *,
+        deadline: float | None = None,
+        tenant: str = "",
+        namespace: str = "",
+        route: str = "",
     ) -> list[Stream]:
         stream = Stream()
         events = POINT_EVENTS if isinstance(request, Point) else EVENTS

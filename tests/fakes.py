@@ -160,7 +160,13 @@ class FakeEngine:
         self._callbacks.append(callback)
 
     def submit_samples(
-        self, request: Request, *, deadline: float | None = None, tenant: str = "", namespace: str = ""
+        self,
+        request: Request,
+        *,
+        deadline: float | None = None,
+        tenant: str = "",
+        namespace: str = "",
+        route: str = "",
     ) -> list[Stream]:
         streams = [Stream() for _ in parts_of(request)]
         self.submit_to(streams, request, deadline=deadline, tenant=tenant, namespace=namespace)

@@ -64,7 +64,7 @@ class Teacher:
 
     def prompt(self, request: Request) -> list[Token]:
         """The prompt's tokens after BOS and image."""
-        return SKILLS[request.skill].prompt(request, self.tokenizer, self.config)
+        return list(SKILLS[request.skill].prompt(request, self.tokenizer, self.config).tokens)
 
     def _query(self, scene: Scene, rng: random.Random) -> Example | None:
         if rng.random() < _FACT_SHARE:

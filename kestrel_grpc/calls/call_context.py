@@ -17,6 +17,8 @@ from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Priority, Request
 
 REQUEST_ID_KEY = "x-request-id"
+_ROUTE_KEY = "x-kestrel-route"
+_MAX_ROUTE_CHARS = 256
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 # When a deadline passes, the caller cancels the call. The server sees that before the deadline, by the time in
@@ -173,6 +175,13 @@ class CallContext:
         """Counts so many further requests of the call towards the limits of its token."""
         self.release: Callable[[], None] = _nothing
         """Releases the memory of the call's message."""
+
+    @property
+    def route(self) -> str:
+        """Returns what the caller's calls for one server have in common, cut to a bounded length; "" if it does not
+        say."""
+        found = (value for key, value in self.headers if key == _ROUTE_KEY and isinstance(value, str))
+        return next(found, "")[:_MAX_ROUTE_CHARS]
 
     @property
     def duration_s(self) -> float:

@@ -95,7 +95,11 @@ class Submission:
         if (num_objects := len(objects_of(request))) > 1:
             await call.count_further(num_objects - 1)
         streams = self._engine.submit_samples(
-            request, deadline=call.deadline, tenant=call.principal, namespace=call.namespace
+            request,
+            deadline=call.deadline,
+            tenant=call.principal,
+            namespace=call.namespace,
+            route=call.route,
         )
         call.release()
         return streams

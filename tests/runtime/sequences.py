@@ -58,6 +58,7 @@ def new_sequence(
     prompt: list[Token] | int = 1,
     *,
     num_image_tokens: int = 0,
+    image_places: tuple[int, ...] = (1,),
     pixels: Crops | DecodedImage | None = None,
     rule: TokenRule = TokenRule(),  # noqa: B008 - a rule is immutable
     temperature: float = 0.0,
@@ -70,7 +71,8 @@ def new_sequence(
     tenant: str = "",
     submitted: float = 0.0,
 ) -> TokenSequence:
-    """A waiting sequence; a number as prompt stands for that many tokens."""
+    """A waiting sequence; a number as prompt stands for that many tokens. `image_places`: the tokens before each
+    image, if images have tokens."""
     tokens = [Token(place % 100) for place in range(prompt)] if isinstance(prompt, int) else list(prompt)
     return TokenSequence(
         id=next(_ids),
@@ -88,5 +90,8 @@ def new_sequence(
             tenant=tenant,
         ),
         clock=SequenceClock(submitted=submitted),
-        images=[SequenceImage(1, num_image_tokens, pixels)] if num_image_tokens else [],
+        images=[
+            SequenceImage(place + number * num_image_tokens, num_image_tokens, pixels)
+            for number, place in enumerate(image_places if num_image_tokens else ())
+        ],
     )

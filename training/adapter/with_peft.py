@@ -84,7 +84,7 @@ def prepared(loaded: LoadedModel, image: bytes, question: str, answer: str) -> E
     skill = loaded.family.skills(config)["query"]
     prompt = skill.prompt(Query(image=image, question=question), tokenizer, config)
     ids = [*tokenizer.encode(answer), config.tokenizer.eos_id]
-    text = [*(token.id for token in prompt), *ids[:-1]]
+    text = [*(token.id for token in prompt.tokens), *ids[:-1]]
     embedded = model.text.wte[torch.tensor([config.tokenizer.bos_id, *text], device=model.device)]
     embeddings = torch.cat((embedded[:1], seen.to(embedded), embedded[1:]))
     return Example(embeddings, torch.tensor(ids, device=model.device), 1 + len(seen))

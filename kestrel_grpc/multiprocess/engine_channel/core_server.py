@@ -306,8 +306,11 @@ class _Frontend(Exchange):
 
     def _submit(self, message: Submit) -> None:
         streams: list[Stream] = [_ForwardedStream(self, id) for id in message.ids]
+        numbers = itertools.count()
         try:
-            request = decode_request(message.request, lambda summary: _FetchedImage(self, message.ids[0], summary))
+            request = decode_request(
+                message.request, lambda summary: _FetchedImage(self, message.ids[0], next(numbers), summary)
+            )
         except Exception as error:  # a fault of ours must not keep the caller waiting
             for stream in streams:
                 stream.refuse(InternalError(error))
@@ -339,7 +342,7 @@ class _Frontend(Exchange):
 
     async def _hold_place(self, asked: Expect, granted: asyncio.Future[None]) -> None:
         try:
-            request = decode_request(asked.request, lambda summary: _FetchedImage(self, 0, summary))
+            request = decode_request(asked.request, lambda summary: _FetchedImage(self, 0, 0, summary))
             async with self._server.engine.expecting(request, deadline=asked.deadline, tenant=asked.tenant):
                 granted.set_result(None)
                 await asyncio.Event().wait()
@@ -377,12 +380,13 @@ class _Frontend(Exchange):
         """Have the event loop call this, from any thread."""
         self._server.call(callback)
 
-    def ask_for_pixels(self, id: int) -> tuple[int, Future[DecodedPixels]]:
-        """Ask for the pixels of an image, from any thread; returns the number of the question and a future."""
+    def ask_for_pixels(self, id: int, image: int) -> tuple[int, Future[DecodedPixels]]:
+        """Ask for the pixels of an image of a request, by its number, from any thread; returns the number of the
+        question and a future."""
         arrival: Future[DecodedPixels] = Future()
         number = next(self._numbers)
         self._awaited[number] = arrival
-        if self.is_gone or not self._server.send(self, NeedPixels(number, id)):
+        if self.is_gone or not self._server.send(self, NeedPixels(number, id, image)):
             arrival.set_exception(EngineUnavailable("the front end has gone"))
         return number, arrival
 
@@ -470,18 +474,18 @@ class _ForwardedStream(Stream):
 
 
 class _FetchedImage(RemoteImage):
-    """The image of a front end's request, whose pixels the front end sends if they are needed."""
+    """An image of a front end's request, whose pixels the front end sends if they are needed."""
 
-    def __init__(self, frontend: _Frontend, id: int, summary: ImageSummary) -> None:
+    def __init__(self, frontend: _Frontend, id: int, number: int, summary: ImageSummary) -> None:
         self.digest = summary.digest
         self.num_bytes = summary.num_bytes
         self.width_px = summary.width_px
         self.height_px = summary.height_px
         self._frontend = frontend
-        self._id = id
+        self._id, self._number = id, number
 
     def fetch(self, check_wanted: Callable[[], None]) -> DecodedPixels:
-        number, arrival = self._frontend.ask_for_pixels(self._id)
+        number, arrival = self._frontend.ask_for_pixels(self._id, self._number)
         try:
             while True:
                 with contextlib.suppress(TimeoutError):

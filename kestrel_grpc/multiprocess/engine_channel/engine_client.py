@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, BinaryIO, Self, TypeVar
 
 from kestrel_grpc.multiprocess.engine_channel.core_connection import NO_LOAD, CoreConnection
@@ -225,27 +225,31 @@ class EngineClient:
         self._callbacks.append(callback)
 
     def submit_samples(
-        self, request: Request, *, deadline: float | None = None, tenant: str = "", namespace: str = ""
+        self,
+        request: Request,
+        *,
+        deadline: float | None = None,
+        tenant: str = "",
+        namespace: str = "",
+        route: str = "",
     ) -> list[Stream]:
         """Send a request to a core; see `api.engine.Engine.submit_samples`."""
         streams = [_RemoteStream(next(self._ids)) for _ in parts_of(request)]
-        call = _Call(request, tuple(streams), deadline, tenant, namespace)
+        call = _Call(request, request.images, tuple(streams), deadline, tenant, namespace, route)
         try:
             self._check(request)
-            image = call.image
-            if image is not None:
-                call.header = self._inspect(image)
+            call.headers = [self._inspect(image) for image in call.images]
             for stream in streams:
                 self._calls[stream.id] = call
                 stream.over.add_done_callback(lambda _, id=stream.id: self._end(call, id))
                 stream.follow(self._cancel, self._want_only_end, call)
-            if image is None or is_hashed_at_once(image):
-                call.digest = None if image is None else image_digest(image)
+            if all(map(is_hashed_at_once, call.images)):
+                call.digests = tuple(map(image_digest, call.images))
                 self._send(call)
-                if call.header is not None:  # after the request is sent, so that a worker does not delay that
+                if call.images:  # after the request is sent, so that a worker does not delay that
                     self._loop.call_soon(self._decode_ahead, call)
             else:
-                self._hash(call, image)
+                self._hash(call)
         except KestrelError as error:
             call.fail(error)
             drop_tracebacks(error)
@@ -424,33 +428,33 @@ class EngineClient:
         self._budget.check_image(_decoding_bytes(header))
         return header
 
-    def _hash(self, call: _Call, image: Image) -> None:
-        """Have a worker hash a large image, and send the request then."""
-        self._then(self._submit_job(call, lambda: image_digest(image)), lambda done: self._send_hashed(call, done))
+    def _hash(self, call: _Call) -> None:
+        """Have a worker hash large images, and send the request then."""
+        hashing = self._submit_job(call, lambda: tuple(map(image_digest, call.images)))
+        self._then(hashing, lambda done: self._send_hashed(call, done))
 
-    def _send_hashed(self, call: _Call, done: Future[bytes]) -> None:
+    def _send_hashed(self, call: _Call, done: Future[tuple[bytes, ...]]) -> None:
         if not call.is_over:
             if done.cancelled():
                 call.fail(EngineUnavailable("the engine has stopped"))
             else:
-                call.digest = done.result()
+                call.digests = done.result()
                 self._send(call)
 
-    def _choose(self, digest: bytes | None) -> CoreConnection:
+    def _choose(self, key: bytes | None) -> CoreConnection:
         serving = [core for core in self._cores if core.status is EngineStatus.SERVING]
         if not serving:
             raise ended_error()
-        return choose([core for core in serving if not core.is_silent] or serving, digest)
+        return choose([core for core in serving if not core.is_silent] or serving, key)
 
     def _send(self, call: _Call) -> None:
-        """Send a call to the core that its image selects now."""
+        """Send a call to the core that its route or its first image selects now."""
         try:
-            core = self._choose(call.digest)
+            core = self._choose(call.routing_key)
             call.core = core
             summaries = [
-                ImageSummary(call.digest, len(image), call.header.width, call.header.height)
-                for image in call.request.images
-                if call.header is not None and call.digest is not None
+                ImageSummary(digest, len(image), header.width, header.height)
+                for image, header, digest in zip(call.images, call.headers, call.digests or (), strict=True)
             ]
             data = encode_request(call.request, summaries)
             core.notify(Submit(call.ids, data, call.deadline, call.tenant, call.namespace))
@@ -494,32 +498,35 @@ class EngineClient:
 
     def _give_pixels(self, core: CoreConnection, message: NeedPixels) -> None:
         call = self._call_of(message.id)
-        if call is None or call.image is None:
+        if call is None or message.image >= len(call.images):
             error = encode_error(EngineUnavailable("the caller has gone"))
             core.notify(Pixels(message.number, 0, 0, error))
             return
         try:
-            pixels = call.take_pixels() or self._decode(call)
+            pixels = call.pixels.pop(message.image, None) or self._decode(call, message.image)
         except EngineUnavailable as error:
             core.notify(Pixels(message.number, 0, 0, encode_error(error)))
         else:
             self._then(pixels, lambda done: _send_pixels(core, message.number, done))
 
     def _decode_ahead(self, call: _Call) -> None:
-        """Decode an image that is most likely new while its core, which is not busy, looks for it in its caches."""
-        if call.header is None or call.digest is None or call.core is None or call.is_over:
+        """Decode images that are most likely new while their core, which is not busy, looks for them in its
+        caches."""
+        if call.core is None or call.is_over:
             return
-        key = call.namespace, call.digest
-        is_new = self._seen_images.get(key) is None
-        self._seen_images.put(key, True)
-        if is_new and call.core.load <= _AHEAD_LOAD and _decoding_bytes(call.header) <= _MAX_AHEAD_BYTES:
-            with contextlib.suppress(EngineUnavailable):  # the core gets this error if it asks
-                call.pixels = self._decode(call)
+        num_bytes = 0
+        for number, (header, digest) in enumerate(zip(call.headers, call.digests or (), strict=True)):
+            key = call.namespace, digest
+            is_new = self._seen_images.get(key) is None
+            self._seen_images.put(key, True)
+            num_bytes += _decoding_bytes(header)
+            if is_new and call.core.load <= _AHEAD_LOAD and num_bytes <= _MAX_AHEAD_BYTES:
+                with contextlib.suppress(EngineUnavailable):  # the core gets this error if it asks
+                    call.pixels[number] = self._decode(call, number)
 
-    def _decode(self, call: _Call) -> Future[_SharedPixels]:
-        """Have a worker decode the image of a request. Raises `EngineUnavailable`."""
-        image = call.image
-        assert image is not None
+    def _decode(self, call: _Call, number: int) -> Future[_SharedPixels]:
+        """Have a worker decode an image of a request. Raises `EngineUnavailable`."""
+        image = call.images[number]
         assert not isinstance(image, RemoteImage)
 
         def decode() -> _SharedPixels:
@@ -535,7 +542,7 @@ class EngineClient:
             if call.is_over or self._workers.is_closing:
                 raise Interrupted
 
-        return self._submit_job(call, decode)
+        return self._submit_job(call, decode, _decoding_bytes(call.headers[number]))
 
     def _then(self, job: Future[Result], then: Callable[[Future[Result]], None]) -> None:
         """Have the event loop call `then` with a worker's job when it is done."""
@@ -546,8 +553,8 @@ class EngineClient:
 
         job.add_done_callback(finish)
 
-    def _submit_job(self, call: _Call, work: Callable[[], Result]) -> Future[Result]:
-        """Have a worker do `work` for a request. Raises `EngineUnavailable`."""
+    def _submit_job(self, call: _Call, work: Callable[[], Result], num_bytes: int = 0) -> Future[Result]:
+        """Have a worker do `work`, which takes so much memory, for a request. Raises `EngineUnavailable`."""
         options = call.request.options
         job = Job(
             work,
@@ -555,7 +562,7 @@ class EngineClient:
             priority=options.priority,
             standing=options.standing,
             tenant=call.tenant,
-            num_bytes=0 if call.header is None else _decoding_bytes(call.header),
+            num_bytes=num_bytes,
         )
         try:
             return self._workers.submit(job)
@@ -608,18 +615,23 @@ class _Call:
     """A request, with a stream for each sample."""
 
     request: Request
+    images: tuple[Image, ...]
+    """The images of the request."""
     streams: tuple[_RemoteStream, ...]
     deadline: float | None
     tenant: str
     namespace: str
-    header: ImageHeader | None = None
-    """The header of the request's image; None without one."""
-    digest: bytes | None = None
+    route: str = ""
+    """Equal for calls that one core should answer; "" if the caller does not say."""
+    headers: list[ImageHeader] = field(default_factory=list)
+    """The headers of the images."""
+    digests: tuple[bytes, ...] | None = None
+    """The digests of the images; None until they are computed."""
     core: CoreConnection | None = None
     """The core that the call was sent to last."""
     has_events: bool = False
-    pixels: Future[_SharedPixels] | None = None
-    """The pixels of its image, if they are decoded before a core has asked for them."""
+    pixels: dict[int, Future[_SharedPixels]] = field(default_factory=dict)
+    """The pixels of images that are decoded before a core has asked for them, by the number of the image."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -630,22 +642,21 @@ class _Call:
         return all(stream.over.done() for stream in self.streams)
 
     @property
-    def image(self) -> Image | None:
-        """The image of the request, of which an engine takes one; None without one."""
-        return next(iter(self.request.images), None)
+    def routing_key(self) -> bytes | None:
+        """The key that selects the core: the caller's route, or the digest of the first image; None without
+        either."""
+        if self.route:
+            return self.route.encode()
+        return self.digests[0] if self.digests else None
 
     def fingerprint(self) -> str:
         """Returns the fingerprint of the request; a core may add that of its adapter."""
-        return fingerprint_of(self.request, None if self.digest is None else (self.digest,))
-
-    def take_pixels(self) -> Future[_SharedPixels] | None:
-        """Returns the pixels that were decoded ahead, if any, for one answer to a core."""
-        pixels, self.pixels = self.pixels, None
-        return pixels
+        return fingerprint_of(self.request, self.digests)
 
     def drop_pixels(self) -> None:
         """Free the pixels that were decoded ahead: no core needs them."""
-        if (pixels := self.take_pixels()) is not None:
+        while self.pixels:
+            _, pixels = self.pixels.popitem()
             pixels.cancel()
             pixels.add_done_callback(_free_pixels)
 

@@ -1,11 +1,12 @@
 """Chooses the engine core that a request goes to.
 
 Rules
-  C1  Rendezvous hashing of the digest of a request's image chooses its core, so that requests about one image find
-      it in that core's cache. If one of N cores leaves, 1/N of the images move.
+  C1  Rendezvous hashing of a request's key chooses its core. The key is the route that the caller has given, or the
+      digest of the first image. So requests about one image, and the turns of one conversation, find in that core's
+      cache what those before them have computed. If one of N cores leaves, 1/N of the keys move.
   C2  Such a request goes to the next core in that order only if its core has waiting requests and is more loaded
       than others: by more than a quarter, and by more than one batch.
-  C3  A request without an image goes to the core with the least load.
+  C3  A request without a key goes to the core with the least load.
   C4  A core that does not serve gets no requests, nor does a core that has stopped to answer while others answer.
 
 Rendezvous hashing: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
@@ -43,20 +44,20 @@ class Destination(Protocol):
 Core = TypeVar("Core", bound=Destination)
 
 
-def home_order(digest: bytes, indices: Sequence[int]) -> list[int]:
-    """Returns the indices of cores in the order of preference for the image of this digest."""
-    return sorted(indices, key=lambda index: hashlib.sha256(b"%d:" % index + digest).digest())
+def home_order(key: bytes, indices: Sequence[int]) -> list[int]:
+    """Returns the indices of cores in the order of preference for a key."""
+    return sorted(indices, key=lambda index: hashlib.sha256(b"%d:" % index + key).digest())
 
 
-def choose(cores: Sequence[Core], digest: bytes | None) -> Core:
-    """Returns the core, of at least one that serves, for a request with the image of this digest, or with none."""
+def choose(cores: Sequence[Core], key: bytes | None) -> Core:
+    """Returns the core, of at least one that serves, for a request with this key, or with none."""
     if len(cores) == 1:
         return cores[0]
-    if digest is None:
+    if key is None:
         return min(cores, key=lambda core: (core.load, core.index))
     by_index = {core.index: core for core in cores}
     mean = sum(core.load for core in cores) / len(cores)
-    ordered = [by_index[index] for index in home_order(digest, list(by_index))]
+    ordered = [by_index[index] for index in home_order(key, list(by_index))]
     for core in ordered:
         if not core.num_waiting or core.load <= max(_FACTOR * mean, mean + core.max_batch_size):
             return core

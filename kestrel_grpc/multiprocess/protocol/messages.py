@@ -380,6 +380,8 @@ class NeedPixels(Message):
 
     number: int
     id: int
+    image: int = 0
+    """The number of the image in the request."""
 
 
 CODEC = Codec(

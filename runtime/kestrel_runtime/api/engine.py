@@ -15,9 +15,6 @@ from kestrel_runtime.api.images import Image, RawImage
 from kestrel_runtime.api.requests import Request, image_paths, objects_of
 from kestrel_runtime.api.stream import Stream
 
-MAX_IMAGES = 1
-"""The most images of a request that an engine takes."""
-
 _GIB = 2**30
 
 
@@ -133,10 +130,7 @@ class EngineInfo:
     """The settings with this device's values in place of None and "auto"; None where they are not known."""
 
     def check(self, request: Request) -> None:
-        """Checks that this model can serve a request.
-
-        Raises `ModelNotFound`, `SkillUnsupported`, `ImageError`, and `InvalidRequest` for several images.
-        """
+        """Raises `ModelNotFound`, `SkillUnsupported` or `ImageError` for a request that this model cannot serve."""
         if request.options.model not in ("", self.model):
             raise ModelNotFound(request.options.model)
         if request.skill not in self.skills:
@@ -146,9 +140,6 @@ class EngineInfo:
             text = f"are {num_objects}, and the queue of this server holds {max_queued} requests"
             raise InvalidRequest((Violation("objects", text),))
         images, paths = request.images, image_paths(request)
-        if len(images) > MAX_IMAGES:
-            text = f"the engine takes {MAX_IMAGES} image in a request, and this one has {len(images)}"
-            raise InvalidRequest((Violation(paths[MAX_IMAGES], text),))
         for path, image in zip(paths, images, strict=True):
             self.check_image(image, path)
         num_bytes, limit_bytes = sum(map(len, images)), self.config.max_queued_image_bytes
@@ -266,13 +257,20 @@ class Engine(Protocol):
         ...
 
     def submit_samples(
-        self, request: Request, *, deadline: float | None = None, tenant: str = "", namespace: str = ""
+        self,
+        request: Request,
+        *,
+        deadline: float | None = None,
+        tenant: str = "",
+        namespace: str = "",
+        route: str = "",
     ) -> list[Stream]:
         """Queues a request that must end by `deadline` (`api/deadlines.py`), with a stream for each of its
         parts: samples, or objects (`parts_of`).
 
         The streams raise refusals, before any event; if the queue refuses one part, none runs. Tenants share the
-        engine evenly. Requests of different namespaces never share cached data.
+        engine evenly. Requests of different namespaces never share cached data. Of several engine processes, one
+        answers requests with the same `route` if it can, or else those with the same first image.
         """
         ...
 

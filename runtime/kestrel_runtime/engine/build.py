@@ -46,7 +46,7 @@ from kestrel_runtime.memory.host_limits import available_processors
 from kestrel_runtime.memory.plan import MemoryReading
 from kestrel_runtime.models.family import config_of
 from kestrel_runtime.models.loaded_model import LoadedModel
-from kestrel_runtime.scheduling.cache_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys, key_parts
+from kestrel_runtime.scheduling.cache_keys import Digest, EmbeddingKey, PrefixKeyMaker, key_parts
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_manager import PageManager
@@ -235,7 +235,7 @@ def _preprocessor(
     info: EngineInfo,
     cropping: Cropping,
     crop_on_device: Callable[[DecodedImage], Tensor] | None,
-    is_cached: Callable[[PrefixKeys | None, EmbeddingKey | None], bool],
+    is_cached: Callable[[Digest | None, EmbeddingKey | None], bool],
     poison_requests: PoisonRequests,
     *,
     image_cache: bool,
@@ -270,10 +270,9 @@ def _preprocessor(
 
 
 def _is_cached(
-    pages: PageManager, embeddings: EmbeddingCache, keys: PrefixKeys | None, embedding_key: EmbeddingKey | None
+    pages: PageManager, embeddings: EmbeddingCache, share_point: Digest | None, embedding_key: EmbeddingKey | None
 ) -> bool:
     """Returns True if the pages or the embeddings of an image are cached now. Runs in a worker."""
-    share_point = None if keys is None else keys.missing_share_point(0, pages.page_size)
     return (share_point is not None and pages.has(share_point)) or embedding_key in embeddings
 
 

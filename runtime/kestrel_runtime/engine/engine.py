@@ -36,7 +36,7 @@ from kestrel_runtime.api.requests import Request, parts_of
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.build import build
 from kestrel_runtime.engine.open_streams import OpenStreams
-from kestrel_runtime.engine.preprocessing import SharedImage
+from kestrel_runtime.engine.preprocessing import SharedImages
 from kestrel_runtime.engine.watchdog import Watchdog, all_stacks
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.fairness.queue_admission import Cost
@@ -132,7 +132,13 @@ class LocalEngine:
         return stream
 
     def submit_samples(
-        self, request: Request, *, deadline: float | None = None, tenant: str = "", namespace: str = ""
+        self,
+        request: Request,
+        *,
+        deadline: float | None = None,
+        tenant: str = "",
+        namespace: str = "",
+        route: str = "",
     ) -> list[Stream]:
         """Queue a request, and return a stream for each of its parts: samples, or objects. If the queue refuses
         one, none runs.
@@ -164,7 +170,7 @@ class LocalEngine:
         max_queue_s = request.options.max_queue_s
         wait_limit_s = _wait_limit_s(request, deadline)
         queue_deadline = None if max_queue_s is None else now + max_queue_s
-        shared = SharedImage() if len(streams) > 1 and request.images else None
+        shared = SharedImages() if len(streams) > 1 and request.images else None
         try:
             self._check(request, deadline)
             costs = [self._cost_of(part, tenant) for part in parts]
@@ -192,7 +198,7 @@ class LocalEngine:
         tenant: str,
         namespace: str,
         wait_limit_s: float | None,
-        shared: SharedImage | None,
+        shared: SharedImages | None,
     ) -> None:
         """Have an admitted request prepared, with its adapter if it names one."""
         submit = partial(

@@ -97,7 +97,7 @@ class _Arrival(NamedTuple):
 
 class _DecodedImage(NamedTuple):
     sequence: TokenSequence
-    pixels: Future[PreparedImage]
+    pixels: Future[list[PreparedImage]]
 
 
 class _AdapterLoaded(NamedTuple):
@@ -366,7 +366,7 @@ class EngineLoop:
         pixels = self._decode_again(sequence)
         pixels.add_done_callback(lambda done: self._inbox.put(_DecodedImage(sequence, done)))
 
-    def _take_pixels(self, sequence: TokenSequence, pixels: Future[PreparedImage]) -> None:
+    def _take_pixels(self, sequence: TokenSequence, pixels: Future[list[PreparedImage]]) -> None:
         error = EngineUnavailable("the engine has stopped") if pixels.cancelled() else pixels.exception()
         is_here = sequence in self._streams  # else it has left meanwhile
         if is_here and error is None:
@@ -598,7 +598,8 @@ class EngineLoop:
         if is_over:
             self._answers.add(now, 1)
             self._poison_requests.completed(sequence.request.fingerprint)
-            self._remove(sequence)
+            self._scheduler.finish(sequence)
+            self._leave(sequence)
 
     def _end_overflowed(self, sequence: TokenSequence) -> None:
         name = "" if sequence.adapter is None else sequence.adapter.name
@@ -612,6 +613,10 @@ class EngineLoop:
 
     def _remove(self, sequence: TokenSequence) -> None:
         self._scheduler.remove(sequence)
+        self._leave(sequence)
+
+    def _leave(self, sequence: TokenSequence) -> None:
+        """Ends everything of a sequence that the scheduler has removed."""
         self._runner.release(sequence)
         _end_adapter_lease(sequence)
         if sequence in self._adapter_leases:

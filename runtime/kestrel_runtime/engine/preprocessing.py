@@ -12,7 +12,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
@@ -35,12 +35,13 @@ from kestrel_runtime.engine.poison_requests import PoisonRequests, fingerprint_o
 from kestrel_runtime.engine.recent import LruCache, Matchers, Prompts
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.fairness.image_budget import MAX_DECODING_BYTES, MemoryBudget
-from kestrel_runtime.imaging.crops import Cropping, Crops, DecodedImage, crops_bytes
+from kestrel_runtime.imaging.crops import Cropping, Crops, DecodedImage, crops_bytes, kept_bytes
 from kestrel_runtime.imaging.decoding import decode_image, image_of, inspect_image
 from kestrel_runtime.imaging.header import ImageHeader
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.family import ModelConfig, Skill
-from kestrel_runtime.scheduling.cache_keys import EmbeddingKey, PrefixKeyMaker, PrefixKeys
+from kestrel_runtime.output.output_parser import Token
+from kestrel_runtime.scheduling.cache_keys import Digest, EmbeddingKey, ImageContent, PrefixKeyMaker
 from kestrel_runtime.scheduling.sequence import (
     AdapterLease,
     CacheState,
@@ -64,16 +65,26 @@ class ImageFacts(NamedTuple):
     """The digest of the image; None if it has not been computed yet."""
     num_bytes: int
     """The most memory that decoding the image and computing its crops takes."""
+    num_kept_bytes: int
+    """The most memory of the image once it is decoded."""
 
 
-class SharedImage:
-    """The image of all parts of a request: the first part decodes it for all. Safe in any thread."""
+class DecodedPixels(NamedTuple):
+    """A decoded image of a request."""
+
+    pixels: Crops | DecodedImage
+    size_px: tuple[int, int]
+    """Its width and height."""
+
+
+class SharedImages:
+    """The images of all parts of a request: the first part decodes them for all. Safe in any thread."""
 
     def __init__(self) -> None:
-        self.facts: ImageFacts | None = None
-        """The facts about the image, once it is decoded."""
-        self.decoded: tuple[Crops | DecodedImage, tuple[int, int]] | None = None
-        """Its crops, and its width and height in pixels, once it is decoded."""
+        self.facts: list[ImageFacts] | None = None
+        """The facts about the images, once they are decoded."""
+        self.decoded: dict[bytes, DecodedPixels] = {}
+        """The decoded images by digest."""
         self._lock = threading.Lock()
         self._turn: Future[None] | None = None  # done when the preparation that decodes has ended
         self._error: Exception | None = None
@@ -175,7 +186,7 @@ class Preprocessor:
         cropping: Cropping,
         make_crops: Callable[[Image.Image], Crops | DecodedImage],
         key_maker: PrefixKeyMaker | None = None,
-        is_cached: Callable[[PrefixKeys | None, EmbeddingKey | None], bool] = lambda keys, embedding_key: False,
+        is_cached: Callable[[Digest | None, EmbeddingKey | None], bool] = lambda share_point, embedding_key: False,
         *,
         matchers: Matchers | None = None,
         prefix_cache: bool = True,
@@ -188,14 +199,15 @@ class Preprocessor:
     ) -> None:
         """`make_crops` turns an RGB image into what the engine takes; all the threads call it. Without `key_maker`
         sequences use no cache; `prefix_cache` and `image_cache` say which of the two they use with it. An image is
-        not decoded where `is_cached` says that its pages or embeddings are. Without `matchers` answers have no
-        constraints.
+        not decoded where `is_cached` says that its pages or embeddings are; it gets the key of the image's end.
+        Without `matchers` answers have no constraints.
 
         `max_decoded_bytes` bounds the memory of all images together, from the start of their decoding until their
         crops are freed.
         """
         self._config = config
         self._positions_per_image = config.positions_per_image
+        self._first_token = Token(config.bos_id)
         self._skills = skills
         self._tokenizer = tokenizer
         self._prompts = Prompts(config, skills, tokenizer)
@@ -205,6 +217,7 @@ class Preprocessor:
         self._cropping = cropping
         self._make_crops = make_crops
         self._key_maker = key_maker
+        self._page_size = 1 if key_maker is None else key_maker.page_size
         self._is_cached = is_cached
         self._matchers = matchers
         self._prefix_cache = prefix_cache
@@ -238,15 +251,15 @@ class Preprocessor:
         adapter: AdapterLease | None = None,
         *,
         is_wanted: Callable[[], bool] = lambda: True,
-        shared: SharedImage | None = None,
+        shared: SharedImages | None = None,
     ) -> Future[TokenSequence] | TokenSequence:
         """Have the request prepared, usually by a worker; the future can be cancelled until a worker starts.
 
         Requests wait for a worker by tenant, priority and age, like sequences that wait for pages. Decoding stops
-        soon after `is_wanted` returns False or a deadline passes. A request whose image is known and cached, and is
-        small or stored, waits for no worker. Samples of one request have the same `shared`, and decode its image
-        once. Raises `ImageError` like `inspect`, the errors of `prepare`, and RuntimeError if the workers are
-        closed.
+        soon after `is_wanted` returns False or a deadline passes. A request whose images are known and cached, and
+        are small or stored, waits for no worker. Samples of one request have the same `shared`, and decode its
+        images once. Raises `ImageError` like `inspect`, and for images that take too much memory together, the
+        errors of `prepare`, and RuntimeError if the workers are closed.
         """
         start = partial(self._submit, request, clock, tenant, namespace, adapter, is_wanted, shared)
         return start() if shared is None else shared.prepare(start)
@@ -259,15 +272,20 @@ class Preprocessor:
         namespace: str,
         adapter: AdapterLease | None,
         is_wanted: Callable[[], bool],
-        shared: SharedImage | None,
+        shared: SharedImages | None,
     ) -> Future[TokenSequence] | TokenSequence:
-        facts = None if shared is None else shared.facts
-        if facts is None and (images := request.images):
-            (image,) = images
-            facts, is_known = self._facts_of(image, namespace)
-            # Requests with another policy compute their image anew, so preparing it here would be wasted.
-            if is_known and request.options.cache is CachePolicy.USE:
-                done = self._prepared_at_once(request, clock, tenant, namespace, adapter, facts)
+        facts: list[ImageFacts] | None = None if shared is None else shared.facts
+        if facts is None:
+            facts, are_known, images = [], True, request.images
+            for image in images:
+                found, is_known = self._facts_of(image, namespace)
+                facts.append(found)
+                are_known = are_known and is_known
+            if len(facts) > 1:
+                self._budget.check_images(_decoding_bytes(facts))
+            # Requests with another policy compute their images anew, so preparing them here would be wasted.
+            if facts and are_known and request.options.cache is CachePolicy.USE:
+                done = self._prepared_at_once(request, images, clock, tenant, namespace, adapter, facts)
                 if done is not None:
                     return done
 
@@ -294,7 +312,7 @@ class Preprocessor:
                 priority=request.options.priority,
                 standing=request.options.standing,
                 tenant=tenant,
-                num_bytes=0 if facts is None else facts.num_bytes,
+                num_bytes=0 if shared is not None and shared.decoded else _decoding_bytes(facts),
             )
         )
 
@@ -307,42 +325,49 @@ class Preprocessor:
         adapter: AdapterLease | None = None,
         *,
         check_wanted: Callable[[], None] = lambda: None,
-        facts: ImageFacts | None = None,
-        shared: SharedImage | None = None,
+        facts: list[ImageFacts] | None = None,
+        shared: SharedImages | None = None,
     ) -> TokenSequence:
-        """Decode the image, compute its crops and tokenise the prompt; returns the sequence.
+        """Decode the images, compute their crops and tokenise the prompt; returns the sequence.
 
-        `facts`: the known facts about the image. `shared`: as for `submit`. The sequence takes over the lease of
+        `facts`: the known facts about the images. `shared`: as for `submit`. The sequence takes over the lease of
         the request's adapter.
 
         Raises `DeadlineExceeded` or `QueueTimeout` before any work is done; `RequestRefused`; `InvalidRequest`,
         usually as `ImageError` or `ContextLengthExceeded`; and the errors of `check_wanted`.
         """
-        sequence, digest = self._without_pixels(request, clock, tenant, namespace, adapter, facts)
-        if not sequence.images:
+        images = request.images
+        sequence, digests = self._without_pixels(request, images, clock, tenant, namespace, adapter, facts or [])
+        if not digests:
             return sequence
-        (image,) = request.images
-        (own,) = sequence.images
-        if shared is not None and shared.decoded is not None:
-            own.pixels, own.size_px = shared.decoded
-        elif not self._try_leaving_out_pixels(sequence, request, facts):
-            decoded = self._decode(image, tenant, check_wanted)
-            own.pixels, own.size_px = decoded
-            if shared is not None:
-                shared.facts, shared.decoded = ImageFacts(digest, 0), decoded
-            if digest is not None:
-                self._sizes_px.put((namespace, digest), decoded[1])
-            clock.prepared = time.monotonic()
+        decoded: dict[bytes, DecodedPixels] = {} if shared is None else shared.decoded
+        left_out = self._cached_images(sequence, request.options.cache)
+        for image, own, digest in zip(images, sequence.images, digests, strict=True):
+            if own in left_out and digest not in decoded:
+                continue
+            if digest not in decoded:
+                decoded[digest] = self._decode(image, tenant, check_wanted)
+                self._sizes_px.put((namespace, digest), decoded[digest].size_px)
+            own.pixels, own.size_px = decoded[digest]
+        if shared is not None and decoded:
+            facts = facts or [
+                self._read_facts(image, digest) for image, digest in zip(images, digests, strict=True)
+            ]
+            shared.facts = [item._replace(digest=digest) for item, digest in zip(facts, digests, strict=True)]
+        if any(own.pixels is None for own in sequence.images):
+            self._leave_out_pixels(sequence, images, facts)
+        clock.prepared = time.monotonic()
         return sequence
 
     def _prepared_at_once(
         self,
         request: Request,
+        images: tuple[RequestImage, ...],
         clock: SequenceClock,
         tenant: str,
         namespace: str,
         adapter: AdapterLease | None,
-        facts: ImageFacts,
+        facts: list[ImageFacts],
     ) -> TokenSequence | None:
         """Returns what a worker would return if preparing takes little time, else None."""
         if len(request.text) > _MAX_TEXT_LENGTH_AT_ONCE or request.constraint is not None:
@@ -350,55 +375,66 @@ class Preprocessor:
         if self._workers.is_closing:
             raise RuntimeError("the workers are closed")
         try:
-            sequence, _ = self._without_pixels(request, clock, tenant, namespace, adapter, facts)
+            sequence, _ = self._without_pixels(request, images, clock, tenant, namespace, adapter, facts)
         except KestrelError:
             raise
         except Exception:  # a bug of ours: the worker raises it again, into its future
             return None
-        return sequence if self._try_leaving_out_pixels(sequence, request, facts) else None
+        if len(self._cached_images(sequence, request.options.cache)) < len(facts):
+            return None
+        self._leave_out_pixels(sequence, images, facts)
+        return sequence
 
     def _without_pixels(
         self,
         request: Request,
+        images: tuple[RequestImage, ...],
         clock: SequenceClock,
         tenant: str,
         namespace: str,
         adapter: AdapterLease | None,
-        facts: ImageFacts | None,
-    ) -> tuple[TokenSequence, bytes | None]:
-        """Returns the sequence and the digest of its image. Sets the image's size if it was decoded before."""
+        facts: list[ImageFacts],
+    ) -> tuple[TokenSequence, tuple[bytes, ...]]:
+        """Returns the sequence and the digests of its images. Sets the sizes of images that were decoded before."""
         clock.preprocess_started = time.monotonic()
         expiry = clock.expiry(clock.preprocess_started)
         if expiry is not None:
             raise expiry
-        images_of_request, digest = request.images, None
-        image = images_of_request[0] if images_of_request else None
-        if image is not None:
-            digest = image_digest(image) if facts is None or facts.digest is None else facts.digest
-        fingerprint = fingerprint_of(request, () if digest is None else (digest,))
+        digests: tuple[bytes, ...] = ()
+        for number, image in enumerate(images):
+            digest = facts[number].digest if facts else None
+            digests += (image_digest(image) if digest is None else digest,)
+        fingerprint = fingerprint_of(request, digests)
         if adapter is not None:
             fingerprint = f"{fingerprint}-{adapter.digest.hex()[:16]}"
         if fingerprint in self._poison_requests:
             raise RequestRefused(f"{fingerprint} has failed before")
         config, skill = self._config, self._skills[request.skill]
         request.sampling.check_vocabulary(config.vocab_size)
-        prompt = self._prompts.tokens(request, namespace)
-        num_image_tokens = 0 if image is None else self._positions_per_image
-        num_positions = len(prompt) + num_image_tokens
+        prompt = self._prompts.of(request, namespace)
+        tokens, image_size = [self._first_token, *prompt.tokens], self._positions_per_image
+        num_positions = len(tokens) + len(digests) * image_size
         if num_positions >= self._max_context:
             counts = self._message_tokens(request)
             raise ContextLengthExceeded(skill.text_field, num_positions, self._max_context, counts)
-        policy, keys, embedding_key = request.options.cache, None, None
-        if self._key_maker is not None and policy is not CachePolicy.BYPASS:
-            if self._prefix_cache:
-                content = b"" if adapter is None else adapter.digest
-                keys = self._key_maker.keys(prompt, num_image_tokens, digest, namespace, content)
-            if self._image_cache and digest is not None:
-                embedding_key = self._key_maker.embedding_key(digest, namespace)
-        images: list[SequenceImage] = []
-        if digest is not None:
+        uses_cache = self._key_maker is not None and request.options.cache is not CachePolicy.BYPASS
+        own_images: list[SequenceImage] = []
+        contents: list[ImageContent] = []
+        for number, digest in enumerate(digests):
+            start = 1 + prompt.image_places[number] + number * image_size
+            contents.append(ImageContent(start, image_size, digest))
             size_px = self._sizes_px.get((namespace, digest))
-            images.append(SequenceImage(1, num_image_tokens, size_px=size_px, key=embedding_key))
+            own_images.append(SequenceImage(start, image_size, size_px=size_px))
+            if self._key_maker is not None and uses_cache and self._image_cache:
+                own_images[-1].key = self._key_maker.embedding_key(digest, namespace)
+        answer_ends: tuple[int, ...] = ()
+        for end in prompt.answer_ends:
+            num_images_before = sum([place < end for place in prompt.image_places])
+            answer_ends += (1 + end + num_images_before * image_size,)
+        keys = None
+        if self._key_maker is not None and uses_cache and self._prefix_cache:
+            content = b"" if adapter is None else adapter.digest
+            keys = self._key_maker.keys(tokens, tuple(contents), namespace, content, answer_ends=answer_ends)
         sampling, defaults = request.sampling, skill.defaults
         parser = skill.new_parser(request, self._tokenizer, config)
         max_context = self._max_context
@@ -414,8 +450,8 @@ class Preprocessor:
         clock.prepared = time.monotonic()
         sequence = TokenSequence(
             id=next(self._ids),
-            tokens=prompt,
-            num_prompt_tokens=len(prompt),
+            tokens=tokens,
+            num_prompt_tokens=len(tokens),
             request=SequenceRequest(
                 parser=parser,
                 temperature=defaults.temperature if sampling.temperature is None else sampling.temperature,
@@ -430,44 +466,54 @@ class Preprocessor:
                 priority=request.options.priority,
                 standing=request.options.standing,
                 tenant=tenant,
-                computes_anew=policy is CachePolicy.REFRESH,
+                computes_anew=request.options.cache is CachePolicy.REFRESH,
             ),
             clock=clock,
-            images=images,
+            images=own_images,
+            answer_ends=answer_ends,
             cache=CacheState(keys),
             adapter=adapter,
         )
-        return sequence, digest
+        return sequence, digests
 
-    def _try_leaving_out_pixels(self, sequence: TokenSequence, request: Request, facts: ImageFacts | None) -> bool:
-        """Returns True if the image is cached, and then sets the job that decodes it if it is evicted before the
-        sequence starts."""
-        (image,) = request.images
-        if request.options.cache is not CachePolicy.USE or sequence.images[0].size_px is None:
-            return False  # decode the image to learn its size
-        if not self._is_cached(sequence.cache.keys, sequence.images[0].key):
-            return False
-        num_bytes = self._num_bytes(self.inspect(image)) if facts is None else facts.num_bytes
-        tenant, options = sequence.request.tenant, request.options
+    def _cached_images(self, sequence: TokenSequence, policy: CachePolicy) -> list[SequenceImage]:
+        """Returns the images of a sequence that are cached, and need not be decoded."""
+        if policy is not CachePolicy.USE:
+            return []
+        keys, found = sequence.cache.keys, []
+        for image in sequence.images:
+            if image.size_px is None:
+                continue  # decode the image to learn its size
+            share_point = None if keys is None else keys.share_point(image.end, self._page_size)
+            if self._is_cached(share_point, image.key):
+                found.append(image)
+        return found
+
+    def _leave_out_pixels(
+        self, sequence: TokenSequence, images: tuple[RequestImage, ...], facts: list[ImageFacts] | None
+    ) -> None:
+        """Sets the job that decodes all images of a sequence if one of them is evicted before it starts."""
+        if not facts:
+            facts = [self._read_facts(image, None) for image in images]
+        request = sequence.request
         sequence.decode_job = Job(
-            partial(self._pixels_of, image, tenant),
+            partial(self._pixels_of, images, request.tenant),
             submitted=sequence.clock.submitted,
-            priority=options.priority,
-            standing=sequence.request.standing,
-            tenant=tenant,
-            num_bytes=num_bytes,
+            priority=request.priority,
+            standing=request.standing,
+            tenant=request.tenant,
+            num_bytes=_decoding_bytes(facts),
         )
-        return True
 
     def _facts_of(self, image: RequestImage, namespace: str) -> tuple[ImageFacts, bool]:
         """Returns the facts in an image's header, and True if the image was known. Raises `ImageError`."""
         digest = image_digest(image) if is_hashed_at_once(image) else None
         if digest is None:
-            return ImageFacts(None, self._num_bytes(self.inspect(image))), False
+            return self._read_facts(image, None), False
         known = self._known_images.get((namespace, digest))
         if known is not None:
             return known, True
-        facts = ImageFacts(digest, self._num_bytes(self.inspect(image)))
+        facts = self._read_facts(image, digest)
         self._known_images.put((namespace, digest), facts)
         return facts, False
 
@@ -481,16 +527,21 @@ class Preprocessor:
             for count, message in zip(counts, request.messages, strict=True)
         ]
 
-    def decode_again(self, sequence: TokenSequence) -> Future[Crops | DecodedImage]:
-        """Have a worker decode the image of a sequence that was prepared without its crops.
+    def _read_facts(self, image: RequestImage, digest: bytes | None) -> ImageFacts:
+        header = self.inspect(image)
+        num_kept_bytes = kept_bytes(header.height, header.width, self._cropping)
+        return ImageFacts(digest, self._num_bytes(header), num_kept_bytes)
+
+    def decode_again(self, sequence: TokenSequence) -> Future[list[Crops | DecodedImage]]:
+        """Have a worker decode all images of a sequence that was prepared without the pixels of some.
 
         The future fails with `EngineUnavailable` if the workers are closed.
         """
         try:
             return self._workers.submit(sequence.decode_job)
         except RuntimeError:
-            refused: Future[Crops | DecodedImage] = Future()
-            refused.set_exception(EngineUnavailable("no worker can decode the image"))
+            refused: Future[list[Crops | DecodedImage]] = Future()
+            refused.set_exception(EngineUnavailable("no worker can decode the images"))
             return refused
 
     def _have_checked(self, request: Request, submitted: float, tenant: str, work: Callable[[], None]) -> None:
@@ -502,25 +553,33 @@ class Preprocessor:
         """Drop requests that have not started, and wait for the workers for a bounded time."""
         self._workers.close()
 
-    def _pixels_of(self, image: RequestImage, tenant: str) -> Crops | DecodedImage:
-        crops, _ = self._decode(image, tenant)
-        return crops
+    def _pixels_of(self, images: tuple[RequestImage, ...], tenant: str) -> list[Crops | DecodedImage]:
+        return [self._decode(image, tenant).pixels for image in images]
 
     def _decode(
         self, image: RequestImage, tenant: str, check_wanted: Callable[[], None] = lambda: None
-    ) -> tuple[Crops | DecodedImage, tuple[int, int]]:
-        """Returns the crops of an image, and its width and height in pixels."""
+    ) -> DecodedPixels:
+        """Returns an image decoded."""
         if isinstance(image, RemoteImage):
             decoded = image_of(image.fetch(check_wanted))
         else:
             decoded = decode_image(image, max_image_pixels=self._max_image_pixels, check_wanted=check_wanted)
         crops = self._make_crops(decoded)
         self._budget.hold(tenant, crops, crops.pixels.nbytes)
-        return crops, decoded.size
+        return DecodedPixels(crops, decoded.size)
 
     def _num_bytes(self, header: ImageHeader) -> int:
         """Returns the most memory that decoding an image and computing its crops takes, in bytes."""
         return header.decoding_bytes + _CROP_COPIES * crops_bytes(header.height, header.width, self._cropping)
+
+
+def _decoding_bytes(facts: Iterable[ImageFacts]) -> int:
+    """Returns the most memory that decoding images one after the other takes, while those before are kept."""
+    kept, most = 0, 0
+    for item in facts:
+        kept += item.num_kept_bytes
+        most = max(most, item.num_bytes - item.num_kept_bytes)
+    return kept + most
 
 
 def _signed(seed: int) -> int:

@@ -19,8 +19,8 @@ from kestrel_runtime.api.requests import REQUEST_TYPES, Request, fields_without_
 from kestrel_runtime.constraints.compiler import ConstraintCompiler
 from kestrel_runtime.constraints.masks import AnswerMatcher
 from kestrel_runtime.loading.tokenizer import Tokenizer
-from kestrel_runtime.models.family import ModelConfig, Skill
-from kestrel_runtime.output.output_parser import OutputParser, Token
+from kestrel_runtime.models.family import ModelConfig, Prompt, Skill
+from kestrel_runtime.output.output_parser import OutputParser
 
 _MAX_PROMPTS = 1024
 _MAX_PROMPT_TOKENS = 128
@@ -73,19 +73,18 @@ class Prompts:
         self._config = config
         self._skills = skills
         self._tokenizer = tokenizer
-        self._known: LruCache[Hashable, tuple[Token, ...]] = LruCache(_MAX_PROMPTS)
+        self._known: LruCache[Hashable, Prompt] = LruCache(_MAX_PROMPTS)
 
-    def tokens(self, request: Request, namespace: str) -> list[Token]:
-        """Returns BOS and the tokens of the request's text. Raises the errors of the skill."""
+    def of(self, request: Request, namespace: str) -> Prompt:
+        """Returns the prompt of the request. Raises the errors of the skill."""
         key = (namespace, request.skill, _PROMPT_VALUES[request.skill](request))
         known = self._known.get(key)
         if known is not None:
-            return list(known)
+            return known
         prompt = self._skills[request.skill].prompt(request, self._tokenizer, self._config)
-        tokens = [Token(self._config.bos_id), *prompt]
-        if len(tokens) <= _MAX_PROMPT_TOKENS:
-            self._known.put(key, tuple(tokens))
-        return tokens
+        if len(prompt.tokens) <= _MAX_PROMPT_TOKENS:
+            self._known.put(key, prompt)
+        return prompt
 
 
 class Matchers:

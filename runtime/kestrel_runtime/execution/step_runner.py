@@ -210,13 +210,13 @@ class StepRunner:
         return hidden
 
     def image_embeddings(self, sequence: TokenSequence) -> Tensor:
-        """Returns the embeddings [positions, dim] of a sequence whose crops are all encoded.
+        """Returns the embeddings [positions, dim] of a sequence's first image, whose crops are all encoded.
 
         Raises `KeyError` where it has none.
         """
-        if sequence.image is None or sequence.image.entry is None:
+        if not sequence.images or (entry := sequence.images[0].entry) is None:
             raise KeyError(sequence.id)
-        return self._embeddings[sequence.image.entry]
+        return self._embeddings[entry]
 
     def release(self, sequence: TokenSequence) -> None:
         """Forgets a sequence."""

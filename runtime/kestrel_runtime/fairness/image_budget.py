@@ -55,6 +55,16 @@ class MemoryBudget:
             limit_mib = limit_bytes // 2**20
             raise ImageError(f"must take at most {limit_mib} MiB while it is decoded", too_large=True)
 
+    def check_images(self, decoding_bytes: int) -> None:
+        """Raises `ImageError` where the images of one request take too much together, while they are decoded."""
+        limit_bytes = self.limit_bytes * 3 // 4
+        if decoding_bytes > limit_bytes:
+            limit_mib, found_mib = limit_bytes // 2**20, -(-decoding_bytes // 2**20)
+            raise ImageError(
+                f"must take at most {limit_mib} MiB together while they are decoded, and take {found_mib} MiB",
+                too_large=True,
+            )
+
     def on_freed(self, callback: Callable[[], None]) -> None:
         """Has `callback` called when a held object is freed, in any thread; it must not block."""
         self._on_freed = callback

@@ -93,6 +93,14 @@ def crops_bytes(height_px: int, width_px: int, cropping: Cropping) -> int:
     return cropping.crop_bytes * (1 + rows * columns)
 
 
+def kept_bytes(height_px: int, width_px: int, cropping: Cropping) -> int:
+    """Returns the most bytes that an image of this size, in pixels, takes while it waits: as crops or as pixels."""
+    num_pixels = height_px * width_px
+    return max(
+        crops_bytes(height_px, width_px, cropping), 4 * num_pixels if num_pixels <= _MAX_DECODED_PIXELS else 0
+    )
+
+
 def max_kept_bytes(cropping: Cropping, *, decoded: bool) -> int:
     """Returns the bytes of the largest image that waits to be encoded: as crops; with `decoded`, also as pixels."""
     all_crops_bytes = cropping.crop_bytes * cropping.max_crops

@@ -8,7 +8,7 @@ verify`. A fixture is a folder with a small checkpoint, images, and the answers 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -64,6 +64,17 @@ class ModelConfig(Protocol):
         ...
 
 
+class Prompt(NamedTuple):
+    """The prompt of a request, behind the first token: its tokens, and what stands between them."""
+
+    tokens: Sequence[Token]
+    """All tokens that are not of images."""
+    image_places: tuple[int, ...] = (0,)
+    """The number of these tokens before each image, if the request has it."""
+    answer_ends: tuple[int, ...] = ()
+    """The number of these tokens up to the end of each earlier answer of a conversation."""
+
+
 class Skill(Protocol):
     """One task of the model: its prompt, its output parser, its limits and defaults. Stateless; any thread.
 
@@ -82,8 +93,8 @@ class Skill(Protocol):
     @property
     def defaults(self) -> SkillDefaults: ...
 
-    def prompt(self, request: Any, tokenizer: Any, config: Any) -> list[Token]:
-        """Returns the tokens of the prompt that follow the first token and the image. Raises `InvalidRequest`."""
+    def prompt(self, request: Any, tokenizer: Any, config: Any) -> Prompt:
+        """Returns the prompt behind the first token. Raises `InvalidRequest`."""
         ...
 
     def message_tokens(self, request: Any, tokenizer: Any, config: Any) -> list[int]:

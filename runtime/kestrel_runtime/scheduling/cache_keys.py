@@ -1,8 +1,9 @@
 """Makes keys that name the content of a sequence's positions: keys are equal if and only if the content is equal.
 
 A key is the SHA-256 of typed parts of known length; it includes the key of everything before its positions. The key
-of each page of an image is made of the SHA-256 of the whole span of the image, and of the number of the page.
-Workers make the keys of prompts; the engine thread adds one when a page fills while decoding.
+of each page of an image is made of the SHA-256 of the whole span of the image, and of the number of the page. The
+first part of a page has a key of its own up to share points, which are the ends of images and of answers. Workers
+make the keys of prompts; the engine thread adds one when a page fills while decoding, or when an answer ends.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from typing import NamedTuple, NewType
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.output.output_parser import Token
+from kestrel_runtime.scheduling.positions import bidirectional_spans, text_runs
 
 Digest = NewType("Digest", bytes)
 
-_values_of = attrgetter("value")
+_values_of, _id_of = attrgetter("value"), attrgetter("id")
 _pack_length = struct.Struct("<Q").pack
 _pack_text_token = struct.Struct("<cq").pack
+_pack_run = struct.Struct("<cqq").pack
+_pack_image = struct.Struct("<32sqqqq").pack
+_pack_number = struct.Struct("<I").pack
 
 _MAX_KNOWN_NAMESPACES = 1024
 _MAX_KNOWN_IMAGES = 1024
@@ -80,6 +85,21 @@ class EmbeddingKey(NamedTuple):
     scope: CacheScope
 
 
+class ImageContent(NamedTuple):
+    """An image among the positions of a prompt."""
+
+    start: int
+    """The first of its positions."""
+    num_positions: int
+    digest: bytes
+    """SHA-256 of its encoded bytes."""
+
+    @property
+    def end(self) -> int:
+        """The position behind its last one."""
+        return self.start + self.num_positions
+
+
 @dataclass(slots=True)
 class PrefixKeys:
     """The keys of the content of a sequence's positions.
@@ -95,8 +115,8 @@ class PrefixKeys:
     spans: tuple[tuple[int, int], ...] = ()
     """Bidirectional spans [start, end): their positions can only be shared together."""
     scope: CacheScope = EVERYBODY
-    image: bytes = b""
-    """SHA-256 of the encoded bytes of the image; b"" without an image."""
+    images: tuple[ImageContent, ...] = ()
+    """The images, in the order of their positions."""
 
     def shareable(self, num_positions: int) -> int:
         """Returns the largest number of positions up to `num_positions` that can be shared without splitting a
@@ -110,16 +130,47 @@ class PrefixKeys:
         """Returns the key of the first span that `num_positions` do not cover, or None if they cover all."""
         for _, end in self.spans:
             if end > num_positions:
-                return self.boundaries[end] if end % page_size else self.pages[end // page_size - 1]
+                return self.share_point(end, page_size)
         return None
 
-    def extend(self, tokens: Sequence[Token], num_image_tokens: int, num_positions: int, page_size: int) -> None:
-        """Adds the keys of the pages that `num_positions` fill; tokens and image are those of the sequence."""
-        previous = self.pages[-1] if self.pages else self.root
+    def share_point(self, num_positions: int, page_size: int) -> Digest:
+        """Returns the key of the first `num_positions`, which end at a share point."""
+        if num_positions % page_size:
+            return self.boundaries[num_positions]
+        return self.pages[num_positions // page_size - 1]
+
+    def extend(self, tokens: Sequence[Token], num_positions: int, page_size: int) -> None:
+        """Adds the keys of the pages that `num_positions` fill, and that are not within a span. `tokens` are those
+        of the sequence."""
+        previous = self._last
         for start in range(len(self.pages) * page_size, num_positions - page_size + 1, page_size):
-            content = _content(tokens, num_image_tokens, self.image, start, start + page_size)
-            previous = _digest(b"page", previous, content)
+            previous = _digest(b"page", previous, _content(tokens, self.images, start, start + page_size))
             self.pages.append(previous)
+
+    def add_share_point(self, tokens: Sequence[Token], num_positions: int, page_size: int) -> None:
+        """Adds the key of the first `num_positions`, which end outside of every span. Those before have keys."""
+        self.extend(tokens, num_positions, page_size)
+        start = len(self.pages) * page_size
+        if start < num_positions and num_positions not in self.boundaries:
+            content = _content(tokens, self.images, start, num_positions)
+            self.boundaries[num_positions] = _digest(b"part", self._last, content)
+
+    def add_span(self, tokens: Sequence[Token], span: tuple[int, int], page_size: int) -> None:
+        """Adds the keys of a span, the next one. All full pages before it have keys."""
+        start, end = span
+        self.extend(tokens, start, page_size)
+        first = len(self.pages)
+        key = _digest(b"span", self._last, _content(tokens, self.images, first * page_size, end))
+        # The span is shared whole or not at all, so each of its pages only needs a distinct name.
+        names = [Digest(key + _pack_number(number)) for number in range(first, -(-end // page_size))]
+        if end % page_size:
+            self.boundaries[end] = names.pop()
+        self.pages += names
+        self.spans += (span,)
+
+    @property
+    def _last(self) -> Digest:
+        return self.pages[-1] if self.pages else self.root
 
 
 class PrefixKeyMaker:
@@ -129,7 +180,7 @@ class PrefixKeyMaker:
         """Creates a maker of keys. `parts`: everything that changes keys and values of an engine, by name; see
         `key_parts`."""
         self._parts = dict(parts)
-        self._page_size = page_size
+        self.page_size = page_size
         self._root = lru_cache(_MAX_KNOWN_NAMESPACES)(self._new_root)
         self._span = lru_cache(_MAX_KNOWN_IMAGES)(self._new_span)
         self._embedding_key = lru_cache(_MAX_KNOWN_IMAGES)(self._new_embedding_key)
@@ -153,37 +204,45 @@ class PrefixKeyMaker:
     def keys(
         self,
         tokens: Sequence[Token],
-        num_image_tokens: int,
-        image: bytes | None,
-        namespace: str,
+        images: tuple[ImageContent, ...] = (),
+        namespace: str = "",
         adapter: bytes = b"",
+        *,
+        answer_ends: Sequence[int] = (),
     ) -> PrefixKeys:
-        """Returns the keys of a prompt: its first token, its image, then the other tokens.
+        """Returns the keys of a prompt.
 
-        `image`: SHA-256 of the image's encoded bytes; `adapter`: SHA-256 of the adapter's content, b"" without one.
+        `tokens` are all that are not of the images, which are in the order of their positions, `answer_ends` the
+        positions behind earlier answers of a conversation. `adapter`: SHA-256 of the adapter's content, b"" without
+        one.
         """
-        root = self.root(namespace, adapter)
-        if image is None:
-            keys = PrefixKeys(root, scope=CacheScope(namespace))
+        if len(images) == 1 and images[0].start == 1 and not answer_ends:
+            known = self._span(tokens[0], images[0], namespace, adapter)
+            # The pages of the sequence's tokens are added to the list, and the end of its answer to the boundaries.
+            keys = PrefixKeys(
+                known.root, known.pages.copy(), known.boundaries.copy(), known.spans, known.scope, images
+            )
         else:
-            span = self._span(tokens[0], num_image_tokens, image, namespace, adapter)
-            # The pages of the sequence's tokens are added to the list; the rest does not change.
-            keys = PrefixKeys(root, span.pages.copy(), span.boundaries, span.spans, span.scope, image)
-        keys.extend(tokens, num_image_tokens, len(tokens) + num_image_tokens, self._page_size)
+            digests = frozenset([image.digest for image in images])
+            keys = PrefixKeys(self.root(namespace, adapter), scope=CacheScope(namespace, digests), images=images)
+            spans = bidirectional_spans([(image.start, image.end) for image in images])
+            for start, end in sorted([*spans, *zip(answer_ends, answer_ends, strict=True)]):
+                if start < end:
+                    keys.add_span(tokens, (start, end), self.page_size)
+                else:
+                    keys.add_share_point(tokens, end, self.page_size)
+        num_positions = len(tokens)
+        for image in images:
+            num_positions += image.num_positions
+        keys.extend(tokens, num_positions, self.page_size)
         return keys
 
-    def _new_span(
-        self, first: Token, num_image_tokens: int, image: bytes, namespace: str, adapter: bytes
-    ) -> PrefixKeys:
+    def _new_span(self, first: Token, image: ImageContent, namespace: str, adapter: bytes) -> PrefixKeys:
         """Returns the keys of the first token and an image."""
-        root, span_end = self.root(namespace, adapter), 1 + num_image_tokens
-        span = _digest(b"span", root, _content([first], num_image_tokens, image, 0, span_end))
-        # The span is shared whole or not at all, so each of its pages only needs a distinct name.
-        numbers = range(-(-span_end // self._page_size))
-        pages = [Digest(span + struct.pack("<I", number)) for number in numbers]
-        boundaries = {span_end: pages.pop()} if span_end % self._page_size else {}
-        scope = CacheScope(namespace, frozenset((image,)))
-        return PrefixKeys(root, pages, boundaries, spans=((0, span_end),), scope=scope, image=image)
+        scope = CacheScope(namespace, frozenset((image.digest,)))
+        keys = PrefixKeys(self.root(namespace, adapter), scope=scope, images=(image,))
+        keys.add_span([first], (0, image.end), self.page_size)
+        return keys
 
     def _new_embedding_key(self, image: bytes, namespace: str) -> EmbeddingKey:
         digest = _digest(b"embeddings", self.root(namespace), image)
@@ -204,26 +263,25 @@ def key_parts(config: EngineConfig, **others: object) -> dict[str, str]:
     return {**{f"config.{name}": value for name, value in own.items()}, **{k: repr(v) for k, v in others.items()}}
 
 
-def _content(tokens: Sequence[Token], num_image_tokens: int, image: bytes, start: int, end: int) -> bytes:
+def _content(tokens: Sequence[Token], images: tuple[ImageContent, ...], start: int, end: int) -> bytes:
     """Returns positions [start, end) as bytes: each record begins with its type and has a length that follows from
     it.
 
     Text tokens without values form one record, which is several times as fast.
     """
     records: list[bytes] = []
-    if num_image_tokens and start <= num_image_tokens:
-        # The first token sees the image too, so every page within the span depends on the whole image.
-        records.append(
-            b"i" + struct.pack("<32sqqq", image, num_image_tokens, start, min(end, 1 + num_image_tokens))
-        )
-    if start == 0:
-        records.append(_record(tokens[0]))
-    first_token = max(start, 1 + num_image_tokens) - num_image_tokens
-    text = tokens[first_token : end - num_image_tokens]
-    if any(map(_values_of, text)):
-        records += map(_record, text)
-    else:
-        records.append(struct.pack(f"<cq{len(text)}q", b"r", len(text), *(token.id for token in text)))
+    for image in images:
+        if image.start < end and start < image.end:
+            # The positions of an image see each other, so each page with a part of it depends on the whole.
+            last = min(end, image.end)
+            records.append(b"i" + _pack_image(image.digest, image.num_positions, image.start, start, last))
+    for position, text in text_runs(tokens, images, start, end):
+        if any(map(_values_of, text)):
+            records.append(_pack_run(b"p", position, len(text)))
+            records += map(_record, text)
+        else:
+            ids = map(_id_of, text)
+            records.append(struct.pack(f"<cqq{len(text)}q", b"r", position, len(text), *ids))
     return b"".join(records)
 
 

@@ -3,13 +3,15 @@
 An entry holds the embeddings of one image.
 
 Invariants
-  E1  A sequence leases one entry at most, from its start until it ends. At most `num_leases` sequences do, so that
-      an entry is free for each of them.
+  E1  A sequence leases one entry to write at most, for one of its images after the other. At most `num_leases`
+      sequences do, and an entry can be had for each of them.
   E2  An entry is published when the step that encoded the last crop of its image is complete, if its sequence is
       still here. It is not written again before it is free.
   E3  A published entry that no sequence leases stays until `num_cached` others have lost their last lease
-      after it, or it is removed.
+      after it, it is removed, or its place is needed for a lease.
   E4  Where an image has been published before, a second entry of it stays private to its sequence.
+  E5  Sequences with several images also hold published entries, to read. At most `num_cached` entries are held, so
+      that `num_leases` are left for E1.
 
 An entry that becomes free may still be read or written by steps in flight. Steps that encode or read embeddings run
 one after the other, in the order of their launches, so that a later step may take it over at once.
@@ -18,14 +20,17 @@ one after the other, in the order of their launches, so that a later step may ta
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from kestrel_runtime.scheduling.cache_keys import Digest, EmbeddingKey
-from kestrel_runtime.scheduling.page_manager import SequenceId, StepId
+from kestrel_runtime.scheduling.page_manager import StepId
 
 EntryId: TypeAlias = int
 """Index of an entry of the image embeddings on the device."""
+LeaseId: TypeAlias = Hashable
+"""Names a lease, among those of all sequences."""
 
 
 class EmbeddingLease(NamedTuple):
@@ -39,6 +44,8 @@ class EmbeddingLease(NamedTuple):
 @dataclass(slots=True)
 class _Entry:
     num_leases: int = 0
+    num_holds: int = 0
+    """Leases of other than the sequences' own entries (E5)."""
     key: EmbeddingKey | None = None
     """The key under which the entry is published; None if it is not."""
     published_at: float = 0.0
@@ -50,6 +57,7 @@ class _Lease:
     key: EmbeddingKey | None
     """The key under which the entry will be published; None if it will not be."""
     replaces: bool
+    is_hold: bool = False
 
 
 class EmbeddingCache:
@@ -61,9 +69,9 @@ class EmbeddingCache:
         nothing."""
         self.num_entries = num_leases + num_cached
         self.num_lookups = 0
-        """Sequences that looked for the embeddings of their image."""
+        """Images whose embeddings were looked for."""
         self.num_hits = 0
-        """Sequences that found them."""
+        """Images whose embeddings were found."""
         self.num_evictions = 0
         self._num_leases = num_leases
         self._num_cached = num_cached
@@ -71,7 +79,9 @@ class EmbeddingCache:
         self._free: list[EntryId] = list(range(self.num_entries))[::-1]
         self._unused: OrderedDict[EntryId, None] = OrderedDict()  # published without a lease, the oldest first
         self._index: dict[Digest, EntryId] = {}  # in the order of publication
-        self._leases: dict[SequenceId, _Lease] = {}
+        self._leases: dict[LeaseId, _Lease] = {}
+        self._num_holds = 0
+        self._num_held = 0  # entries
         self._filled: dict[StepId, list[_Lease]] = {}  # by the step that encodes the last crop
 
     def __contains__(self, key: EmbeddingKey | None) -> bool:
@@ -81,8 +91,13 @@ class EmbeddingCache:
 
     @property
     def num_leases_left(self) -> int:
-        """The number of further sequences that can lease an entry."""
-        return self._num_leases - len(self._leases)
+        """The number of further sequences that can lease an entry to write."""
+        return self._num_leases - (len(self._leases) - self._num_holds)
+
+    @property
+    def num_holds_left(self) -> int:
+        """The number of further entries that can be held."""
+        return self._num_cached - self._num_held
 
     @property
     def num_published(self) -> int:
@@ -99,13 +114,13 @@ class EmbeddingCache:
                 continue
             return None if entry is None else self._entries[entry].published_at
 
-    def lease(self, owner: SequenceId, key: EmbeddingKey | None, *, computes_anew: bool = False) -> EmbeddingLease:
-        """Gives a sequence the published entry of its image, or a free one.
+    def lease(self, owner: LeaseId, key: EmbeddingKey | None, *, computes_anew: bool = False) -> EmbeddingLease:
+        """Gives a sequence the published entry of an image, or a free one.
 
         With `computes_anew` the sequence gets a free entry, which will replace the published one. Without a key the
         entry is not published.
         """
-        assert owner not in self._leases, "a sequence has one entry"
+        assert owner not in self._leases, "an image has one entry"
         found = None
         if not self._num_cached:
             key = None
@@ -113,15 +128,38 @@ class EmbeddingCache:
             found = self._index.get(key.digest)
             self.num_lookups += 1
             self.num_hits += found is not None
+        if found is None and not self._free:  # entries that are held leave fewer for images without a lease
+            self._evict()
         entry = self._free.pop() if found is None else found
         self._unused.pop(entry, None)
         self._entries[entry].num_leases += 1
         self._leases[owner] = _Lease(entry, key if found is None else None, computes_anew)
         return EmbeddingLease(entry, found is not None)
 
-    def fill(self, owner: SequenceId, step: StepId) -> None:
-        """Records that `step`, which has been launched, encodes the last crop of the sequence's image into its
-        entry."""
+    def hold(self, owner: LeaseId, key: EmbeddingKey | None) -> EntryId | None:
+        """Gives a sequence the published entry of a further image, to read. Returns None if there is none, or if no
+        further entry can be held."""
+        assert owner not in self._leases, "an image has one entry"
+        entry = None if key is None else self._index.get(key.digest)
+        if entry is None or (not self._entries[entry].num_holds and self.num_holds_left <= 0):
+            return None
+        state = self._entries[entry]
+        self.num_lookups += 1
+        self.num_hits += 1
+        self._num_held += not state.num_holds
+        self._num_holds += 1
+        state.num_holds += 1
+        state.num_leases += 1
+        self._unused.pop(entry, None)
+        self._leases[owner] = _Lease(entry, None, replaces=False, is_hold=True)
+        return entry
+
+    def is_held(self, owner: LeaseId) -> bool:
+        """Returns True if a lease is one to read."""
+        return self._leases[owner].is_hold
+
+    def fill(self, owner: LeaseId, step: StepId) -> None:
+        """Records that `step`, which has been launched, encodes the last crop of an image into its entry."""
         self._filled.setdefault(step, []).append(self._leases[owner])
 
     def complete(self, step: StepId, now: float = 0.0) -> None:
@@ -134,21 +172,24 @@ class EmbeddingCache:
                 self._publish(lease.entry, lease.key, now, replaces=lease.replaces)
                 lease.key = None
 
-    def release(self, owner: SequenceId) -> None:
-        """Ends a sequence's lease, if it has one."""
+    def release(self, owner: LeaseId) -> None:
+        """Ends a lease, if there is one of this name."""
         lease = self._leases.pop(owner, None)
         if lease is None:
             return
         lease.key = None
         state = self._entries[lease.entry]
         state.num_leases -= 1
+        if lease.is_hold:
+            state.num_holds -= 1
+            self._num_holds -= 1
+            self._num_held -= not state.num_holds
         if not state.num_leases and state.key is None:
             self._free.append(lease.entry)
         elif not state.num_leases:
             self._unused[lease.entry] = None
             if len(self._unused) > self._num_cached:
-                self._unpublish(next(iter(self._unused)))
-                self.num_evictions += 1
+                self._evict()
 
     def forget(self, namespace: str | None = None, image: bytes | None = None) -> int:
         """Removes the entries of a namespace, or of an image in it, from those that can be found; all entries if
@@ -172,6 +213,10 @@ class EmbeddingCache:
         self.forget()
         for owner in list(self._leases):
             self.release(owner)
+
+    def _evict(self) -> None:
+        self._unpublish(next(iter(self._unused)))
+        self.num_evictions += 1
 
     def _publish(self, entry: EntryId, key: EmbeddingKey, now: float, *, replaces: bool) -> None:
         known = self._index.get(key.digest)

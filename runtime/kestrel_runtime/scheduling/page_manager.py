@@ -131,18 +131,21 @@ class PageManager:
         # A prefix with an image has dozens of pages, so no loop goes over them.
         found = list(map(self._index.get, keys.pages[: max_positions // self.page_size]))
         pages = cast("list[PageId]", found[: found.index(None)] if None in found else found)
-        matched = len(pages) * self.page_size
-        most = min(max_positions, matched + self.page_size - 1)
-        for share_point in sorted(keys.boundaries, reverse=True):
-            if (
-                matched < share_point <= most
-                and (page := self._index.get(keys.boundaries[share_point])) is not None
-            ):
-                return PrefixMatch((*pages, page), share_point, is_partial_last=True)
-        # If the matched pages end inside a span, go back to a page end that splits no span.
-        while (shareable := keys.shareable(matched)) < matched:
+        matched, share_points = len(pages) * self.page_size, sorted(keys.boundaries, reverse=True)
+        while True:
+            most = min(max_positions, matched + self.page_size - 1)
+            for share_point in share_points:
+                if (
+                    matched < share_point <= most
+                    and (page := self._index.get(keys.boundaries[share_point])) is not None
+                ):
+                    full_pages = pages[: matched // self.page_size]
+                    return PrefixMatch((*full_pages, page), share_point, is_partial_last=True)
+            shareable = keys.shareable(matched)
+            if shareable == matched:
+                return PrefixMatch(tuple(pages[: matched // self.page_size]), matched)
+            # The matched pages end inside a span: go back to a page end, or a share point, before the span.
             matched = shareable // self.page_size * self.page_size
-        return PrefixMatch(tuple(pages[: matched // self.page_size]), matched)
 
     def num_needed(self, match: PrefixMatch, num_positions: int) -> int:
         """Returns how much of `num_available` an allocation takes: new pages, a copy, and cached pages that become

@@ -6,8 +6,8 @@ Invariants
   I1  Only PREFILLING, PREFILLED and RUNNING sequences hold pages. A sequence that leaves these states returns all
       of its pages at once; `PageManager` decides when they can be allocated again.
   I2  Each RUNNING sequence whose context is not full is in every decode batch, so its next token takes one step.
-  I3  While any sequence decodes, a prefill step has at most `max_prefill_tokens` prompt tokens (or one image
-      prefix, which cannot be split) and at most `max_crops_per_step` crops. If sequences of several tenants are
+  I3  While any sequence decodes, a prefill step has at most `max_prefill_tokens` prompt tokens (or the span of one
+      image, which cannot be split) and at most `max_crops_per_step` crops. If sequences of several tenants are
       active, at most `max_prefill_tokens_of_others` of the tokens belong to the tenants that were not served
       least: their long prompts delay the others less. That bound holds for another second, in which a tenant whose
       request has ended may send its next one.
@@ -19,7 +19,8 @@ Invariants
       no row or no pages, sequences of tenants with larger shares yield: they are preempted. If prompts of
       several tenants are computed, that of the tenant which was served least is computed first.
   I6  After a failed step each sequence that was active repeats its part of the step alone and samples a token (an
-      isolation run). No other sequence runs until all of them have. All steps of a sequence for which `run_alone`
+      isolation run). No other sequence runs until all of them have, except while all that are left wait for the
+      pixels of their images: others may hold the memory for these. All steps of a sequence for which `run_alone`
       was called run alone.
   I7  Steps may be planned while tokens of earlier steps are pending, unless the plan needs their values: no
       sequence is preempted or yields, and no failed step is isolated, while a token is pending.
@@ -27,11 +28,16 @@ Invariants
       in decode steps that depend on that step. So decoding sequences need not wait for prompts of others.
   I9  Positions that a sequence finds in the prefix cache when it starts are not computed again, except the last.
       Pages are published when the step that wrote them is complete, for sequences that are still here.
-  I10 A sequence whose image is not in its cached pages has an entry for embeddings from its start to its end, or
-      until it waits again and another one needs the entry. If the embeddings are cached, it gets their entry, and
-      no crop is encoded.
+  I10 A sequence whose images are not all in its cached pages has an entry for embeddings from its start to its end,
+      or until it waits again and another one needs the entry. It uses the entry for one image after the other: for
+      the next one when the span of the last one is written. If the embeddings of an image are cached, it gets their
+      entry, and no crop is encoded; entries of further images are held as far as E5 allows.
   I11 An image that several sequences need is computed once: the others are PARKED until it is published. If the
       sequence that computes it leaves, the first of them computes it.
+  I12 Whatever a sequence waits for, it waits for before it holds a page. When it starts, each of its images has its
+      pages, its embeddings or its pixels. One that lacks any is PARKED without pixels until a worker has decoded
+      all of its images, whose memory is taken together. So active sequences wait for nothing but their own steps,
+      and the oldest ends.
 """
 
 from __future__ import annotations
@@ -39,7 +45,7 @@ from __future__ import annotations
 import itertools
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kestrel_runtime.fairness.tenant_shares import TenantShares
@@ -47,9 +53,9 @@ from kestrel_runtime.fairness.waiting_queue import WaitingQueue
 from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
 from kestrel_runtime.scheduling.cache_keys import Digest
-from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
+from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache, LeaseId
 from kestrel_runtime.scheduling.page_manager import PageId, PageManager, PrefixMatch, StepId
-from kestrel_runtime.scheduling.sequence import PreparedImage, SequenceState, TokenSequence
+from kestrel_runtime.scheduling.sequence import PreparedImage, SequenceImage, SequenceState, TokenSequence
 
 _NO_MATCH = PrefixMatch()
 _NEXT_REQUEST_S = 1.0
@@ -92,8 +98,9 @@ class Scheduler:
         """Creates a scheduler without sequences.
 
         `embeddings` needs an entry for one sequence more than `max_batch_size`, for a probe; the default caches
-        none. With `cuts_at_share_points`, a new chunk begins where an image ends, also within one step: the text
-        reads the image's positions from pages, whether they were cached or have just been computed.
+        none. With `cuts_at_share_points`, a new chunk begins where an image or an earlier answer ends, also within
+        one step: what follows reads the positions before it from pages, whether they were cached or have just been
+        computed. A step has at most as many chunks as one image for each sequence makes.
         """
         self._pages = pages
         self._embeddings = EmbeddingCache(max_batch_size + 1) if embeddings is None else embeddings
@@ -102,6 +109,7 @@ class Scheduler:
         self._max_crops_per_step = max_crops_per_step
         self._max_prefill_tokens_of_others = max_prefill_tokens_of_others or max_prefill_tokens
         self._cuts_at_share_points = cuts_at_share_points
+        self._max_chunks = max_batch_size * (1 + cuts_at_share_points)
         self._waiting = WaitingQueue(ageing_s=ageing_s)
         self._shared_prefills = SharedPrefills()
         self._without_pixels: dict[
@@ -113,6 +121,7 @@ class Scheduler:
         self._several_until = 0.0  # until when prompts are computed as if several tenants were active
         self._start_numbers = itertools.count()
         self._isolated: deque[_Isolated] = deque()  # the first runs alone
+        self._is_isolating = False  # the last plan was, or the next one is, an isolation run
         self._alone: list[TokenSequence] = []  # all steps of the first run alone
         self._in_flight: set[StepId] = set()
         self._tail_steps: set[StepId] = set()  # decode steps in flight with sequences that have left
@@ -139,14 +148,12 @@ class Scheduler:
     @property
     def is_blocked(self) -> bool:
         """True if no step can be planned until pixels, an adapter or another sequence arrive."""
-        if self._isolated:
-            return self._isolated[0].sequence in self._without_pixels
         return bool(self._without_pixels or self._without_adapter) and not (self._waiting or self._active)
 
     @property
     def is_isolating(self) -> bool:
         """True if the last or the next plan is an isolation run, of one sequence alone."""
-        return bool(self._isolated)
+        return self._is_isolating and bool(self._isolated)
 
     @property
     def can_look_ahead(self) -> bool:
@@ -188,8 +195,12 @@ class Scheduler:
         Without `may_prefill` the plan has a decode step only.
         """
         self._now = now
-        if self._isolated:
-            return self._isolation_run(*self._isolated[0])
+        isolated = next((item for item in self._isolated if item.sequence not in self._without_pixels), None)
+        self._is_isolating = isolated is not None
+        if isolated is not None:
+            self._isolated.remove(isolated)
+            self._isolated.appendleft(isolated)
+            return self._isolation_run(*isolated)
         self._grow_running()
         if self._alone and (plan := self._plan_alone(self._alone[0])) is not None:
             return plan
@@ -206,7 +217,7 @@ class Scheduler:
         for item in batch.encode:
             item.image.num_encoded_crops = item.end_crop
             if item.is_last:
-                self._embeddings.fill(item.sequence.id, step)
+                self._embeddings.fill(_lease_id(item.sequence, item.image), step)
         for chunk in batch.prefill:
             chunk.sequence.cache.num_cached = chunk.end
             chunk.sequence.cache.writing.add(step)
@@ -259,6 +270,9 @@ class Scheduler:
                 here.append(sequence)
                 if batch.kind == "decode" and not sequence.num_written % self._pages.page_size:
                     self._publish(sequence, sequence.num_written, now)
+        for sequence in here if batch.kind == "prefill" else ():
+            if len(sequence.images) > 1:  # its images are written; others may hold their entries
+                self._release_embeddings(sequence)
         if self._isolated and self._isolated[0].sequence in here:
             self._isolated.popleft()
         return here
@@ -271,10 +285,11 @@ class Scheduler:
         active in its next one.
         """
         known = {item.sequence: item for item in self._isolated}
-        failed = self._isolated[0].sequence if self._isolated else None
+        failed = self._isolated[0].sequence if self.is_isolating else None
         active = [known.pop(item, _Isolated(item, item.state is SequenceState.RUNNING)) for item in self._active]
         isolated = (*active, *known.values())
         self._isolated = deque(sorted(isolated, key=lambda item: item.sequence is not failed))
+        self._is_isolating = True
         for step in list(self._in_flight):
             self._forget_step(step)
         for sequence in self._active:
@@ -285,7 +300,7 @@ class Scheduler:
         self._pages.forget_cached()  # it is unknown what the failed step has written
         self._embeddings.reset()
         for sequence in self._waiting:
-            self._release_embedding(sequence)
+            self._release_embeddings(sequence)
 
     def remove(self, sequence: TokenSequence) -> None:
         """Removes a finished, cancelled or failed sequence and releases its pages, as I1 requires."""
@@ -297,10 +312,19 @@ class Scheduler:
             self._without_adapter.discard(sequence)
         else:
             self._deactivate(sequence)
-        self._release_embedding(sequence)
+        self._release_embeddings(sequence)
         sequence.move_to(SequenceState.FINISHED)
         self._isolated = deque(item for item in self._isolated if item.sequence is not sequence)
         self._alone = [other for other in self._alone if other is not sequence]
+
+    def finish(self, sequence: TokenSequence) -> None:
+        """Removes a sequence whose answer is complete. Its positions are published first: a conversation may go on
+        behind them."""
+        keys, num_positions = sequence.cache.keys, sequence.num_written
+        if keys is not None and sequence.state is SequenceState.RUNNING:
+            keys.add_share_point(sequence.tokens, num_positions, self._pages.page_size)
+            self._publish(sequence, num_positions, self._now)
+        self.remove(sequence)
 
     def take_preempted(self) -> list[TokenSequence]:
         """Returns the sequences that have been preempted since the last call.
@@ -311,16 +335,17 @@ class Scheduler:
         return found
 
     def take_without_pixels(self) -> list[TokenSequence]:
-        """Returns the sequences whose image must be decoded because it is no longer cached; each is returned
+        """Returns the sequences whose images must be decoded because they are no longer cached; each is returned
         once."""
         found = [sequence for sequence, is_asked_for in self._without_pixels.items() if not is_asked_for]
         self._without_pixels.update(dict.fromkeys(found, True))
         return found
 
-    def add_pixels(self, sequence: TokenSequence, pixels: PreparedImage) -> None:
-        """Gives a sequence the pixels of its decoded image. The sequence waits for its start again."""
+    def add_pixels(self, sequence: TokenSequence, pixels: Sequence[PreparedImage]) -> None:
+        """Gives a sequence the pixels of all its images. The sequence waits for its start again."""
         del self._without_pixels[sequence]
-        sequence.images[0].pixels = pixels
+        for image, own in zip(sequence.images, pixels, strict=True):
+            image.pixels = own
         self._wait_again(sequence)
 
     def take_adapter(self, sequence: TokenSequence) -> bool:
@@ -336,7 +361,7 @@ class Scheduler:
             if sequence.state is not SequenceState.WAITING:
                 self._preempt(sequence)
             self._waiting.remove(sequence)
-            self._release_embedding(sequence)  # others may start meanwhile, and need entries
+            self._release_embeddings(sequence)  # others may start meanwhile, and need entries
             sequence.move_to(SequenceState.PARKED)
         self._without_adapter.add(sequence)
         return True
@@ -366,7 +391,7 @@ class Scheduler:
     def release_probe(self, probe: TokenSequence) -> None:
         """Releases the pages and the entry of a probe."""
         self._release(probe)
-        self._release_embedding(probe)
+        self._release_embeddings(probe)
 
     def _grow_running(self) -> None:
         for sequence in list(self._active):
@@ -383,6 +408,8 @@ class Scheduler:
     def _preempt(self, sequence: TokenSequence) -> None:
         assert not sequence.num_pending, "only a sequence whose tokens are known can be prefilled again"
         self._deactivate(sequence)
+        if len(sequence.images) > 1:  # it starts with another image, or with others in its pages
+            self._release_embeddings(sequence)
         self._preempted.append(sequence)
         self._wait_again(sequence)
 
@@ -401,19 +428,53 @@ class Scheduler:
         allocation = self._pages.allocate(sequence.id, match, sequence.length)
         sequence.cache.pages, sequence.cache.copies = list(allocation.pages), allocation.copies
         sequence.cache.num_cached = sequence.cache.num_matched = match.num_positions
-        image = sequence.image
-        if image is not None and match.num_positions < image.end and image.entry is None:
-            if not self._embeddings.num_leases_left:
-                self._release_embedding(next(item for item in self._waiting if _has_entry(item)))
-            image.entry, image.has_cached_embeddings = self._embeddings.lease(
-                sequence.id, image.key, computes_anew=sequence.request.computes_anew
-            )
+        images = sequence.images_behind(match.num_positions)
+        if images:
+            # Those without pixels first, since an entry to write may take the place of cached embeddings.
+            for image in sorted(images[1:], key=_has_pixels):
+                self._hold_embeddings(sequence, image)
+            if images[0].entry is None:
+                self._lease_entry(sequence, images[0])
 
-    def _release_embedding(self, sequence: TokenSequence) -> None:
-        """Ends the sequence's lease of an entry for embeddings."""
-        self._embeddings.release(sequence.id)
+    def _hold_embeddings(self, sequence: TokenSequence, image: SequenceImage) -> None:
+        """Gives an image its cached embeddings, if there are any and their entry can be held."""
+        if not sequence.request.computes_anew:
+            image.entry = self._embeddings.hold(_lease_id(sequence, image), image.key)
+            image.has_cached_embeddings = image.entry is not None
+
+    def _lease_entry(self, sequence: TokenSequence, image: SequenceImage) -> None:
+        """Gives an image the entry that its sequence writes, or its cached embeddings."""
+        computes_anew, embeddings = sequence.request.computes_anew, self._embeddings
+        waiting = None
+        if not embeddings.num_leases_left:
+            waiting = next(item for item in self._waiting if _has_entry(item))
+        is_cached = not computes_anew and image.key in embeddings
+        if waiting is not None and not is_cached:
+            self._release_embeddings(waiting)
+        lease = embeddings.lease(_lease_id(sequence, image), image.key, computes_anew=computes_anew)
+        image.entry, image.has_cached_embeddings = lease
+        if waiting is not None and is_cached:  # now, since it may have taken the place of these embeddings
+            self._release_embeddings(waiting)
+
+    def _pass_entry_on(self, sequence: TokenSequence, image: SequenceImage) -> bool:
+        """Gives an image the entry of the one before it. Returns False while a step has yet to read that entry."""
+        if sequence.cache.writing:
+            return False
+        for other in sequence.images:
+            if other.entry is not None and other.end > sequence.cache.num_cached:
+                if not self._embeddings.is_held(_lease_id(sequence, other)):
+                    return False
+            elif other.entry is not None:
+                self._embeddings.release(_lease_id(sequence, other))
+                other.forget_embeddings()
+        self._lease_entry(sequence, image)
+        return True
+
+    def _release_embeddings(self, sequence: TokenSequence) -> None:
+        """Ends the sequence's leases of entries for embeddings."""
         for image in sequence.images:
-            image.entry, image.has_cached_embeddings, image.num_encoded_crops = None, False, 0
+            self._embeddings.release(_lease_id(sequence, image))
+            image.forget_embeddings()
 
     def _release(self, sequence: TokenSequence) -> None:
         self._stop_filling(sequence)
@@ -485,7 +546,7 @@ class Scheduler:
         ):
             return False
         self._waiting.start(sequence)
-        self._release_embedding(sequence)  # others may start meanwhile, and need entries
+        self._release_embeddings(sequence)  # others may start meanwhile, and need entries
         sequence.move_to(SequenceState.PARKED)
         self._shared_prefills.park(share_point, sequence)
         return True
@@ -528,15 +589,27 @@ class Scheduler:
     def _start_or_park(self, sequence: TokenSequence, match: PrefixMatch) -> None:
         if self._lacks_pixels(sequence, match):
             self._waiting.start(sequence)
+            self._release_embeddings(sequence)
+            # A sequence that waits for the memory of its images holds none of it: others may wait for it, too.
+            for image in sequence.images:
+                image.pixels = None
             sequence.move_to(SequenceState.PARKED)
             self._without_pixels[sequence] = False
         else:
             self._start(sequence, match)
 
     def _lacks_pixels(self, sequence: TokenSequence, match: PrefixMatch) -> bool:
-        image = sequence.image
-        has_embeddings = image is not None and (image.entry is not None or image.key in self._embeddings)
-        return sequence.lacks_pixels(match.num_positions) and not has_embeddings
+        """Returns True if the sequence cannot start with these cached pages before its images are decoded."""
+        if sequence.decode_job is None:  # none was left out
+            return False
+        images, num_holds = sequence.images_behind(match.num_positions), self._embeddings.num_holds_left
+        for place, image in enumerate(images):
+            if image.pixels is not None or image.entry is not None:
+                continue
+            if image.key not in self._embeddings or (place and not num_holds):
+                return True
+            num_holds -= place > 0
+        return False
 
     def _match(self, sequence: TokenSequence, max_positions: int) -> PrefixMatch:
         if sequence.cache.keys is None or sequence.request.computes_anew:
@@ -565,34 +638,42 @@ class Scheduler:
         keys = sequence.cache.keys
         if keys is None:
             return
-        keys.extend(sequence.tokens, sequence.num_image_positions, num_positions, self._pages.page_size)
+        keys.extend(sequence.tokens, num_positions, self._pages.page_size)
         self._pages.publish(sequence.id, keys, num_positions, replaces=sequence.request.computes_anew, now=now)
-        if num_positions >= sequence.prefix_length:
-            self._stop_filling(sequence)
+        if sequence.spans:
+            share_point = sequence.missing_share_point(num_positions, self._pages.page_size)
+            if self._shared_prefills.key_of(sequence) != share_point:
+                self._stop_filling(sequence)
+                if share_point is not None:
+                    self._shared_prefills.begin(share_point, sequence)
 
     def _stop_filling(self, sequence: TokenSequence) -> None:
         for parked in self._shared_prefills.end(sequence):
             self._wait_again(parked)
 
     def _isolation_run(self, sequence: TokenSequence, is_decoding: bool) -> Plan:
-        """Plans one sequence alone: its image and tokens in a step; if it was decoding, its last token in
-        another."""
-        if sequence.state is SequenceState.PREFILLING:
+        """Plans one sequence alone: its images and tokens in steps with one span each; if it was decoding, its last
+        token in another."""
+        end = sequence.length - is_decoding
+        if sequence.state is SequenceState.PREFILLING and sequence.cache.num_cached >= end:
             sequence.move_to(SequenceState.RUNNING)
             return Plan(self._prefill_batch(), Batch.of_decode([sequence]))
-        if sequence not in self._without_pixels:
+        if sequence.state is not SequenceState.PREFILLING and sequence not in self._without_pixels:
             self._start_alone(sequence, is_decoding=is_decoding)
-        encode: list[EncodeItem] = []
-        chunks: list[Chunk] = []
-        if sequence not in self._without_pixels:
-            encode += [EncodeItem.rest_of(sequence, sequence.images[0])] if sequence.num_crops_to_encode else []
-            chunks = self._cut(sequence, sequence.cache.num_matched, sequence.length - is_decoding)
+        if sequence in self._without_pixels:
+            return Plan(self._prefill_batch(), Batch.of_decode())
+        start = sequence.cache.num_cached
+        item, ready_end = self._next_encoding(sequence, None)
+        span_starts = [span_start for span_start, span_end in sequence.spans if span_end > start]
+        end = min(end, ready_end, *span_starts[1:])
+        encode, chunks = [] if item is None else [item], self._cut(sequence, start, end)
         return Plan(self._prefill_batch(encode, chunks), Batch.of_decode())
 
     def _plan_alone(self, sequence: TokenSequence) -> Plan | None:
         """Plans the next step of a sequence whose steps all run alone. Returns None while the sequence waits."""
         if sequence.state is SequenceState.WAITING:
-            self._isolated.append(_Isolated(sequence, is_decoding=False))
+            self._isolated.appendleft(_Isolated(sequence, is_decoding=False))
+            self._is_isolating = True
             return self._isolation_run(*self._isolated[0])
         if sequence.state is SequenceState.PARKED:
             return None
@@ -600,13 +681,16 @@ class Scheduler:
 
     def _start_alone(self, sequence: TokenSequence, *, is_decoding: bool) -> None:
         match = self._match(sequence, sequence.length - 1 - is_decoding)
-        # All isolated sequences held pages together. If they shared more pages then than they find now, other
-        # sequences wait again.
-        while self._pages.num_needed(match, sequence.length) > self._pages.num_available:
-            if self._active:
-                self._preempt(self._active[-1])
-            else:
+        # All isolated sequences held pages together. If they shared more pages then than they find now, or if
+        # others have started while they waited, other sequences wait again.
+        while True:
+            if self._pages.num_needed(match, sequence.length) <= self._pages.num_available:
+                if len(self._active) < self._max_batch_size:
+                    break
+            elif not self._active:
                 match = _NO_MATCH
+                continue
+            self._preempt(self._active[-1])
         self._start_or_park(sequence, match)
 
     def _prefill_batch(self, encode: Iterable[EncodeItem] = (), prefill: Iterable[Chunk] = ()) -> Batch:
@@ -627,43 +711,61 @@ class Scheduler:
         prefilling = [sequence for sequence in self._active if sequence.state is SequenceState.PREFILLING]
         if len({sequence.tenant for sequence in prefilling}) > 1:
             prefilling.sort(key=lambda sequence: self._waiting.service_of(sequence.tenant))
+        chunks_left = self._max_chunks
         for sequence in prefilling:
-            num_crops = sequence.num_crops_to_encode
-            if num_crops:
-                count = min(num_crops, crops_left) if bounded else num_crops
-                if count:
-                    image = sequence.images[0]
-                    start = image.num_encoded_crops
-                    encode.append(EncodeItem(sequence, image, start, start + count))
-                    crops_left -= count
-                if count < num_crops:
-                    continue
+            item, ready_end = self._next_encoding(sequence, crops_left if bounded else None)
+            if item is not None:
+                encode.append(item)
+                crops_left -= item.end_crop - item.first_crop
             is_other = self._waiting.service_of(sequence.tenant) > least_served
             num_allowed = min(tokens_left, others_left) if is_other else tokens_left
-            chunks = self._next_chunks(sequence, num_allowed, may_exceed_limit=not prefill)
+            chunks = self._next_chunks(sequence, num_allowed, ready_end, may_exceed_limit=not prefill)[:chunks_left]
             prefill += chunks
+            chunks_left -= len(chunks)
             num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
             tokens_left -= num_tokens
             others_left = max(0, others_left - num_tokens * is_other)
-            if tokens_left <= 0 or (not bounded and crops_left <= 0):
+            if tokens_left <= 0 or not chunks_left or (not bounded and crops_left <= 0):
                 break
         return encode, prefill
 
-    def _next_chunks(self, sequence: TokenSequence, tokens_left: int, *, may_exceed_limit: bool) -> list[Chunk]:
+    def _next_encoding(self, sequence: TokenSequence, max_crops: int | None) -> tuple[EncodeItem | None, int]:
+        """Returns the crops that a sequence encodes in the next step, of one image and at most `max_crops`, and the
+        end of the positions that the step can then compute. None stands for no crops, and for no limit."""
+        item: EncodeItem | None = None
+        for image, (start, end) in zip(sequence.images, sequence.spans, strict=True):
+            if end <= sequence.cache.num_cached or (image.entry is not None and not image.num_crops_left):
+                continue
+            if item is not None or (image.entry is None and not self._pass_entry_on(sequence, image)):
+                return item, start
+            num_left = image.num_crops_left
+            count = num_left if max_crops is None else min(num_left, max_crops)
+            if count:
+                item = EncodeItem(sequence, image, image.num_encoded_crops, image.num_encoded_crops + count)
+            if count < num_left:
+                return item, start
+        return item, sequence.length
+
+    def _next_chunks(
+        self, sequence: TokenSequence, tokens_left: int, ready_end: int, *, may_exceed_limit: bool
+    ) -> list[Chunk]:
+        """Returns the next positions of a sequence, up to `ready_end`. They end outside of every span."""
         start = sequence.cache.num_cached
-        end = min(sequence.length, start + tokens_left)
-        if end < sequence.prefix_length:  # a prefix is not split; the first of a step may exceed the limit, alone
-            if not may_exceed_limit:
-                return []
-            end = sequence.prefix_length
+        end = min(ready_end, start + tokens_left)
+        for span_start, span_end in sequence.spans:
+            # A chunk that begins with a span, and is the first of a step, may exceed the limit, alone.
+            if span_start == start and end < span_end <= ready_end:
+                end = span_end if may_exceed_limit else start
+            elif span_start < end < span_end:
+                end = span_start
         return self._cut(sequence, start, end) if end > start else []
 
     def _cut(self, sequence: TokenSequence, start: int, end: int) -> list[Chunk]:
-        """Returns positions [start, end) as one chunk, or as two with a share point between them."""
-        share_point = sequence.prefix_length
-        if self._cuts_at_share_points and start < share_point < end:
-            return [Chunk.of(sequence, start, share_point), Chunk.of(sequence, share_point, end)]
-        return [Chunk.of(sequence, start, end)]
+        """Returns positions [start, end) in chunks that end at share points."""
+        cuts = [start, end]
+        if self._cuts_at_share_points:
+            cuts[1:1] = [point for point in sequence.share_points if start < point < end]
+        return [Chunk.of(sequence, *ends) for ends in itertools.pairwise(cuts)] if start < end else []
 
 
 class SharedPrefills:
@@ -687,6 +789,10 @@ class SharedPrefills:
     def is_filled(self, key: Digest) -> bool:
         """Returns True if a sequence computes the prefix of the key."""
         return key in self._parked
+
+    def key_of(self, filler: TokenSequence) -> Digest | None:
+        """Returns the key of the prefix that the sequence computes for others, too."""
+        return self._key_of.get(filler)
 
     def begin(self, key: Digest, filler: TokenSequence) -> None:
         """Records that the sequence computes the prefix of the key. Has no effect if another one does."""
@@ -712,8 +818,16 @@ class SharedPrefills:
                 return
 
 
+def _lease_id(sequence: TokenSequence, image: SequenceImage) -> LeaseId:
+    return sequence.id, image.start
+
+
 def _has_entry(sequence: TokenSequence) -> bool:
     return any(image.entry is not None for image in sequence.images)
+
+
+def _has_pixels(image: SequenceImage) -> bool:
+    return image.pixels is not None
 
 
 def _start_number(sequence: TokenSequence) -> int:

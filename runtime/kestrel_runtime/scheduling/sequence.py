@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
+from operator import itemgetter
 from typing import Any, Protocol
 
 from kestrel_runtime.api.deadlines import deadline_error
@@ -16,6 +17,7 @@ from kestrel_runtime.output.output_parser import OutputParser, Token
 from kestrel_runtime.scheduling.cache_keys import Digest, EmbeddingKey, PrefixKeys
 from kestrel_runtime.scheduling.embedding_cache import EntryId
 from kestrel_runtime.scheduling.page_manager import PageCopy, PageId, StepId
+from kestrel_runtime.scheduling.positions import bidirectional_spans, text_runs
 
 
 class SequenceState(IntEnum):
@@ -35,6 +37,7 @@ class SequenceState(IntEnum):
     """Done, cancelled or failed; holds no page. Pages that steps in flight still write to are quarantined."""
 
 
+_end_of = itemgetter(1)
 _TRANSITIONS = {
     SequenceState.WAITING: {SequenceState.PARKED, SequenceState.PREFILLING, SequenceState.FINISHED},
     SequenceState.PARKED: {SequenceState.WAITING, SequenceState.FINISHED},
@@ -137,15 +140,6 @@ class EndDelivery(Protocol):
         ...
 
 
-def bidirectional_spans(images: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Returns the spans that attend to themselves both ways, for images at positions [start, end).
-
-    The positions of an image attend to each other. The first token (BOS) is part of the span of an image that
-    follows it directly. No step divides a span.
-    """
-    return tuple([(0 if start == 1 else start, end) for start, end in images if start < end])
-
-
 @dataclass(slots=True)
 class SequenceRequest:
     """Describes what a request asks for: whose it is, and how its answer is sampled, parsed and checked."""
@@ -191,7 +185,7 @@ class SequenceImage:
     """The key of the embeddings; None if the sequence neither uses cached embeddings nor adds to them."""
     num_encoded_crops: int = 0
     entry: EntryId | None = None
-    """The entry of the embeddings; None if it needs none, or has not started."""
+    """The entry of the embeddings; None if it needs none, or does not have one yet."""
     has_cached_embeddings: bool = False
     """True if its entry was cached, so that no crop needs encoding."""
 
@@ -199,6 +193,17 @@ class SequenceImage:
     def end(self) -> int:
         """The position behind its last one."""
         return self.start + self.num_positions
+
+    @property
+    def num_crops_left(self) -> int:
+        """The number of crops that are not encoded yet."""
+        if self.has_cached_embeddings or self.pixels is None:
+            return 0
+        return self.pixels.num_crops - self.num_encoded_crops
+
+    def forget_embeddings(self) -> None:
+        """Forgets its entry, which it does not have any more."""
+        self.entry, self.has_cached_embeddings, self.num_encoded_crops = None, False, 0
 
 
 @dataclass(slots=True)
@@ -240,8 +245,10 @@ class TokenSequence:
     images: list[SequenceImage] = field(default_factory=list)
     """Its images, in the order of their positions."""
     decode_job: Any = None
-    """A worker's job that decodes its image, if the pixels were left out because the image's pages or embeddings
-    were cached."""
+    """A worker's job that decodes all its images, if the pixels of any were left out because its pages or
+    embeddings were cached."""
+    answer_ends: tuple[int, ...] = ()
+    """The positions behind the earlier answers of a conversation."""
     cache: CacheState = field(default_factory=CacheState)
     adapter: AdapterLease | None = None
     """Keeps its adapter in a slot until the sequence leaves the engine; None without an adapter."""
@@ -257,11 +264,17 @@ class TokenSequence:
     """The number of positions of all images."""
     spans: tuple[tuple[int, int], ...] = field(init=False)
     """The spans of its images (`bidirectional_spans`), in their order."""
+    share_points: tuple[int, ...] = field(init=False)
+    """The positions behind which other sequences may differ: ends of images and of earlier answers, in order."""
 
     def __post_init__(self) -> None:
-        places = [(image.start, image.start + image.num_positions) for image in self.images]
-        self.num_image_positions = sum([end - start for start, end in places])
+        places: list[tuple[int, int]] = []
+        self.num_image_positions = 0
+        for image in self.images:  # not in functions of their own, since every request takes this path
+            places.append((image.start, image.start + image.num_positions))
+            self.num_image_positions += image.num_positions
         self.spans = bidirectional_spans(places)
+        self.share_points = tuple(sorted((*map(_end_of, self.spans), *self.answer_ends)))
 
     @property
     def tenant(self) -> str:
@@ -295,49 +308,18 @@ class TokenSequence:
         """True if the sequence decodes and may have a token in addition to those known and pending."""
         return self.state is SequenceState.RUNNING and self.length < self.request.max_context
 
-    @property
-    def image(self) -> SequenceImage | None:
-        """The first of its images."""
-        return self.images[0] if self.images else None
-
-    @property
-    def prefix_length(self) -> int:
-        """The number of leading positions with bidirectional attention; 0 if it does not begin with an image."""
-        return self.spans[0][1] if self.spans and not self.spans[0][0] else 0
-
-    @property
-    def num_crops_to_encode(self) -> int:
-        image = self.image
-        if image is None or image.pixels is None or image.has_cached_embeddings:
-            return 0
-        if self.cache.num_cached >= image.end:
-            return 0
-        return image.pixels.num_crops - image.num_encoded_crops
-
-    def lacks_pixels(self, num_cached: int) -> bool:
-        """Returns True if the image must be decoded, or found encoded, before the sequence can start after
-        `num_cached` cached positions."""
-        image = self.image
-        if image is None or image.pixels is not None or self.decode_job is None:
-            return False
-        return num_cached < image.end
+    def images_behind(self, num_positions: int) -> list[SequenceImage]:
+        """Returns the images that the first `num_positions` do not cover."""
+        return [image for image in self.images if image.end > num_positions]
 
     def text_runs(self, start: int, end: int) -> Iterator[tuple[int, Sequence[Token]]]:
         """Yields the known tokens at positions [start, end), in runs between images: the first position of each
         run, and its tokens."""
-        position, num_image_positions = start, 0
-        for image in self.images:
-            stop = min(image.start, end)
-            if position < stop:
-                yield position, self.tokens[position - num_image_positions : stop - num_image_positions]
-            position = max(position, image.end)
-            num_image_positions += image.num_positions
-        if position < end:
-            yield position, self.tokens[position - num_image_positions : end - num_image_positions]
+        return text_runs(self.tokens, self.images, start, end)
 
     def missing_share_point(self, num_positions: int, page_size: int) -> Digest | None:
-        """Returns the key of the image if the first `num_positions` do not cover it; None without an image or
-        keys."""
+        """Returns the key of the first image that the first `num_positions` do not cover; None if they cover all,
+        or without keys."""
         return None if self.cache.keys is None else self.cache.keys.missing_share_point(num_positions, page_size)
 
     def belongs_to(self, namespace: str | None, image: bytes | None) -> bool:

@@ -193,7 +193,7 @@ def decoded_again(item: TokenSequence) -> Future[Any]:
     if item.decode_job == "lost image":
         future.set_exception(RuntimeError("it cannot be decoded any more"))
     else:
-        future.set_result(blank_crops(3))
+        future.set_result([blank_crops(3)])
     return future
 
 

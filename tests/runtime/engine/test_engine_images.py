@@ -4,17 +4,15 @@ import asyncio
 import io
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.engine import SkillDefaults
-from kestrel_runtime.api.errors import EngineUnavailable, ImageError, InvalidRequest, Violation
+from kestrel_runtime.api.errors import EngineUnavailable, ImageError
 from kestrel_runtime.api.images import PixelFormat, RawImage
-from kestrel_runtime.api.requests import Caption, Chat, ChatMessage, Role, SamplingParams
+from kestrel_runtime.api.requests import Caption, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -132,14 +130,3 @@ async def test_pixels_above_the_limit_of_images_are_refused(image: RawImage, loa
         assert caught.value.too_large
     finally:
         engine.close()
-
-
-def test_a_conversation_with_more_images_than_the_engine_takes_is_refused_with_both_numbers(
-    engine: LocalEngine,
-) -> None:
-    seen = ChatMessage(Role.USER, "hello", (SMALL_IMAGE,)), ChatMessage(Role.USER, "hi", (SMALL_IMAGE,) * 2)
-    info = replace(engine.info, skills={"chat": SkillDefaults(0.0, 1.0, 1)})
-    with pytest.raises(InvalidRequest) as refused:
-        info.check(Chat(seen))
-    text = "the engine takes 1 image in a request, and this one has 3"
-    assert refused.value.violations == (Violation("messages[1].images[0]", text),)

@@ -70,12 +70,12 @@ def test_images_may_be_kept_decoded_and_divided_into_crops_later(loaded: LoadedM
     (image,) = sequence.images
     assert isinstance(image.pixels, DecodedImage)
     assert image.pixels.pixels.shape[:2] == (400, 500)
-    assert sequence.num_crops_to_encode == 9
+    assert image.num_crops_left == 9
 
 
 def test_a_question_without_an_image_has_no_prefix(preprocessor: Preprocessor) -> None:
     sequence = preprocessor.prepare(Query("hello"), clock())
-    assert (sequence.num_image_positions, sequence.prefix_length, sequence.images) == (0, 0, [])
+    assert (sequence.num_image_positions, sequence.spans, sequence.images) == (0, (), [])
 
 
 def test_open_settings_take_the_skills_defaults_and_zero_is_not_open(preprocessor: Preprocessor) -> None:
@@ -358,7 +358,9 @@ def known_image_preprocessor(loaded: LoadedModel, **settings: Any) -> tuple[Prep
     preprocessor = new_preprocessor(
         loaded,
         key_maker=PrefixKeyMaker({"model": "m"}, 16),
-        is_cached=lambda keys, embedding_key: keys is not None and keys.image in cached,
+        is_cached=lambda _, embedding_key: (
+            embedding_key is not None and not cached.isdisjoint(embedding_key.scope.images)
+        ),
         **settings,
     )
     submit(preprocessor, Query("Who?", IMAGE), clock(), namespace="a").result(MAX_WAIT_S)

@@ -1,10 +1,11 @@
-"""Random requests that share prefixes and images, on a simulated device that runs steps in any order that batches
-allow.
+"""Random requests and conversations that share prefixes and images, on a simulated device that runs steps in any
+order that batches allow.
 
 Each position of the device's memory holds what was written there last: the number of a content. Two sequences have
-equal contents where all tokens up to there, the image and the namespace are equal. Each entry for embeddings holds
+equal contents where all tokens up to there, the images and the namespace are equal. Each entry for embeddings holds
 the images of its crops. A step checks what it reads. A page or entry that is published too early, shared wrongly,
-freed twice or not copied shows as a wrong read or in the books; a sequence that is lost never finishes.
+freed twice or not copied shows as a wrong read or in the books; a sequence that is lost, or that waits for ever for
+pages, entries or the memory of its pixels, never finishes.
 
 `KESTREL_GRPC_CACHE_OPERATIONS` sets how many operations are tried.
 """
@@ -15,15 +16,15 @@ import itertools
 import os
 from collections import Counter, deque
 from random import Random
-from typing import Any
+from typing import NamedTuple
 
 from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch
-from kestrel_runtime.scheduling.cache_keys import PrefixKeyMaker
+from kestrel_runtime.scheduling.cache_keys import ImageContent, PrefixKeyMaker
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.page_manager import PageManager, StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
-from kestrel_runtime.scheduling.sequence import SequenceState, TokenSequence
+from kestrel_runtime.scheduling.sequence import SequenceClock, SequenceImage, SequenceState, TokenSequence
 from tests.runtime.scheduling.simulated_device import (
     Access,
     DeviceStep,
@@ -38,8 +39,18 @@ NUM_OPERATIONS = int(os.environ.get("KESTREL_GRPC_CACHE_OPERATIONS", "40000"))
 NUM_TURNS = 60
 NUM_CROPS = 3
 IMAGES = tuple(bytes([number]) * 32 for number in range(3))
+MAX_IMAGES = 4
 NAMESPACES = ("", "another")
 BOS = Token(0)
+
+
+class Conversation(NamedTuple):
+    """A conversation that has got its last answer."""
+
+    namespace: str
+    tokens: list[Token]
+    images: tuple[ImageContent, ...]
+    answer_ends: list[int]
 
 
 class Schedule:
@@ -53,6 +64,7 @@ class Schedule:
     def __init__(self, seed: int) -> None:
         self.random = random = Random(seed)
         page_size, max_batch_size = random.choice((1, 2, 3, 4)), random.randrange(1, 6)
+        self.max_batch_size = max_batch_size
         self.manager = self.manager_class(random.randrange(6, 60), page_size)
         self.device = SimulatedDevice(self.manager.num_pages, page_size, random)
         self.embeddings = self.embeddings_class(max_batch_size + 1, random.choice((0, 1, 2, 4)))
@@ -66,6 +78,7 @@ class Schedule:
         )
         self.tenants = random.choice((("",), ("a", "b"), ("a", "b", "c")))
         self.num_image_tokens = random.randrange(1, 8)
+        self.max_decoded = random.randrange(MAX_IMAGES, 2 * MAX_IMAGES + 3)  # images with pixels at a time
         self.maker = self.maker_class({}, page_size)
         # Questions with their answers, of few words, so that many begin alike.
         self.texts = [
@@ -73,9 +86,13 @@ class Schedule:
         ]
         self.answers: dict[TokenSequence, list[Token]] = {}  # of those that are here: all tokens until they finish
         self.alone: set[TokenSequence] = set()
-        self.origins: dict[TokenSequence, tuple[str, bytes | None]] = {}
+        self.origins: dict[TokenSequence, tuple[str, tuple[ImageContent, ...]]] = {}
+        self.conversations: list[Conversation] = []  # that may go on
+        self.preparing: list[TokenSequence] = []  # whose images have not been decoded
         self.contents: dict[object, int] = {}
         self.decoding: list[TokenSequence] = []  # without crops, which a worker makes
+        self.to_decode: dict[TokenSequence, list[SequenceImage]] = {}
+        self.sequence_ids = itertools.count(1)
         self.free_rows = list(range(max_batch_size + 1))
         self.rows: dict[TokenSequence, int] = {}
         self.in_flight: dict[str, deque[tuple[DeviceStep, Batch]]] = {"prefill": deque(), "decode": deque()}
@@ -86,7 +103,7 @@ class Schedule:
         for _ in range(NUM_TURNS):
             self.turn(is_busy=True)
         for _ in range(4000):
-            if self.scheduler.is_idle and not any(self.in_flight.values()):
+            if self.scheduler.is_idle and not self.preparing and not any(self.in_flight.values()):
                 break
             self.turn(is_busy=False)
         assert self.scheduler.is_idle, "every sequence finishes"
@@ -117,9 +134,10 @@ class Schedule:
             self.complete_all()
         had_decodes = bool(decodes)
         rows = {sequence for sequence in self.answers if sequence.cache.pages}
+        assert len(rows) <= self.max_batch_size, "there is a row of the request state for each"
         running = [sequence for sequence in self.answers if sequence.has_room]
-        is_isolating = self.scheduler.is_isolating or bool(self.alone & self.answers.keys())
         plan = self.scheduler.schedule(0.0, may_prefill=len(prefills) < 2)
+        is_isolating = self.scheduler.is_isolating or bool(self.alone & self.answers.keys())
         for sequence in () if is_isolating else running:
             assert sequence in plan.decode.decode or sequence.state is not SequenceState.RUNNING, "I2"
         for step, prompts in prefills:  # those whose prompt is in flight decode in steps that depend on it
@@ -133,11 +151,7 @@ class Schedule:
             if sequence in self.rows:
                 self.free_rows.append(self.rows.pop(sequence))
         self.decoding += self.scheduler.take_without_pixels()
-        if self.decoding and random.random() < 0.5:
-            decoded = self.decoding.pop(random.randrange(len(self.decoding)))
-            if decoded in self.answers:
-                self.scheduler.add_pixels(decoded, blank_crops(NUM_CROPS))
-                self.counts["decoded again"] += 1
+        self.decode()
         batch, max_decodes = plan.decode, random.randrange(1, 5)
         while not batch.is_empty and len(decodes) < max_decodes:
             self.launch(batch)
@@ -155,34 +169,79 @@ class Schedule:
     def arrive(self) -> None:
         random = self.random
         capacity = self.manager.num_pages * self.manager.page_size
-        namespace, image = random.choice(NAMESPACES), random.choice((None, *IMAGES))
         words = random.choice(self.texts)
         num_prompt = random.randrange(1, len(words))
-        prompt, answer = [BOS, *words[:num_prompt]], words[num_prompt:]
-        num_image_tokens = 0 if image is None else self.num_image_tokens
-        if len(prompt) + num_image_tokens >= capacity:
+        text, answer = words[:num_prompt], words[num_prompt:]
+        earlier = Conversation(random.choice(NAMESPACES), [BOS], (), [])
+        if self.conversations and random.random() < 0.4:
+            earlier = self.conversations.pop(random.randrange(len(self.conversations)))
+        namespace, prompt, images = earlier.namespace, [*earlier.tokens], earlier.images
+        answer_ends = earlier.answer_ends
+        if answer_ends:  # the token that ended the answer is no part of the next prompt
+            prompt.pop()
+        for _ in range(random.choice((0, 0, 1, 1, 2, 3))):
+            if len(images) < MAX_IMAGES:
+                count = random.randrange(min(2, len(text) + 1))
+                prompt, text = prompt + text[:count], text[count:]
+                start = len(prompt) + len(images) * self.num_image_tokens
+                images = (*images, ImageContent(start, self.num_image_tokens, random.choice(IMAGES)))
+        prompt += text
+        if len(prompt) + len(images) * self.num_image_tokens >= capacity:
             return
-        crops: dict[str, Any] = {}
-        if image is not None:
-            crops = {"num_image_tokens": num_image_tokens, "pixels": blank_crops(NUM_CROPS)}
-        sequence = new_sequence(prompt, max_context=capacity, tenant=random.choice(self.tenants), **crops)
+        sequence = TokenSequence(
+            id=next(self.sequence_ids),
+            tokens=prompt,
+            num_prompt_tokens=len(prompt),
+            request=new_sequence(max_context=capacity, tenant=random.choice(self.tenants)).request,
+            clock=SequenceClock(0.0),
+            images=[SequenceImage(image.start, image.num_positions) for image in images],
+            answer_ends=tuple(answer_ends),
+        )
+        sequence.request.computes_anew = random.random() < 0.1
+        left_out: list[SequenceImage] = []
         if random.random() < 0.95:
             if random.random() < 0.95:
-                sequence.cache.keys = self.maker.keys(prompt, num_image_tokens, image, namespace)
-            if image is not None and random.random() < 0.9:
-                sequence.images[0].key = self.maker.embedding_key(image, namespace)
-            sequence.request.computes_anew = random.random() < 0.1
-            share_point = sequence.missing_share_point(0, self.manager.page_size)
-            is_cached = share_point is not None and self.manager.has(share_point)
-            is_cached = is_cached or any(item.key in self.embeddings for item in sequence.images)
-            if sequence.images and is_cached and not sequence.request.computes_anew:
-                sequence.images[0].pixels, sequence.decode_job = None, "decode the image"
-        self.answers[sequence], self.origins[sequence] = answer, (namespace, image)
-        self.scheduler.add(sequence)
-        if random.random() < 0.01:
-            self.scheduler.run_alone(sequence)
-            self.alone.add(sequence)
+                keys = self.maker.keys([*prompt], images, namespace, answer_ends=answer_ends)
+                sequence.cache.keys = keys
+            for image, own in zip(images, sequence.images, strict=True):
+                if random.random() < 0.9:
+                    own.key = self.maker.embedding_key(image.digest, namespace)
+                keys = sequence.cache.keys
+                is_cached = keys is not None and self.manager.has(keys.share_point(own.end, self.manager.page_size))
+                if (is_cached or own.key in self.embeddings) and not sequence.request.computes_anew:
+                    left_out.append(own)
+        if left_out:
+            sequence.decode_job = "decode the images"
+        self.answers[sequence], self.origins[sequence] = answer, (namespace, images)
+        self.to_decode[sequence] = [image for image in sequence.images if image not in left_out]
+        self.preparing.append(sequence)
         self.counts["arrivals"] += 1
+        self.counts["several images"] += len(images) > 1
+        self.counts["continued"] += bool(answer_ends)
+
+    def decode(self) -> None:
+        """Decodes images of new requests, and of those that are parked for them, as far as their memory goes."""
+        num_decoded = sum(image.pixels is not None for sequence in self.answers for image in sequence.images)
+        while self.preparing and num_decoded + len(self.to_decode[self.preparing[0]]) <= self.max_decoded:
+            sequence = self.preparing.pop(0)
+            for image in self.to_decode.pop(sequence):
+                image.pixels = blank_crops(NUM_CROPS)
+                num_decoded += 1
+            self.scheduler.add(sequence)
+            if self.random.random() < 0.01:
+                self.scheduler.run_alone(sequence)
+                self.alone.add(sequence)
+        self.decoding = [sequence for sequence in self.decoding if sequence in self.answers]
+        if self.decoding and self.random.random() < 0.5:
+            sequence = self.random.choice(self.decoding)
+            if num_decoded + len(sequence.images) <= self.max_decoded:
+                self.decoding.remove(sequence)
+                self.scheduler.add_pixels(sequence, [blank_crops(NUM_CROPS) for _ in sequence.images])
+                self.counts["decoded again"] += 1
+
+    def origin_of(self, sequence: TokenSequence, image: SequenceImage) -> tuple[str, bytes]:
+        namespace, images = self.origins[sequence]
+        return namespace, images[sequence.images.index(image)].digest
 
     def launch(self, batch: Batch) -> None:
         if batch.is_empty:
@@ -198,22 +257,23 @@ class Schedule:
                 self.rows[sequence] = self.free_rows.pop()
             row = RowAccess(self.rows[sequence])
             if chunk.is_first:
-                for image in sequence.images:
+                for image in sequence.images_behind(chunk.start):
                     image_is_there = image.pixels is not None or image.has_cached_embeddings
-                    assert image_is_there or chunk.start >= image.end, "what is not cached needs its image"
+                    assert image_is_there, "I12: what is not cached needs its image"
                     self.counts["found embeddings"] += image.has_cached_embeddings
                 row.opened = (sequence.id, length)
                 self.counts["shared positions"] += chunk.start
-            span_end = 1 + sequence.num_image_positions
-            assert not 0 < chunk.start < span_end, "a chunk that begins inside an image sees a part of it only"
-            assert chunk.end >= span_end or not sequence.num_image_positions
+            for start, end in sequence.spans:
+                assert not start < chunk.start < end, "a chunk that begins inside an image sees a part of it only"
+                assert not start < chunk.end < end, "no span is divided"
             if chunk.num_samples:
                 row.read, row.sampled = (sequence.id, length), (sequence.id, length + 1)
             accesses.append(self.access(sequence, chunk.start, chunk.end, row))
-            if chunk.start < sequence.prefix_length:
-                entry = sequence.images[0].entry
-                assert entry is not None, "I10"
-                accesses[-1].embeddings = EntryRead(entry, self.origins[sequence], NUM_CROPS)
+            for image in sequence.images:
+                if chunk.start < image.end <= chunk.end:
+                    assert image.entry is not None, "I10"
+                    read = EntryRead(image.entry, self.origin_of(sequence, image), NUM_CROPS)
+                    accesses[-1].embeddings.append(read)
             members.append((sequence, chunk.end))
         for sequence in batch.decode:
             position = sequence.cache.num_cached
@@ -233,7 +293,7 @@ class Schedule:
             frozenset(waits),
             members,
             [
-                EntryWrite(item.entry, self.origins[item.sequence], item.first_crop, item.end_crop)
+                EntryWrite(item.entry, self.origin_of(item.sequence, item.image), item.first_crop, item.end_crop)
                 for item in batch.encode
             ],
         )
@@ -251,13 +311,19 @@ class Schedule:
 
     def contents_of(self, sequence: TokenSequence, end: int) -> list[object]:
         """What each position up to `end` holds once it is written."""
-        known, span_end = self.origins[sequence], 1 + sequence.num_image_positions
+        namespace, images = self.origins[sequence]
         prompt = sequence.tokens[: sequence.num_prompt_tokens]
-        tokens = [*prompt, *self.answers[sequence], *[BOS] * 8]  # steps look ahead beyond the end of an answer
+        tokens = iter(
+            [*prompt, *self.answers[sequence], *[BOS] * 8]
+        )  # steps look ahead beyond the end of an answer
+        starts = {start: image.digest for (start, _), image in zip(sequence.spans, images, strict=True)}
+        of_images = {position for image in images for position in range(image.start, image.end)}
         contents: list[object] = []
-        content: object = self.contents.setdefault(("begin", known), len(self.contents))
+        content: object = self.contents.setdefault(("begin", namespace), len(self.contents))
         for position in range(end):
-            token = None if 0 < position < span_end else tokens[max(position - sequence.num_image_positions, 0)]
+            if position in starts:
+                content = self.contents.setdefault((content, starts[position]), len(self.contents))
+            token = None if position in of_images else next(tokens)
             content = self.contents.setdefault((content, token), len(self.contents))
             contents.append(content)
         return contents
@@ -270,6 +336,10 @@ class Schedule:
         tokens = [self.next_token(sequence) for sequence in batch.sampled]
         for sequence in self.scheduler.complete(StepId(step.id), batch, tokens):
             if sequence.num_generated == len(self.answers[sequence]) or sequence.is_full:
+                if sequence.num_generated == len(self.answers[sequence]):
+                    namespace, images = self.origins[sequence]
+                    ends = [*sequence.answer_ends, sequence.num_written]
+                    self.conversations.append(Conversation(namespace, list(sequence.tokens), images, ends))
                 self.leave(sequence, "finished")
 
     def next_token(self, sequence: TokenSequence) -> Token:
@@ -286,7 +356,13 @@ class Schedule:
                 for (member, _), access in zip(step.sequences, step.accesses, strict=True):
                     access.counts = access.counts and member is not sequence
         self.counts[f"parked {why}"] += sequence.state is SequenceState.PARKED
-        self.scheduler.remove(sequence)
+        if why == "finished":
+            self.scheduler.finish(sequence)
+        else:
+            if sequence in self.preparing:
+                self.scheduler.add(sequence)
+                self.preparing.remove(sequence)
+            self.scheduler.remove(sequence)
         assert (sequence.state, sequence.cache.pages) == (SequenceState.FINISHED, [])
         del self.answers[sequence]
         if sequence in self.rows:
@@ -313,7 +389,8 @@ class Schedule:
         self.scheduler.forget_cached(namespace, image)
         for own_namespace in NAMESPACES:
             for own_image in IMAGES:
-                keys = self.maker.keys([BOS] * 3, self.num_image_tokens, own_image, own_namespace)
+                images = (ImageContent(1, self.num_image_tokens, own_image),)
+                keys = self.maker.keys([BOS] * 3, images, own_namespace)
                 if namespace in (None, own_namespace) and image in (None, own_image):
                     match = self.manager.match(keys, 1 + self.num_image_tokens)
                     assert match.num_positions == 0, "what was removed is not found"

@@ -56,7 +56,7 @@ class Access:
     counts: bool = True
     """Whether the result is used; a sequence that has left reads whatever is there."""
     row: RowAccess | None = None
-    embeddings: EntryRead | None = None
+    embeddings: list[EntryRead] = field(default_factory=list)
 
 
 @dataclass
@@ -113,8 +113,9 @@ class SimulatedDevice:
             crops = self.entries.setdefault(write.entry, {})
             crops.update(dict.fromkeys(range(write.first_crop, write.end_crop), write.image))
         for access in step.accesses:
-            if access.embeddings is not None and access.counts and not self.holds(access.embeddings):
-                raise WrongRead(f"entry {access.embeddings.entry} does not hold {access.embeddings.image}")
+            for read in access.embeddings if access.counts else ():
+                if not self.holds(read):
+                    raise WrongRead(f"entry {read.entry} does not hold {read.image}")
             for position in range(access.start if access.counts else 0):
                 found = self.memory[access.pages[position // self.page_size]][position % self.page_size]
                 if found != access.content[position]:

@@ -13,6 +13,7 @@ from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.cache_keys import (
     FIELDS_WITHOUT_EFFECT,
     CacheScope,
+    ImageContent,
     PrefixKeyMaker,
     PrefixKeys,
     key_parts,
@@ -29,7 +30,12 @@ def keys_of(
     namespace: str = "",
     page_size: int = 4,
 ) -> PrefixKeys:
-    return PrefixKeyMaker({"model": "m"}, page_size).keys(tokens, num_image_tokens, image, namespace)
+    return PrefixKeyMaker({"model": "m"}, page_size).keys(tokens, pictured(num_image_tokens, image), namespace)
+
+
+def pictured(num_image_tokens: int, image: bytes | None = CAT) -> tuple[ImageContent, ...]:
+    """The image of a prompt, behind its first token."""
+    return () if image is None else (ImageContent(1, num_image_tokens, image),)
 
 
 def test_each_full_page_has_a_key_and_so_has_the_end_of_an_image_inside_a_page():
@@ -84,16 +90,16 @@ def test_keys_that_are_added_page_by_page_equal_those_of_the_whole():
     for num_image_tokens, image in ((0, None), (9, CAT), (7, CAT)):
         whole, grown = keys_of(WORDS, num_image_tokens, image), keys_of(WORDS[:2], num_image_tokens, image)
         for num_positions in range(len(WORDS) + num_image_tokens + 1):
-            grown.extend(WORDS, num_image_tokens, num_positions, 4)
+            grown.extend(WORDS, num_positions, 4)
         assert grown == whole
 
 
 def test_the_keys_of_a_known_image_are_the_same_as_at_first():
     maker = PrefixKeyMaker({}, 4)
-    first, again = (maker.keys(WORDS[:6], 9, CAT, "") for _ in range(2))
+    first, again = (maker.keys(WORDS[:6], pictured(9)) for _ in range(2))
     assert first == again
     first.pages.append(first.root)
-    assert maker.keys(WORDS[:6], 9, CAT, "") == again, "sequences do not share lists"
+    assert maker.keys(WORDS[:6], pictured(9)) == again, "sequences do not share lists"
 
 
 def test_the_first_share_point_that_is_missing_is_named():
@@ -103,6 +109,44 @@ def test_the_first_share_point_that_is_missing_is_named():
     at_page_end = keys_of(WORDS[:6], 7, CAT)
     assert at_page_end.missing_share_point(0, 4) == at_page_end.pages[1]
     assert keys_of(WORDS).missing_share_point(0, 4) is None
+
+
+TWO = (ImageContent(2, 9, CAT), ImageContent(13, 9, DOG))
+"""Two words, an image up to 11, two words, an image up to 22, the other words."""
+
+
+def test_a_further_image_changes_the_keys_from_the_page_with_its_beginning_on():
+    maker = PrefixKeyMaker({}, 4)
+    own, other = (maker.keys(WORDS, images) for images in (TWO, (TWO[0], ImageContent(13, 9, CAT))))
+    assert own.spans == ((2, 11), (13, 22))
+    assert own.boundaries.keys() == {11, 22}
+    assert own.pages[:3] == other.pages[:3]
+    assert own.boundaries[11] == other.boundaries[11]
+    assert not {*own.pages[3:], own.boundaries[22]} & {*other.pages[3:], other.boundaries[22]}
+    assert own.missing_share_point(0, 4) == own.boundaries[11]
+    assert own.missing_share_point(11, 4) == own.boundaries[22]
+    assert own.missing_share_point(22, 4) is None
+
+
+def test_an_image_at_another_place_has_other_keys():
+    maker = PrefixKeyMaker({}, 4)
+    own, moved = maker.keys([WORDS[0]] * 40, TWO[:1]), maker.keys([WORDS[0]] * 40, (ImageContent(3, 9, CAT),))
+    assert not {*own.pages, *own.boundaries.values()} & {*moved.pages, *moved.boundaries.values()}
+
+
+@pytest.mark.parametrize("images", [(), TWO[:1], TWO, (ImageContent(1, 9, CAT), ImageContent(13, 9, DOG))])
+@pytest.mark.parametrize("num_words", [7, 8, 9, 10, 11])
+def test_a_prompt_with_an_earlier_answer_finds_the_keys_with_which_that_answer_ended(
+    images: tuple[ImageContent, ...], num_words: int
+):
+    maker = PrefixKeyMaker({}, 4)
+    asked = maker.keys(WORDS[:5], images)
+    end = num_words + sum(image.num_positions for image in images)
+    asked.add_share_point(WORDS[:num_words], end, 4)
+    next_turn = maker.keys([*WORDS[:num_words], *WORDS[30:]], images, answer_ends=(end,))
+    assert next_turn.share_point(end, 4) == asked.share_point(end, 4)
+    other = maker.keys([*WORDS[: num_words - 1], *WORDS[30:]], images, answer_ends=(end,))
+    assert other.share_point(end, 4) != asked.share_point(end, 4)
 
 
 OTHER_VALUES: dict[str, Any] = {
@@ -156,11 +200,13 @@ def test_what_the_model_is_changes_the_keys():
 
 def test_an_adapter_changes_every_key_of_a_prompt_and_none_of_its_image():
     maker = PrefixKeyMaker({"model": "m"}, 4)
-    without, first, second = (maker.keys(WORDS, 9, CAT, "", adapter) for adapter in (b"", b"1" * 32, b"2" * 32))
+    without, first, second = (
+        maker.keys(WORDS, pictured(9), "", adapter) for adapter in (b"", b"1" * 32, b"2" * 32)
+    )
     for keys, others in ((first, without), (first, second), (second, without)):
         assert not {keys.root, *keys.pages, *keys.boundaries.values()} & {
             others.root,
             *others.pages,
             *others.boundaries.values(),
         }
-    assert maker.keys(WORDS, 9, CAT, "", b"1" * 32) == first
+    assert maker.keys(WORDS, pictured(9), "", b"1" * 32) == first

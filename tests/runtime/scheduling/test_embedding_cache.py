@@ -184,3 +184,44 @@ def test_the_oldest_image_is_that_which_was_published_first():
     assert cache.oldest_published_at() == 101.0, "the first one was replaced"
     cache.forget()
     assert cache.oldest_published_at() is None
+
+
+def test_held_entries_leave_one_to_write_for_each_sequence():
+    cache = EmbeddingCache(2, 2)
+    for owner, key in enumerate((CAT, DOG)):
+        encode(cache, owner, key)
+        cache.release(owner)
+    assert cache.num_holds_left == 2
+    held = [cache.hold(("reader", key.digest), key) for key in (CAT, DOG)]
+    assert len({*held}) == 2
+    assert None not in held
+    assert (cache.num_holds_left, cache.num_leases_left) == (0, 2)
+    assert cache.hold("another reader", CAT) == held[0], "an entry that is held already takes no further place"
+    entries = [encode(cache, owner, None) for owner in (3, 4)]
+    assert not {*entries} & {*held}
+    assert cache.hold("a third reader", COW) is None, "it is not published"
+    for name in (*[("reader", key.digest) for key in (CAT, DOG)], "another reader"):
+        cache.release(name)
+    assert cache.num_holds_left == 2
+
+
+def test_no_further_entry_is_held_than_the_cache_has_in_addition_to_those_to_write():
+    cache = EmbeddingCache(2, 1)
+    encode(cache, 1, CAT)
+    encode(cache, 2, DOG)
+    assert cache.hold("reader", CAT) is not None
+    assert cache.hold("another reader", DOG) is None
+
+
+def test_what_nobody_uses_makes_room_for_what_must_be_encoded():
+    cache = EmbeddingCache(2, 2)
+    for owner, key in enumerate((CAT, DOG, COW)):
+        encode(cache, owner, key)
+        cache.release(owner)
+    assert cache.hold("reader", COW) is not None
+    encode(cache, 3, CAT)
+    cache.release(3)
+    encode(cache, 4, None)
+    encode(cache, 5, None)
+    assert DOG not in cache
+    assert COW in cache

@@ -52,6 +52,19 @@ def published(manager: PageManager, owner: SequenceId, keys: PrefixKeys, num_pos
     return pages
 
 
+def test_the_end_of_an_answer_before_an_image_is_found_where_the_image_is_not():
+    """Positions [6, 14) see each other; those up to 6 are an earlier turn."""
+    manager, keys = PageManager(8, 4), keys_of(list(range(20)), 4)
+    keys.spans, keys.boundaries = ((6, 14),), {6: digest("answer"), 14: digest("image")}
+    pages = published(manager, A, keys, 14)
+    manager.release(A)
+    assert manager.match(keys, 19) == PrefixMatch(pages[:4], 14, is_partial_last=True)
+    manager.allocate(B, NOTHING, 20)  # evicts the end of the image
+    manager.publish(B, keys_of(list(range(50, 70)), 4), 20)
+    assert manager.match(keys, 19).num_positions in (4, 6)
+    assert manager.match(keys, 19) == PrefixMatch(pages[:2], 6, is_partial_last=True)
+
+
 def test_pages_are_found_only_after_they_are_published():
     manager, keys = PageManager(8, 4), keys_of(list(range(12)), 4)
     pages = manager.allocate(A, NOTHING, 12).pages

@@ -1,15 +1,16 @@
-"""I1 to I11 are the invariants in the docstring of `kestrel_runtime.scheduling.scheduler`."""
+"""I1 to I12 are the invariants in the docstring of `kestrel_runtime.scheduling.scheduler`."""
 
 import pytest
 
 from kestrel_runtime.api.requests import Priority
-from kestrel_runtime.scheduling.cache_keys import Digest
-from kestrel_runtime.scheduling.scheduler import SharedPrefills
+from kestrel_runtime.output.output_parser import Token
+from kestrel_runtime.scheduling.cache_keys import Digest, ImageContent, PrefixKeyMaker
+from kestrel_runtime.scheduling.scheduler import Scheduler, SharedPrefills
 from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.sequences import new_sequence
 from tests.runtime.world import World
 
-WAITING, _, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
+WAITING, PARKED, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
 
 
 # I1: pages
@@ -194,7 +195,7 @@ def test_i4_a_preempted_image_is_not_encoded_again():
     oldest, pictured = world.add(4), world.add(1, image=3, crops=2)
     while pictured.state is not WAITING or not pictured.num_generated:
         world.step()
-    assert pictured.num_crops_to_encode == 0
+    assert pictured.images[0].num_crops_left == 0
     world.scheduler.remove(oldest)
     batch = world.step()
     assert (batch.encode, batch.prefill[0].start) == ([], 0)
@@ -495,3 +496,93 @@ def test_who_leaves_while_parked_does_not_come_back():
     prefills.park(KEY, parked)
     prefills.remove(parked)
     assert prefills.end(filler) == []
+
+
+def conversation(world, prompt=12, places=(1, 4, 9), image=3, crops=2, **how):
+    """Positions: spans of [0, 4), [7, 10) and [15, 18) among 12 tokens, 21 in all."""
+    return world.add(prompt, image, crops, image_places=places, **how)
+
+
+def test_i3_a_chunk_ends_outside_of_every_span():
+    world = World(page_size=2, prefill=4)
+    sequence = conversation(world)
+    assert sequence.spans == ((0, 4), (7, 10), (15, 18))
+    chunks = [world.step().prefill[0][1:] for _ in range(6)]
+    assert chunks == [(0, 4), (4, 7), (7, 11), (11, 15), (15, 19), (19, 21)]
+
+
+def test_i3_only_a_chunk_that_begins_with_a_span_exceeds_the_limit_and_then_alone():
+    world = World(page_size=2, prefill=2)
+    conversation(world)
+    other = world.add(2, generates=1)
+    turns = [world.step() for _ in range(9)]
+    chunks = [turn.prefill[0][1:] for turn in turns if turn.prefill]
+    assert chunks == [(0, 4), (4, 6), (6, 7), (7, 10), (10, 12), (12, 14), (14, 15), (15, 18), (18, 20)]
+    for turn in turns:
+        num_tokens = sum(end - start for _, start, end in turn.prefill)
+        assert num_tokens <= 2 or len(turn.prefill) == 1
+    assert other in world.finished
+
+
+def test_i3_a_step_takes_no_more_chunks_than_one_image_for_each_sequence_makes():
+    world = World(page_size=2, batch=1)
+    world.scheduler = Scheduler(
+        world.pages, max_batch_size=1, max_prefill_tokens=100, max_crops_per_step=100, cuts_at_share_points=True
+    )
+    sequence = conversation(world)
+    sequence.share_points = (4, 7, 10, 15, 18)
+    chunks = []
+    while sequence.state is PREFILLING or not chunks:
+        turn = world.step()
+        assert len(turn.prefill) <= 2
+        chunks += [part[1:] for part in turn.prefill]
+    assert chunks == [(0, 4), (4, 7), (7, 10), (10, 15), (15, 18), (18, 21)]
+
+
+def test_i10_images_are_encoded_one_after_the_other_into_one_entry():
+    world = World(page_size=2)
+    sequence = conversation(world)
+    turns = [world.step() for _ in range(3)]
+    assert [turn.images for turn in turns] == [[image] for image in sequence.images]
+    assert [turn.prefill[0][1:] for turn in turns] == [(0, 7), (7, 15), (15, 21)]
+    assert sequence.state is RUNNING
+    assert [image.entry for image in sequence.images] == [None] * 3, "others may use them"
+
+
+def test_i6_an_isolation_run_takes_a_conversation_span_by_span():
+    world = World(page_size=2)
+    sequence = conversation(world, generates=5)
+    world.steps(4)
+    world.fail()
+    turns = [world.step() for _ in range(4)]
+    assert [turn.prefill[0][1:] for turn in turns[:3]] == [(0, 7), (7, 15), (15, sequence.length - 2)]
+    assert turns[3].decode == [sequence]
+    assert not world.scheduler.is_isolating
+
+
+def test_i12_a_sequence_that_lacks_the_pixels_of_one_image_waits_without_those_of_the_others():
+    world = World(page_size=2)
+    sequence, other = conversation(world), world.add(3, generates=2)
+    pixels, sequence.images[1].pixels, sequence.decode_job = sequence.images[0].pixels, None, "decode"
+    turn = world.step()
+    assert turn.members == [other]
+    assert (sequence.state, sequence.cache.pages) == (PARKED, [])
+    assert [image.pixels for image in sequence.images] == [None] * 3
+    assert world.scheduler.take_without_pixels() == [sequence]
+    world.scheduler.add_pixels(sequence, [pixels] * 3)
+    assert sequence in world.step().members
+
+
+def test_the_end_of_a_finished_answer_is_found_by_the_next_turn_of_its_conversation():
+    world, maker = World(page_size=4), PrefixKeyMaker({}, 4)
+    image = ImageContent(1, 3, b"c" * 32)
+    first = world.add(4, image=3, crops=2, generates=4)
+    first.cache.keys = maker.keys([*first.tokens], (image,))
+    world.steps(3)
+    world.scheduler.finish(first)
+    answer = first.tokens[:-1]
+    end = len(answer) + 3
+    assert end % 4, "inside a page"
+    second = world.add([*answer, Token(7), Token(8)], image=3, crops=2)
+    second.cache.keys = maker.keys([*second.tokens], (image,), answer_ends=(end,))
+    assert world.scheduler.schedule(0.0).prefill.prefill[0].start == end

@@ -12,10 +12,6 @@ from tests.runtime.world import World
 WAITING, PARKED, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
 
 
-def num_encoded_crops(sequence):
-    return sum(image.num_encoded_crops for image in sequence.images)
-
-
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, go and run in any order; the invariants hold after each step."""
 
@@ -41,6 +37,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def an_image_comes(self, prompt, image, crops, generates):
         if prompt + image < self.world.capacity:
             self.arrived.append(self.world.add(prompt, image, crops, generates))
+
+    @rule(
+        prompt=st.integers(3, 12),
+        places=st.lists(st.integers(1, 12), min_size=2, max_size=4),
+        image=st.integers(1, 6),
+        crops=st.integers(2, 5),
+        generates=st.integers(1, 25),
+    )
+    def a_conversation_comes(self, prompt, places, image, crops, generates):
+        places = tuple(sorted(min(place, prompt) for place in places))
+        if prompt + image * len(places) < self.world.capacity:
+            self.arrived.append(self.world.add(prompt, image, crops, generates, image_places=places))
 
     @invariant()
     def i1_every_page_has_one_owner(self):
@@ -89,7 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def take_step(self):
         world, here = self.world, self.still_here()
         tokens = {sequence: list(sequence.tokens) for sequence in here}
-        encoded = {sequence: num_encoded_crops(sequence) for sequence in here}
+        encoded = {image: image.num_encoded_crops for sequence in here for image in sequence.images}
         cached = {sequence: sequence.cache.num_cached for sequence in here}
         active_before = world.active()
         running_before = [sequence for sequence in active_before if sequence.state is RUNNING]
@@ -108,16 +116,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_prefill = sum(chunk.end - chunk.start for chunk in batch.prefill)
         if num_prefill > world.max_prefill_tokens:
             ((pictured, start, end),) = batch.prefill
-            assert (start, end) == (0, pictured.prefix_length)
+            assert (start, end) in pictured.spans
         if batch.decode:
             assert sum(part.end - part.start for part in batch.encode) <= world.max_crops
-        for sequence, start, end in batch.encode:
-            assert start == encoded[sequence] < end
-            assert sequence.state is FINISHED or num_encoded_crops(sequence) == end
+        for image, (sequence, start, end) in zip(batch.images, batch.encode, strict=True):
+            assert image in sequence.images
+            assert start == encoded.get(image, 0) < end
+        assert len({sequence for sequence, _, _ in batch.encode}) == len(batch.encode), "one image at a time"
         for sequence, start, end in batch.prefill:
             assert start == (cached[sequence] if sequence in active_before else 0)
-            assert start >= sequence.prefix_length or end >= sequence.prefix_length  # never split
-            assert sequence.state is FINISHED or sequence.num_crops_to_encode == 0
+            for span_start, span_end in sequence.spans:  # never split
+                assert not span_start < start < span_end
+                assert not span_start < end < span_end
         # I4: the oldest advances, and preemption forgets nothing.
         if here:
             assert here[0] in working

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kestrel_runtime.scheduling.cache_keys import PrefixKeyMaker
+from kestrel_runtime.scheduling.cache_keys import ImageContent, PrefixKeyMaker
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
@@ -30,6 +30,8 @@ def test_no_operation_loses_frees_twice_or_shares_wrongly():
         "decoded again": 0.0002,
         "yields": 0.003,
         "steps alone": 0.003,
+        "several images": 0.02,
+        "continued": 0.01,
         "prefills that do not wait for the last decode step": 0.002,
     }
     for name, share in least.items():
@@ -69,7 +71,7 @@ class SplitsSpans(PageManager):
     """A part of an image is matched at a page end."""
 
     def match(self, keys, max_positions):
-        keys = type(keys)(keys.root, keys.pages, keys.boundaries, (), keys.scope, keys.image)
+        keys = type(keys)(keys.root, keys.pages, keys.boundaries, (), keys.scope, keys.images)
         return super().match(keys, max_positions)
 
 
@@ -186,20 +188,48 @@ class EmbeddingKeysWithoutNamespace(PrefixKeyMaker):
 
 
 def with_keys(change: Callable[..., Any]) -> type[Schedule]:
-    """Schedules whose keys leave something out: `change` gets image and namespace."""
+    """Schedules whose keys leave something out: `change` gets images and namespace."""
 
     class Maker(PrefixKeyMaker):
-        def keys(self, tokens, num_image_tokens, image, namespace, adapter=b""):
-            return super().keys(tokens, num_image_tokens, *change(image, namespace), adapter=adapter)
+        def keys(self, tokens, images=(), namespace="", adapter=b"", *, answer_ends=()):
+            return super().keys(tokens, *change(images, namespace), adapter=adapter, answer_ends=answer_ends)
 
     return mutated(maker_class=Maker)
+
+
+def without_digests(images: tuple[ImageContent, ...]) -> tuple[ImageContent, ...]:
+    return tuple(image._replace(digest=IMAGES[0]) for image in images)
 
 
 def mutated(**classes: type[Any]) -> type[Schedule]:
     return type("Mutated", (Schedule,), classes)
 
 
+class KeepsPixelsWhileItWaits(Scheduler):
+    """A sequence that waits for the pixels of some of its images keeps those of the others."""
+
+    def _start_or_park(self, sequence, match):
+        pixels = [image.pixels for image in sequence.images]
+        super()._start_or_park(sequence, match)
+        for image, own in zip(sequence.images, pixels, strict=True):
+            image.pixels = own
+
+
+class ForgetsFurtherImages(Scheduler):
+    """The pixels of further images count as decoded."""
+
+    def _lacks_pixels(self, sequence, match):
+        images = sequence.images
+        sequence.images = images[:1]
+        try:
+            return super()._lacks_pixels(sequence, match)
+        finally:
+            sequence.images = images
+
+
 MUTATIONS = {
+    "pixels are kept while others are waited for": mutated(scheduler_class=KeepsPixelsWhileItWaits),
+    "further images are not waited for": mutated(scheduler_class=ForgetsFurtherImages),
     "no waits": mutated(scheduler_class=WithoutWaits),
     "no dependencies": mutated(scheduler_class=WithoutDependencies),
     "published before it is full": mutated(manager_class=PublishesUnwrittenPositions),
@@ -218,8 +248,19 @@ MUTATIONS = {
     "evicted entries are found": mutated(embeddings_class=FindsEvictedEntries),
     "entries are kept after a failure": mutated(embeddings_class=KeepsEntriesAfterAFailure),
     "embedding keys without the namespace": mutated(maker_class=EmbeddingKeysWithoutNamespace),
-    "keys without the namespace": with_keys(lambda image, namespace: (image, "")),
-    "keys without the image": with_keys(lambda image, namespace: (image and IMAGES[0], namespace)),
+    "keys without the namespace": with_keys(lambda images, namespace: (images, "")),
+    "keys without the first image": with_keys(
+        lambda images, namespace: (
+            tuple(image._replace(digest=IMAGES[0]) for image in images[:1]) + images[1:],
+            namespace,
+        )
+    ),
+    "keys without further images": with_keys(
+        lambda images, namespace: (
+            images[:1] + tuple(image._replace(digest=IMAGES[0]) for image in images[1:]),
+            namespace,
+        )
+    ),
 }
 
 

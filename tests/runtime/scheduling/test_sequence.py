@@ -1,7 +1,8 @@
 import pytest
 
 from kestrel_runtime.output.output_parser import Token
-from kestrel_runtime.scheduling.sequence import SequenceState, bidirectional_spans
+from kestrel_runtime.scheduling.positions import bidirectional_spans
+from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.sequences import blank_crops, new_sequence
 
 WAITING, PARKED, PREFILLING, PREFILLED, RUNNING, FINISHED = SequenceState
@@ -23,11 +24,11 @@ def test_the_image_takes_positions_but_no_tokens():
     sequence = new_sequence(4, num_image_tokens=9)
     assert len(sequence.tokens) == 4
     assert sequence.length == sequence.num_prompt_positions == 13
-    assert sequence.prefix_length == 10  # BOS and the image
+    assert sequence.spans == ((0, 10),)  # BOS and the image
 
 
 def test_text_alone_has_no_prefix():
-    assert new_sequence(4).prefix_length == 0
+    assert new_sequence(4).spans == ()
 
 
 def test_bos_belongs_to_the_span_of_an_image_that_follows_it_directly():
@@ -45,10 +46,10 @@ def test_generated_tokens_lengthen_a_sequence_but_not_its_prompt():
 
 def test_crops_are_due_until_they_are_encoded():
     sequence = new_sequence(num_image_tokens=4, pixels=blank_crops(3))
-    assert sequence.num_crops_to_encode == 3
-    sequence.images[0].num_encoded_crops = 2
-    assert sequence.num_crops_to_encode == 1
-    assert new_sequence().num_crops_to_encode == 0
+    (image,) = sequence.images
+    assert image.num_crops_left == 3
+    image.num_encoded_crops = 2
+    assert image.num_crops_left == 1
 
 
 def test_sequences_are_told_apart_by_identity():

@@ -17,7 +17,7 @@ def test_a_prompt_is_bos_then_image_then_the_skills_tokens(moondream3: LoadedMod
     assert [token.id for token in sequence.tokens] == [0, 1, 287, 80, 2, 550, 277, 3]
     assert sequence.num_image_positions == 729
     assert sequence.length == sequence.num_prompt_positions == 8 + 729
-    assert sequence.prefix_length == 730
+    assert sequence.spans == ((0, 730),)
     assert sequence.images[0].pixels is not None
-    assert sequence.num_crops_to_encode == 9
+    assert sequence.images[0].num_crops_left == 9
     preprocessor.close()

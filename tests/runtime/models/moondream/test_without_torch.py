@@ -19,7 +19,7 @@ checkpoint = find_checkpoint("moondream-nano")
 family, config = family_of(checkpoint), MoondreamConfig.from_dict(checkpoint.config)
 tokenizer = Tokenizer.from_file(checkpoint.tokenizer_file)
 query = family.skills(config)["query"]
-print(tokenizer.decode(token.id for token in query.prompt(Query("What colour is it?"), tokenizer, config)))
+print(tokenizer.decode(token.id for token in query.prompt(Query("What colour is it?"), tokenizer, config).tokens))
 file = io.BytesIO()
 Image.new("RGB", (80, 40), "red").save(file, "PNG")
 image = decode_image(file.getvalue(), max_image_pixels=10_000)

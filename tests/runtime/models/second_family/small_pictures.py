@@ -25,6 +25,7 @@ from kestrel_runtime.execution.sampling import TokenSampler
 from kestrel_runtime.execution.step_inputs import DecodeInputs, PackedChunks, PrefillInputs
 from kestrel_runtime.execution.step_runner import StateShape, StepRunner
 from kestrel_runtime.imaging.crops import Crops
+from kestrel_runtime.models.family import Prompt
 from kestrel_runtime.output.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.sequence import TokenSequence
@@ -154,15 +155,15 @@ class BoxParser(OutputParser):
 class PicturesQuery(SmallTextQuery):
     defaults = SkillDefaults(temperature=0.2, top_p=0.9)
 
-    def prompt(self, request: Query, tokenizer: Any, config: Any) -> list[Token]:
-        return [Token(id) for id in tokenizer.encode(f"Question: {request.question} Answer:")]
+    def prompt(self, request: Query, tokenizer: Any, config: Any) -> Prompt:
+        return Prompt([Token(id) for id in tokenizer.encode(f"Question: {request.question} Answer:")])
 
 
 class PicturesCaption:
     name, text_field, defaults = "caption", "length", SkillDefaults(temperature=0.2, top_p=0.9)
 
-    def prompt(self, request: Caption, tokenizer: Any, config: Any) -> list[Token]:
-        return [Token(id) for id in tokenizer.encode(f"a {request.length} caption")]
+    def prompt(self, request: Caption, tokenizer: Any, config: Any) -> Prompt:
+        return Prompt([Token(id) for id in tokenizer.encode(f"a {request.length} caption")])
 
     def new_parser(self, request: Caption, tokenizer: Any, config: Any) -> OutputParser:
         return CaptionParser(tokenizer, request.sampling.max_tokens or 20)
@@ -172,8 +173,8 @@ class PicturesDetect:
     name, text_field = "detect", "object"
     defaults = SkillDefaults(temperature=0.0, top_p=1.0, max_objects=_MAX_BOXES)
 
-    def prompt(self, request: Detect, tokenizer: Any, config: Any) -> list[Token]:
-        return [Token(id) for id in tokenizer.encode(request.object)]
+    def prompt(self, request: Detect, tokenizer: Any, config: Any) -> Prompt:
+        return Prompt([Token(id) for id in tokenizer.encode(request.object)])
 
     def new_parser(self, request: Detect, tokenizer: Any, config: Any) -> OutputParser:
         return BoxParser(request.max_objects or _MAX_BOXES)

@@ -29,7 +29,7 @@ from kestrel_runtime.execution.step_runner import StateShape, StepRunner
 from kestrel_runtime.imaging.crops import Crops
 from kestrel_runtime.loading.checkpoint import Checkpoint
 from kestrel_runtime.memory.plan import MemoryNeeds, MemoryReading, plan_memory
-from kestrel_runtime.models.family import LoadedWeights, Verification
+from kestrel_runtime.models.family import LoadedWeights, Prompt, Verification
 from kestrel_runtime.output.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 from kestrel_runtime.output.text_decoder import TextDecoder
 from kestrel_runtime.scheduling.batch import EncodeItem
@@ -136,10 +136,10 @@ class SmallTextParser(OutputParser):
 class SmallTextQuery:
     name, text_field, defaults = "query", "question", SkillDefaults(temperature=0.0, top_p=1.0)
 
-    def prompt(self, request: Query, tokenizer: Any, config: Any) -> list[Token]:
+    def prompt(self, request: Query, tokenizer: Any, config: Any) -> Prompt:
         if request.image is not None:
             raise InvalidRequest((Violation("image", "this model reads text alone"),))
-        return [Token(id) for id in tokenizer.encode(request.question)]
+        return Prompt([Token(id) for id in tokenizer.encode(request.question)])
 
     def message_tokens(self, request: Any, tokenizer: Any, config: Any) -> list[int]:
         raise AssertionError("the family has no conversations")

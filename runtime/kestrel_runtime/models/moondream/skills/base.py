@@ -13,6 +13,7 @@ from kestrel_runtime.api.events import FinishReason, TextChannel, TextDelta, Tok
 from kestrel_runtime.api.requests import BoxRef, SpatialRef
 from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.models.family import Prompt
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.output.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 from kestrel_runtime.output.stop_strings import StopMatcher
@@ -33,8 +34,8 @@ class Skill(ABC):
     defaults: SkillDefaults
 
     @abstractmethod
-    def prompt(self, request: Any, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
-        """Returns the prompt's tokens after BOS and image."""
+    def prompt(self, request: Any, tokenizer: Tokenizer, config: MoondreamConfig) -> Prompt:
+        """Returns the prompt behind BOS."""
 
     def message_tokens(self, request: Any, tokenizer: Tokenizer, config: MoondreamConfig) -> list[int]:
         """Returns nothing: the prompt has no messages."""
@@ -196,10 +197,10 @@ def _answer_grammar(suppressed: tuple[int, ...]) -> Grammar:
 
 def framed_prompt(
     template: Mapping[str, tuple[int, ...]], refs: tuple[SpatialRef, ...], text: list[int], config: MoondreamConfig
-) -> list[Token]:
+) -> Prompt:
     """Returns the template's prefix, references, the ids of a text, and the template's suffix."""
     prefix, suffix = text_tokens(template["prefix"]), text_tokens(template["suffix"])
-    return prefix + spatial_tokens(refs, config) + text_tokens(text) + suffix
+    return Prompt(prefix + spatial_tokens(refs, config) + text_tokens(text) + suffix)
 
 
 def spatial_tokens(refs: tuple[SpatialRef, ...], config: MoondreamConfig) -> list[Token]:

@@ -6,10 +6,11 @@ from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import Box, DetectOutput
 from kestrel_runtime.api.requests import Detect
 from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.models.family import Prompt
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS, Skill
 from kestrel_runtime.models.moondream.skills.point import ObjectParser, object_prompt
-from kestrel_runtime.output.output_parser import OutputParser, Token
+from kestrel_runtime.output.output_parser import OutputParser
 
 
 class DetectSkill(Skill):
@@ -19,7 +20,7 @@ class DetectSkill(Skill):
     text_field = "object"
     defaults = SkillDefaults(temperature=0.0, top_p=1.0, max_objects=DEFAULT_MAX_OBJECTS)
 
-    def prompt(self, request: Detect, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
+    def prompt(self, request: Detect, tokenizer: Tokenizer, config: MoondreamConfig) -> Prompt:
         return object_prompt(self.name, request, tokenizer, config)
 
     def new_parser(self, request: Detect, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:

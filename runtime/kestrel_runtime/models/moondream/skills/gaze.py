@@ -10,6 +10,7 @@ from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import FinishReason, TextDelta
 from kestrel_runtime.api.requests import Gaze
 from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.models.family import Prompt
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import Skill, framed_prompt
 from kestrel_runtime.models.moondream.skills.point import PointParser
@@ -24,7 +25,7 @@ class GazeSkill(Skill):
     text_field = "eye"
     defaults = SkillDefaults(temperature=0.0, top_p=1.0)
 
-    def prompt(self, request: Gaze, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
+    def prompt(self, request: Gaze, tokenizer: Tokenizer, config: MoondreamConfig) -> Prompt:
         text = tokenizer.encode(" gaze")
         return framed_prompt(config.tokenizer.templates[self.template], request.spatial_refs, text, config)
 

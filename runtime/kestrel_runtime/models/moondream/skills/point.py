@@ -12,6 +12,7 @@ from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import FinishReason, Location, PointOutput, TextDelta
 from kestrel_runtime.api.requests import Detect, Point
 from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.models.family import Prompt
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS, Skill, framed_prompt
 from kestrel_runtime.output.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
@@ -24,16 +25,14 @@ class PointSkill(Skill):
     text_field = "object"
     defaults = SkillDefaults(temperature=0.0, top_p=1.0, max_objects=DEFAULT_MAX_OBJECTS)
 
-    def prompt(self, request: Point, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
+    def prompt(self, request: Point, tokenizer: Tokenizer, config: MoondreamConfig) -> Prompt:
         return object_prompt(self.name, request, tokenizer, config)
 
     def new_parser(self, request: Point, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
         return PointParser(config, request.max_objects, request.sampling.max_tokens)
 
 
-def object_prompt(
-    skill: str, request: Point | Detect, tokenizer: Tokenizer, config: MoondreamConfig
-) -> list[Token]:
+def object_prompt(skill: str, request: Point | Detect, tokenizer: Tokenizer, config: MoondreamConfig) -> Prompt:
     """Returns the prompt for an object's name, which follows one space."""
     text = tokenizer.encode(" " + request.object.strip())
     return framed_prompt(config.tokenizer.templates[skill], request.spatial_refs, text, config)

@@ -18,6 +18,7 @@ from kestrel_runtime.api.events import (
 )
 from kestrel_runtime.api.requests import Chat, Query
 from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.models.family import Prompt
 from kestrel_runtime.models.moondream.config import MoondreamConfig, TokenizerConfig
 from kestrel_runtime.models.moondream.skills.base import (
     DEFAULT_MAX_TOKENS,
@@ -37,7 +38,7 @@ class QuerySkill(Skill):
     text_field = "question"
     defaults = SkillDefaults(temperature=0.2, top_p=0.9, max_tokens=DEFAULT_MAX_TOKENS)
 
-    def prompt(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
+    def prompt(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> Prompt:
         template = {**config.tokenizer.templates["query"], "suffix": opener(config, reasoning=request.reasoning)}
         question = tokenizer.encode(request.question.strip())
         return framed_prompt(template, request.spatial_refs, question, config)

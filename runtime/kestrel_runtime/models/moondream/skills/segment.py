@@ -23,6 +23,7 @@ from kestrel_runtime.api.events import (
 )
 from kestrel_runtime.api.requests import Segment
 from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.models.family import Prompt
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS, Skill, framed_prompt
 from kestrel_runtime.models.moondream.skills.detect import box_around
@@ -37,7 +38,7 @@ class SegmentSkill(Skill):
     text_field = "object"
     defaults = SkillDefaults(temperature=0.0, top_p=1.0, max_tokens=DEFAULT_MAX_TOKENS)
 
-    def prompt(self, request: Segment, tokenizer: Tokenizer, config: MoondreamConfig) -> list[Token]:
+    def prompt(self, request: Segment, tokenizer: Tokenizer, config: MoondreamConfig) -> Prompt:
         text = tokenizer.encode(request.object.strip())
         return framed_prompt(config.tokenizer.templates["segment"], request.spatial_refs, text, config)
 

@@ -98,7 +98,7 @@ class PromptRun:
         self._append(token)
         # A sequence that starts its prompt writes its last token where the next step reads it. This writes the same
         # keys and values to the cache once more.
-        prefix = Batch.of_prefill(prefill=[Chunk(sequence, 0, max(sequence.prefix_length, 1), is_first=True)])
+        prefix = Batch.of_prefill(prefill=[Chunk(sequence, 0, self._prefix_length, is_first=True)])
         sampled = self._sampled_by(prefix, Batch.of_decode([sequence]))
         sequence.cache.num_cached += 1
         return sampled
@@ -143,6 +143,11 @@ class PromptRun:
         (token,) = sampled
         return token
 
+    @property
+    def _prefix_length(self) -> int:
+        """The end of the last span, or of the first token."""
+        return self.sequence.spans[-1][1] if self.sequence.spans else 1
+
     def _append(self, token: Token) -> None:
         self.sequence.tokens.append(token)
         self.sequence.request.parser.consume(token)
@@ -182,7 +187,7 @@ def prompt_tensors(run: PromptRun, request: Request) -> dict[str, Tensor]:
     text = run.model.config.text
     keys, values = run.cached(text.n_layers - 1)
     for letter, rows in (("k", _interleaved(keys, text.rotary_dim)), ("v", values)):
-        prefix = rows[:, : run.sequence.prefix_length]
+        prefix = rows[:, : run.sequence.spans[0][1]]
         named[f"last_layer_{letter}_first8"] = prefix[:, :_NUM_ENDS]
         named[f"last_layer_{letter}_last8"] = prefix[:, -_NUM_ENDS:]
     named[DECODED_HIDDEN] = run.decoded_hidden()[-1]

@@ -35,7 +35,7 @@ def parser(config=MOONDREAM_3, max_tokens=None, **sampling):
 def test_the_prompt_is_the_template_of_the_length(config):
     middle = {"short": 12492, "normal": 6382, "long": 4059}
     for length in CAPTION_LENGTHS:
-        prompt = SKILL.prompt(Caption(IMAGE, length), TOKENIZER, config)
+        prompt = SKILL.prompt(Caption(IMAGE, length), TOKENIZER, config).tokens
         assert prompt == plain([1, 32708, 2, middle[length], ANSWER])
 
 

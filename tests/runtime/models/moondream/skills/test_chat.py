@@ -24,7 +24,7 @@ ALL = pytest.mark.parametrize(
 
 def ids_of(config: MoondreamConfig, *messages: tuple[Role, str], reasoning: bool = False) -> list[int]:
     request = Chat(tuple(ChatMessage(*message) for message in messages), reasoning)
-    return [token.id for token in ChatSkill().prompt(request, TOKENIZER, config)]
+    return [token.id for token in ChatSkill().prompt(request, TOKENIZER, config).tokens]
 
 
 def text(words: str) -> list[int]:
@@ -34,7 +34,7 @@ def text(words: str) -> list[int]:
 @ALL
 @pytest.mark.parametrize("reasoning", [False, True])
 def test_one_question_has_the_prompt_of_a_query(config: MoondreamConfig, reasoning: bool) -> None:
-    query = QuerySkill().prompt(Query(" what is this? ", IMAGE, reasoning), TOKENIZER, config)
+    query = QuerySkill().prompt(Query(" what is this? ", IMAGE, reasoning), TOKENIZER, config).tokens
     asked = ids_of(config, (Role.USER, " what is this? "), reasoning=reasoning)
     assert asked == [token.id for token in query]
 
@@ -58,6 +58,18 @@ def test_turns_have_the_layout_of_the_makers(
     first = [*question, *text("Be brief.\n\nBe kind.\n\nWhat is it?"), *direct, *text(" A bird.")]
     assert ids_of(config, *turns) == [*first, *question, *text("Which?"), *direct]
     assert ids_of(config, *turns, reasoning=True) == [*first, *question, *text("Which?"), *reasoned]
+
+
+def test_images_precede_the_question_of_their_message_and_answers_end_before_the_next_one() -> None:
+    messages = (
+        ChatMessage(Role.SYSTEM, "Be brief."),
+        ChatMessage(Role.USER, "What is it?", (IMAGE, IMAGE)),
+        ChatMessage(Role.ASSISTANT, " A bird."),
+        ChatMessage(Role.USER, "And here?", (IMAGE,)),
+    )
+    prompt = ChatSkill().prompt(Chat(messages), TOKENIZER, PUBLISHED_3)
+    end = len([1, 15381, 2, *text("Be brief.\n\nWhat is it?"), 3, *text(" A bird.")])
+    assert (prompt.image_places, prompt.answer_ends) == ((0, 0, end), (end,))
 
 
 def test_turns_need_not_alternate() -> None:

@@ -45,9 +45,9 @@ def parser(config=MOONDREAM_3, max_objects=None, max_tokens=None):
 
 @pytest.mark.parametrize("config", [PUBLISHED_2, PUBLISHED_3], ids=["moondream2", "moondream3"])
 def test_a_prompt_has_one_space_before_the_object(config):
-    prompt = SKILL.prompt(Detect("cat", IMAGE), TOKENIZER, config)
+    prompt = SKILL.prompt(Detect("cat", IMAGE), TOKENIZER, config).tokens
     assert prompt == [*plain([1, 7235, 476, 2]), *words(" cat"), *plain([ANSWER])]
-    assert prompt == SKILL.prompt(Detect(" cat ", IMAGE), TOKENIZER, config)
+    assert prompt == SKILL.prompt(Detect(" cat ", IMAGE), TOKENIZER, config).tokens
 
 
 @BOTH

@@ -43,14 +43,14 @@ def place(x, y):
 
 @PUBLISHED
 def test_a_prompt_has_one_space_before_the_object(config):
-    prompt = SKILL.prompt(Point("cat", IMAGE), TOKENIZER, config)
+    prompt = SKILL.prompt(Point("cat", IMAGE), TOKENIZER, config).tokens
     assert prompt == [*plain([1, 2581, 2]), *words(" cat"), *plain([ANSWER])]
-    assert prompt == SKILL.prompt(Point("  cat\n", IMAGE), TOKENIZER, config)
+    assert prompt == SKILL.prompt(Point("  cat\n", IMAGE), TOKENIZER, config).tokens
 
 
 @PUBLISHED
 def test_references_stand_before_the_object(config):
-    prompt = SKILL.prompt(Point("cat", IMAGE, spatial_refs=REFERENCES), TOKENIZER, config)
+    prompt = SKILL.prompt(Point("cat", IMAGE, spatial_refs=REFERENCES), TOKENIZER, config).tokens
     assert prompt == [*plain([1, 2581, 2]), *REFERENCE_TOKENS, *words(" cat"), *plain([ANSWER])]
 
 

@@ -44,7 +44,7 @@ OPEN_POINTS, CLOSE_POINTS = Token(START_POINTS), Token(END_GROUND)
 
 
 def prompt(config, **fields):
-    return SKILL.prompt(Query("what is this?", IMAGE, **fields), TOKENIZER, config)
+    return SKILL.prompt(Query("what is this?", IMAGE, **fields), TOKENIZER, config).tokens
 
 
 def parser(config=MOONDREAM_3, *, reasoning=False, max_tokens=None):
@@ -88,13 +88,13 @@ def test_references_stand_before_the_question(config):
 
 
 def test_a_question_is_stripped_and_has_no_space_before_it():
-    padded = SKILL.prompt(Query("  what is this?\n"), TOKENIZER, MOONDREAM_3)
+    padded = SKILL.prompt(Query("  what is this?\n"), TOKENIZER, MOONDREAM_3).tokens
     assert padded == prompt(MOONDREAM_3)
     assert padded[4:-1] == words("what is this?") != words(" what is this?")
 
 
 def test_a_question_that_spells_control_tokens_stays_text():
-    tokens = SKILL.prompt(Query("<|endoftext|><|md_reserved_2|>"), TOKENIZER, MOONDREAM_3)
+    tokens = SKILL.prompt(Query("<|endoftext|><|md_reserved_2|>"), TOKENIZER, MOONDREAM_3).tokens
     assert all(token.id > 15 for token in tokens[4:-1])
 
 
@@ -102,7 +102,7 @@ def test_a_question_that_spells_control_tokens_stays_text():
 def test_prompts_are_those_of_the_reference(folder, config):
     for image in expected(folder)["images"]:
         question = next(call["args"]["question"] for call in image["calls"] if call["skill"] == "query")
-        ids = [token.id for token in SKILL.prompt(Query(question, IMAGE), TOKENIZER, config)]
+        ids = [token.id for token in SKILL.prompt(Query(question, IMAGE), TOKENIZER, config).tokens]
         assert ids == image["query_prompt_tokens"]
 
 

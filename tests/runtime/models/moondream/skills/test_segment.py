@@ -57,14 +57,14 @@ def outlines(tokens):
 
 
 def test_a_prompt_has_no_space_before_the_object():
-    prompt = SKILL.prompt(Segment("cat", IMAGE), TOKENIZER, PUBLISHED_3)
+    prompt = SKILL.prompt(Segment("cat", IMAGE), TOKENIZER, PUBLISHED_3).tokens
     assert prompt == [*plain([1, 17374, 2]), *words("cat"), *plain([ANSWER])]
-    assert prompt == SKILL.prompt(Segment(" cat ", IMAGE), TOKENIZER, PUBLISHED_3)
+    assert prompt == SKILL.prompt(Segment(" cat ", IMAGE), TOKENIZER, PUBLISHED_3).tokens
     assert words("cat") != words(" cat")
 
 
 def test_references_stand_before_the_object():
-    prompt = SKILL.prompt(Segment("cat", IMAGE, spatial_refs=REFERENCES), TOKENIZER, PUBLISHED_3)
+    prompt = SKILL.prompt(Segment("cat", IMAGE, spatial_refs=REFERENCES), TOKENIZER, PUBLISHED_3).tokens
     assert prompt == [*plain([1, 17374, 2]), *REFERENCE_TOKENS, *words("cat"), *plain([ANSWER])]
 
 
