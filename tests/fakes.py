@@ -27,8 +27,11 @@ from kestrel_runtime.api.errors import (
     DeadlineExceeded,
     EngineUnavailable,
     ImageError,
+    InvalidRequest,
     KestrelError,
+    ModelNotFound,
     Overloaded,
+    SkillUnsupported,
 )
 from kestrel_runtime.api.events import (
     Box,
@@ -206,10 +209,16 @@ class FakeEngine:
         max_queued = self.info.config.max_queued_requests
         if self.status is not EngineStatus.SERVING:
             return EngineUnavailable("not serving")
+        if request.options.model not in ("", self.info.model):
+            return ModelNotFound(request.options.model)
+        if request.skill not in self.info.skills:
+            return SkillUnsupported(request.skill, self.info.model)
         try:
-            self.info.check(request)
-        except KestrelError as error:
+            self.info.check_number_of_objects(request)
+        except InvalidRequest as error:
             return error
+        if any(len(image) > self.info.config.max_image_bytes for image in request.images):
+            return ImageError("the image is too large", too_large=True)
         if len(self._players) + num_samples > max_queued:
             return Overloaded(max_queued, retry_after_s=0.25)
         return None

@@ -32,10 +32,12 @@ if TYPE_CHECKING:
         CaptionAlternative,
         CaptionResult,
         Client,
+        DetectGroup,
         DetectResult,
         GazeResult,
         Job,
         Point,
+        PointGroup,
         PointResult,
         QueryAlternative,
         QueryResult,
@@ -84,6 +86,14 @@ def add_client_commands(subparsers: argparse._SubParsersAction[argparse.Argument
         command.add_argument("object", metavar="OBJECT", help='what to look for, such as "dog"')
         _add_draw(command)
     for command in (point, detect):
+        command.add_argument(
+            "--object",
+            metavar="OBJECT",
+            action="append",
+            default=[],
+            dest="further_objects",
+            help="a further object to look for in the same call; may be repeated. Lines then begin with the object",
+        )
         command.add_argument("--max-objects", metavar="N", type=int, help="maximum number of objects to find (150)")
     gaze = _add(subparsers, _gaze, "find the place that somebody in the image looks at")
     for name in ("x", "y"):
@@ -140,7 +150,7 @@ def _add_sampling_of_text(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}-penalty", metavar="X", type=float, help=f"{name} penalty of tokens")
 
 
-AskingCommand = Callable[["Client", argparse.Namespace, str], None]
+AskingCommand = Callable[["Client", argparse.Namespace, str], int | None]
 
 
 def _add(
@@ -214,14 +224,20 @@ def _caption(client: Client, arguments: argparse.Namespace, image: str) -> None:
         print_text(stream.deltas())
 
 
-def _point(client: Client, arguments: argparse.Namespace, image: str) -> None:
-    options = options_of(arguments)
-    _show(arguments, image, client.point(image, arguments.object, max_objects=arguments.max_objects, **options))
+def _point(client: Client, arguments: argparse.Namespace, image: str) -> int:
+    options, wanted = options_of(arguments), _wanted(arguments)
+    return _show(arguments, image, client.point(image, wanted, max_objects=arguments.max_objects, **options))
 
 
-def _detect(client: Client, arguments: argparse.Namespace, image: str) -> None:
-    options = options_of(arguments)
-    _show(arguments, image, client.detect(image, arguments.object, max_objects=arguments.max_objects, **options))
+def _detect(client: Client, arguments: argparse.Namespace, image: str) -> int:
+    options, wanted = options_of(arguments), _wanted(arguments)
+    return _show(arguments, image, client.detect(image, wanted, max_objects=arguments.max_objects, **options))
+
+
+def _wanted(arguments: argparse.Namespace) -> str | list[str]:
+    """Returns the object to look for, or all of several."""
+    further: list[str] = getattr(arguments, "further_objects", [])
+    return [arguments.object, *further] if further else arguments.object
 
 
 def _segment(client: Client, arguments: argparse.Namespace, image: str) -> None:
@@ -253,8 +269,7 @@ def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) 
     if draws and any(map(is_on_server, images)):
         raise ValueError("--draw needs an image file")
     if images == arguments.image and len(images) == 1:
-        command(client, arguments, images[0])
-        return 0
+        return command(client, arguments, images[0]) or 0
     targets = _targets(arguments.draw, images) if draws else [None] * len(images)
     status = 0
     outcomes = client.map([_job(arguments, image) for image in images])
@@ -268,6 +283,7 @@ def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) 
             show_json({"image": image, **dataclasses.asdict(outcome.result)})
         for line in () if arguments.json else _lines(outcome.result):
             show(f"{image}: {line}")
+        status |= _report_groups(outcome.result, f"{image}: ")
         if isinstance(outcome.result, PointResult | DetectResult | SegmentResult | GazeResult):
             _draw(target, image, outcome.result)
     return status
@@ -285,7 +301,9 @@ def _job(arguments: argparse.Namespace, image: str) -> Job:
     skill = arguments.skill
     if skill == "gaze":
         return Job("gaze", image, Point(arguments.eye_x, arguments.eye_y), **options)
-    asked = [getattr(arguments, name) for name in ("question", "object") if hasattr(arguments, name)]
+    asked = [arguments.question] if hasattr(arguments, "question") else []
+    if hasattr(arguments, "object"):
+        asked.append(_wanted(arguments))
     return Job(skill, given, *asked, **options)
 
 
@@ -415,9 +433,13 @@ def _lines(result: Result) -> list[str]:
         case QueryResult() | CaptionResult():
             return [" ".join(_text(sample).splitlines()) for sample in (result, *result.alternatives)]
         case PointResult():
-            return [_numbers(point) for point in result.points]
+            lines = [_numbers(point) for point in result.points]
+            groups = ((group.object, _numbers(point)) for group in result.groups for point in group.points)
+            return [*lines, *(f"{name}: {line}" for name, line in groups)]
         case DetectResult():
-            return [_numbers(item.box) for item in result.objects]
+            lines = [_numbers(item.box) for item in result.objects]
+            groups = ((group.object, _numbers(item.box)) for group in result.groups for item in group.objects)
+            return [*lines, *(f"{name}: {line}" for name, line in groups)]
         case SegmentResult():
             return [f"{_numbers(segment.box)} {segment.svg_path}" for segment in result.segments]
         case GazeResult():
@@ -426,17 +448,39 @@ def _lines(result: Result) -> list[str]:
             raise TypeError(f"no lines for {type(result).__name__}")
 
 
-def _show(arguments: argparse.Namespace, image: str, result: PointResult | DetectResult | GazeResult) -> None:
+def _show(arguments: argparse.Namespace, image: str, result: PointResult | DetectResult | GazeResult) -> int:
+    """Prints and draws a result; returns 1 if one of several objects has no answer, else 0."""
     from kestrel_client import GazeResult
 
-    lines = _lines(result)
+    lines, has_groups = _lines(result), not isinstance(result, GazeResult) and bool(result.groups)
     if arguments.json:
         _print_json(result)
     elif lines:
         show(*lines)
-    else:
+    elif not has_groups:
         print_error(f"no {'target' if isinstance(result, GazeResult) else result.object} found")
     _draw(arguments.draw, image, result)
+    return 0 if isinstance(result, GazeResult) else _report_groups(result, "")
+
+
+def _report_groups(result: Result, prefix: str) -> int:
+    """Reports the objects of several that were not found or have no answer; returns 1 if one has none, else 0."""
+    from kestrel_client import DetectResult, PointResult
+
+    status = 0
+    for group in result.groups if isinstance(result, PointResult | DetectResult) else ():
+        if group.error is not None:
+            print_error(f"{prefix}{group.object}: {group.error}")
+            status = 1
+        elif not _found(group):
+            print_error(f"{prefix}no {group.object} found")
+    return status
+
+
+def _found(group: PointGroup | DetectGroup) -> bool:
+    from kestrel_client import PointGroup
+
+    return bool(group.points if isinstance(group, PointGroup) else group.objects)
 
 
 def _warn_of_outline(arguments: argparse.Namespace, result: SegmentResult) -> None:

@@ -376,3 +376,30 @@ def test_wrong_usage_exits_with_two(words: list[str]) -> None:
     with pytest.raises(SystemExit) as exited:
         _run(*words)
     assert exited.value.code == 2
+
+
+@pytest.mark.parametrize("command", ["detect", "point"])
+def test_several_objects_are_one_call_whose_lines_name_them(
+    command: str, address: str, vision: CannedVision, picture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--object", "dog", "--object", "cat", "--address", address)
+    assert _run(command, picture, "kite", *words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert list(dict.fromkeys(line.partition(": ")[0] for line in lines)) == ["kite", "dog", "cat"]
+    (request,) = vision.requests
+    assert (request.object, list(request.objects)) == ("", ["kite", "dog", "cat"])
+
+
+def test_an_object_without_an_answer_is_named_and_sets_the_status(
+    address: str, picture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("kite", "--object", "unicorn", "--address", address)
+    assert _run("detect", picture, *words) == 1
+    shown = capsys.readouterr()
+    assert shown.err == "kestrel-grpc: unicorn: no\n"
+    assert shown.out.startswith("kite: 0.2500 ")
+    assert _run("detect", picture, *words, "--json") == 1
+    groups = json.loads(capsys.readouterr().out)["groups"]
+    assert [(group["object"], group["error"]) for group in groups] == [("kite", None), ("unicorn", "no")]
+    assert run(["detect", picture, picture, *words]) == 1
+    assert f"kestrel-grpc: {picture}: unicorn: no\n" in capsys.readouterr().err

@@ -6,14 +6,21 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kestrel_grpc.calls.call_context import CallContext, RequestSummary
 from kestrel_grpc.calls.errors import CallFailure
-from kestrel_grpc.calls.submission import Submission, ending_with, last_event, naming, with_alternatives
+from kestrel_grpc.calls.submission import (
+    ObjectAnswer,
+    Submission,
+    ending_with,
+    last_event,
+    naming,
+    with_alternatives,
+)
 from kestrel_grpc.images.stored_images import ImageReference
 from kestrel_runtime.api.events import Event, Finished
-from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.requests import Request, objects_of
 from kestrel_runtime.api.stream import Stream
 
 
@@ -50,6 +57,9 @@ class Renderer(Protocol):
         ...
 
 
+AnyRenderer = TypeVar("AnyRenderer", bound=Renderer)
+
+
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
     """Holds a request that a frontend has read from a body."""
@@ -65,12 +75,18 @@ class ParsedRequest:
 
 
 def serving(
-    submission: Submission, new_renderer: Callable[[str, RequestSummary, Any], Renderer]
+    submission: Submission,
+    new_renderer: Callable[[str, RequestSummary, Any], AnyRenderer],
+    render_groups: Callable[[AnyRenderer, Sequence[ObjectAnswer], Finished], bytes] | None = None,
 ) -> Callable[[ParsedRequest, CallContext], Awaitable[Answer]]:
-    """Makes the `serve` of an operation. `new_renderer` takes the id of a request, its summary and its style."""
+    """Makes the `serve` of an operation. `new_renderer` takes the id of a request, its summary and its style.
+
+    `render_groups` returns the whole answer about several objects; None if no request has any.
+    """
 
     async def serve(parsed: ParsedRequest, call: CallContext) -> Answer:
         is_streamed, style, names = parsed.is_streamed, parsed.style, naming(parsed.field_name)
+        objects = objects_of(parsed.request)
         with names:
             streams = await submission.submit_samples(parsed.request, parsed.references, call)
             assert call.request is not None
@@ -78,6 +94,11 @@ def serving(
             del parsed  # it holds the image
             if is_streamed:
                 return Events(_rendered_events(submission, streams, renderer, call, names), renderer.failure)
+            if objects:
+                answers = await submission.answers_by_object(objects, streams, call)
+                assert render_groups is not None, "requests about several objects have groups"
+                assert call.finished is not None
+                return render_groups(renderer, answers, call.finished)
             finished = await last_event(streams, call)
             return await submission.rendered(finished, partial(renderer.answer, finished))
 

@@ -141,7 +141,7 @@ def _repaired(body_type: type[Body], document: Mapping[str, Any], errors: Iterab
         field = known.get(name)
         if field is not None and field.examples and below and isinstance(holder[name], list):
             holder[name][below[0]] = field.examples[0][0]
-        elif field is not None and field.is_required():
+        elif field is not None and (field.is_required() or (field.examples and isinstance(holder.get(name), list))):
             holder[name] = _example(field)
         else:
             holder.pop(name, None)

@@ -5,11 +5,12 @@ Every answer has `request_id`, `model`, `finish_reason` and metrics in addition 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc.calls.errors import BadFields, CallFailure
+from kestrel_grpc.calls.submission import ObjectAnswer
 from kestrel_grpc.frontends.http.output_json import (
     box,
     encoder_for,
@@ -36,6 +37,25 @@ class Renderer:
     def answer(self, finished: Finished) -> bytes:
         """Returns the whole answer."""
         return encoder_for(finished)(self._facts(finished))
+
+    def groups(self, answers: Sequence[ObjectAnswer], finished: Finished) -> bytes:
+        """Returns the whole answer about several objects; `finished` has the sums of all."""
+        metrics = self._metrics(finished)
+        return to_json(
+            {
+                "request_id": self._request_id,
+                "model": self._model,
+                "groups": [self._group(answer) for answer in answers],
+                **ending(finished),
+                **(metrics if self._is_kestrel else {"metrics": metrics}),
+            }
+        )
+
+    def _group(self, answer: ObjectAnswer) -> dict[str, Any]:
+        if answer.finished is not None:
+            return {"object": answer.object, **self._result(answer.finished.output), **ending(answer.finished)}
+        assert answer.failure is not None, "an object has an answer or a failure"
+        return {"object": answer.object, **failure_body(answer.failure, self._request_id)}
 
     def end(self, finished: Finished) -> bytes:
         """Returns nothing: the last event has the whole answer."""

@@ -29,6 +29,7 @@ from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.requests import (
     MAX_CHAT_IMAGES,
     MAX_CHAT_MESSAGES,
+    MAX_OBJECT_NAMES,
     MAX_SPATIAL_REFS,
     BoxRef,
     CachePolicy,
@@ -202,18 +203,38 @@ class CaptionBody(_ImageBody, _StreamBody):
         return Caption(images[0], length=self.length, **shared)
 
 
-class PointBody(_ObjectBody):
+class _ObjectsBody(_ImageBody, _PlacesBody):
+    """Has one object to look for, or several."""
+
+    object: Text = Field(
+        "", description="What to look for; required unless there are `objects`.", examples=["bird"]
+    )
+    objects: list[Text] | None = Field(
+        None,
+        description=f"Several things to look for in place of `object`, 1 to {MAX_OBJECT_NAMES}: the answer has a "
+        "group for each in `groups`, and limits count each as a request.",
+        max_length=MAX_OBJECT_NAMES,
+        examples=[["bird", "branch"]],
+    )
+
+    @property
+    def wanted(self) -> dict[str, Any]:
+        """What to look for, as fields of the engine's requests."""
+        return {"object": self.object, "objects": tuple(self.objects or ())}
+
+
+class PointBody(_ObjectsBody):
     """Finds the places of objects."""
 
     def request(self, images: Sequence[bytes], **shared: Any) -> Point:
-        return Point(self.object, images[0], max_objects=self.settings.max_objects, **shared)
+        return Point(image=images[0], max_objects=self.settings.max_objects, **self.wanted, **shared)
 
 
-class DetectBody(_ObjectBody):
+class DetectBody(_ObjectsBody):
     """Finds boxes around objects."""
 
     def request(self, images: Sequence[bytes], **shared: Any) -> Detect:
-        return Detect(self.object, images[0], max_objects=self.settings.max_objects, **shared)
+        return Detect(image=images[0], max_objects=self.settings.max_objects, **self.wanted, **shared)
 
 
 class SegmentBody(_ObjectBody, _StreamBody):

@@ -51,7 +51,7 @@ class RestService:
         def new_renderer(request_id: str, request: RequestSummary, style: Format) -> Renderer:
             return Renderer(request_id, request.model(model), style)
 
-        serve = serving(submission, new_renderer)
+        serve = serving(submission, new_renderer, Renderer.groups)
         self.dialect = RestDialect()
         skills = [
             Operation(

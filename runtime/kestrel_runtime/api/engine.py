@@ -135,10 +135,7 @@ class EngineInfo:
             raise ModelNotFound(request.options.model)
         if request.skill not in self.skills:
             raise SkillUnsupported(request.skill, self.model)
-        num_objects, max_queued = len(objects_of(request)), self.config.max_queued_requests
-        if num_objects > max_queued:
-            text = f"are {num_objects}, and the queue of this server holds {max_queued} requests"
-            raise InvalidRequest((Violation("objects", text),))
+        self.check_number_of_objects(request)
         images, paths = request.images, image_paths(request)
         for path, image in zip(paths, images, strict=True):
             self.check_image(image, path)
@@ -146,6 +143,13 @@ class EngineInfo:
         if len(images) > 1 and num_bytes > limit_bytes:
             text = f"the images take {num_bytes} bytes together and must not exceed {limit_bytes}"
             raise ImageError(text, too_large=True, field="messages")
+
+    def check_number_of_objects(self, request: Request) -> None:
+        """Raises `InvalidRequest` for more objects than the queue ever has room for."""
+        num_objects, max_queued = len(objects_of(request)), self.config.max_queued_requests
+        if num_objects > max_queued:
+            text = f"are {num_objects}, and the queue of this server holds {max_queued} requests"
+            raise InvalidRequest((Violation("objects", text),))
 
     def check_image(self, image: Image, path: str = "image") -> None:
         """Raises `ImageError` for an image of too many bytes, which the field at `path` has."""

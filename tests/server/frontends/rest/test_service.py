@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import json
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 from kestrel_grpc.process.machine import processors
 from kestrel_runtime.api.constraints import Constraint
-from kestrel_runtime.api.errors import Overloaded
+from kestrel_runtime.api.errors import ContextLengthExceeded, Overloaded
 from kestrel_runtime.api.events import (
     CaptionOutput,
     Finished,
@@ -386,3 +387,53 @@ async def test_the_server_describes_itself_as_over_grpc_but_with_an_admin_port()
     assert "model" not in said["settings"]
     async with serving_http(admin_port=0) as rig:
         assert (await rig.ask("/v1/server")).status == 404
+
+
+@pytest.mark.parametrize(
+    ("route", "places"),
+    [("detect", {"objects": [BOX]}), ("point", {"points": [{"x": 0.5, "y": 0.25}, {"x": 0.75, "y": 0.5}]})],
+)
+async def test_several_objects_have_groups_and_an_error_of_one_ends_no_other(route, places):
+    def script(request):
+        return [ContextLengthExceeded("object", 5000, 4096)] if request.text == "novel" else answers(request)
+
+    async with serving_http(FakeEngine(script)) as rig:
+        body = {"image_url": IMAGE_URL, "objects": ["bird", "novel", "car"]}
+        answer = (await rig.ask(f"/v1/{route}", body, headers={"X-Request-Id": "mine"})).json
+        failed = await rig.ask(f"/v1/{route}", {**body, "objects": ["novel"]})
+    bird, novel, car = answer["groups"]
+    assert bird == {"object": "bird", **places, "finish_reason": "stop"}
+    assert car == {"object": "car", **places, "finish_reason": "stop"}
+    assert (novel["object"], novel["error"]["code"], novel["error"]["status"]) == (
+        "novel",
+        "CONTEXT_LENGTH_EXCEEDED",
+        400,
+    )
+    assert novel["error"]["violations"][0]["field"] == "objects[1]"
+    assert answer.keys() == {"request_id", "model", "groups", "finish_reason", "metrics"}
+    assert answer["metrics"]["input_tokens"] == 2 * 735
+    assert (failed.status, failed.json["error"]["violations"][0]["field"]) == (400, "objects[0]")
+
+
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        ({"object": "a", "objects": ["b"]}, ["object"]),
+        ({"objects": ["a", "", 3]}, ["objects[2]", "objects[1]"]),
+        ({"objects": ["a", " "], "settings": {"max_objects": 0}}, ["objects[1]", "settings.max_objects"]),
+        ({"objects": ["a"] * 65}, ["objects"]),
+        ({"objects": []}, ["object"]),
+        ({}, ["object"]),
+    ],
+)
+async def test_names_of_objects_that_make_no_sense_are_refused(rig: HttpServing, given: Any, fields: list[str]):
+    answer = await rig.ask("/v1/detect", {"image_url": IMAGE_URL, **given})
+    assert answer.status == 400
+    assert [item["field"] for item in answer.json["error"]["violations"]] == fields
+
+
+async def test_a_form_has_several_objects_as_a_list_in_json(rig: HttpServing):
+    answer = await rig.ask(
+        "/v1/detect?objects=" + quote('["bird", "car"]'), IMAGE_BYTES, headers={"Content-Type": "image/png"}
+    )
+    assert [group["object"] for group in answer.json["groups"]] == ["bird", "car"]
