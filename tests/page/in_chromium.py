@@ -23,7 +23,8 @@ from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.images.image_uris import parse_hosts
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.requests import Gaze
+from kestrel_runtime.api.errors import Overloaded
+from kestrel_runtime.api.requests import Chat, Gaze
 from kestrel_runtime.engine.engine import LocalEngine
 from tests.clients.catalogue import CLIENTS
 from tests.clients.environments import ENVIRONMENTS, install
@@ -676,6 +677,103 @@ async def test_an_adapter_answers(browser: Browser, nano: Server) -> None:
         await opened.ask("query", question="What color is the star?", temperature="0")
         await opened.has_status("Complete.")
         assert await opened.text("#answer") == "gold"
+
+
+# Further questions
+
+
+def said_last(rig: HttpServing) -> list[str]:
+    """The texts of the last conversation that reached the engine."""
+    request = rig.engine.requests[-1]
+    assert isinstance(request, Chat)
+    return [message.text for message in request.messages]
+
+
+async def test_a_further_question_has_the_conversation_and_the_picture(browser: Browser) -> None:
+    async with faked(browser) as (rig, opened):
+        page = opened.page
+        await page.locator("#more summary").click()
+        await opened.ask("query", question="What is it?", temperature="0", places="0.5,0.5")
+        await opened.has_status("Complete.")
+        for further in ("Which one?", "Why?"):
+            await page.get_by_label("A further question about this picture").fill(further)
+            await page.get_by_role("button", name="Ask further").click()
+            await page.locator("#asked", has_text=further).wait_for()
+            await opened.has_status("Complete.")
+        assert await opened.text("#answer") == "a kestrel"
+        assert (await opened.text("#turns")).split("\n") == ["What is it?", "a kestrel", "Which one?", "a kestrel"]
+        assert await opened.accessibility_problems() == []
+        _, second, third = rig.engine.requests
+        assert isinstance(second, Chat)
+        assert isinstance(third, Chat)
+        assert [(message.role.value, message.text) for message in third.messages] == [
+            ("user", "What is it?"),
+            ("assistant", "a kestrel"),
+            ("user", "Which one?"),
+            ("assistant", "a kestrel"),
+            ("user", "Why?"),
+        ]
+        for request in (second, third):
+            assert request.messages[0].images == (DEMO_PICTURE.read_bytes(),)
+            assert request.images == request.messages[0].images
+            assert request.sampling.temperature == 0.0
+        assert len(opened.uploads()) == 1
+
+        # Earlier turns can be shown again, and asked about in another way.
+        await page.locator("#entries button").nth(2).click()
+        assert await page.locator("#turns").is_hidden()
+        await page.get_by_label("A further question about this picture").fill("Where?")
+        await page.keyboard.press("Enter")
+        await page.locator("#asked", has_text="Where?").wait_for()
+        await opened.has_status("Complete.")
+        assert said_last(rig) == ["What is it?", "a kestrel", "Where?"]
+
+
+async def test_only_answers_in_text_have_further_questions(browser: Browser) -> None:
+    async with faked(browser) as (rig, opened):
+        follow = opened.page.locator("#follow")
+        await opened.page.locator("#more summary").click()
+        for skill, fields in (("caption", {}), ("detect", {"object": "bird"}), ("query", {"n": "2"})):
+            await opened.ask(skill, **fields)
+            await opened.has_status("Complete.")
+            assert await follow.is_hidden(), skill
+        await opened.ask("query", n="")
+        await opened.has_status("Complete.")
+        await opened.page.get_by_role("button", name="Ask further").click()
+        assert await opened.text("#problem") == "Write a question."
+        assert len(rig.engine.requests) == 5
+        await opened.choose("point")
+        assert await follow.is_hidden()
+    async with faked(browser, FakeEngine(skills=("query", "caption"))) as (_, opened):
+        await opened.ask("query", question="What is it?")
+        await opened.has_status("Complete.")
+        assert await opened.page.locator("#follow").is_hidden()
+
+
+async def test_a_further_question_that_is_refused_can_be_asked_again(browser: Browser) -> None:
+    refusals: list[object] = [Overloaded(7, 0.25)]
+
+    def refusing(request: Any) -> list[Any]:
+        return [refusals.pop()] if isinstance(request, Chat) and refusals else list(answers(request))
+
+    async with faked(browser, FakeEngine(refusing), refusals=(429,)) as (rig, opened):
+        await opened.ask("query", question="What is it?")
+        await opened.has_status("Complete.")
+        await opened.page.get_by_label("A further question").fill("Why?")
+        await opened.page.get_by_role("button", name="Ask further").click()
+        await opened.page.get_by_role("button", name="Try again").click()
+        await opened.has_status("Complete.")
+        assert await opened.text("#answer") == "a kestrel"
+        assert said_last(rig) == ["What is it?", "a kestrel", "Why?"]
+
+
+async def test_the_built_in_model_answers_a_further_question(browser: Browser, nano: Server) -> None:
+    async with window(browser, origin_of(nano)) as opened:
+        await opened.page.get_by_label("A further question").fill("What color is the square?")
+        await opened.page.get_by_role("button", name="Ask further").click()
+        await opened.page.locator("#asked", has_text="square").wait_for()
+        await opened.has_status("Complete.")
+        assert await opened.text("#answer")
 
 
 # The same request as code

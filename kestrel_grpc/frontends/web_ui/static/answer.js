@@ -20,6 +20,7 @@ export class AnswerView {
     this.given = given;
     clear();
     $("asked").textContent = inWords(request);
+    showTurns(request.body.messages ?? []);
     $("answer").setAttribute("aria-busy", "true");
     overlay.show(given);
   }
@@ -54,7 +55,7 @@ export class AnswerView {
   show(answer, times) {
     const { skill } = this.request;
     if (answer.reasoning) this.#showReasoning(answer.reasoning);
-    if (skill === "query" || skill === "caption") this.#showText(answer);
+    if (isText(skill)) this.#showText(answer);
     else this.#showPlaces(answer);
     showTimings(answer, times);
     $("keep").hidden = false;
@@ -133,6 +134,7 @@ export function inWords({ skill, body }) {
   const object = `“${body.object}”`;
   return {
     query: body.question,
+    chat: body.messages?.at(-1).content,
     caption: body.length ? `A ${body.length} description` : "A description",
     point: `Points at ${object}`,
     detect: `Boxes around ${object}`,
@@ -143,7 +145,7 @@ export function inWords({ skill, body }) {
 
 /** The answer in a line. */
 export function summary(request, answer) {
-  if (["query", "caption"].includes(request.skill)) return textOf(answer);
+  if (isText(request.skill)) return textOf(answer);
   const count = marksOf(request, answer).length;
   return count === 0 ? "nothing was found" : count === 1 ? "one was found" : `${count} were found`;
 }
@@ -152,7 +154,7 @@ export function summary(request, answer) {
 export function clear() {
   for (const id of ["status", "asked", "error", "reasoning-text", "answer", "confidence", "timings"])
     $(id).replaceChildren();
-  $("thoughts").hidden = $("keep").hidden = true;
+  for (const id of ["thoughts", "keep", "turns", "follow"]) $(id).hidden = true;
   clearProblem();
   for (const control of document.querySelectorAll("[aria-invalid]")) markValid(control);
 }
@@ -223,6 +225,24 @@ export function clearProblem() {
 
 /** What fields without a control are called. */
 const PARTS = { image: "Picture", image_url: "Picture" };
+
+/** The questions and answers before the last question of a conversation. */
+function showTurns(messages) {
+  const rows = [];
+  for (let index = 0; index + 1 < messages.length; index += 2) {
+    const row = item(messages[index].content);
+    const answer = document.createElement("span");
+    answer.textContent = messages[index + 1].content.trim();
+    row.append(answer);
+    rows.push(row);
+  }
+  $("turns").replaceChildren(...rows);
+  $("turns").hidden = rows.length === 0;
+}
+
+function isText(skill) {
+  return ["query", "caption", "chat"].includes(skill);
+}
 
 function nameOf(control) {
   const label = control.labels?.[0];

@@ -16,6 +16,7 @@ import {
   Unfilled,
   addNumbers,
   eye,
+  further,
   places,
   read,
   setValues,
@@ -249,6 +250,29 @@ async function ask({ isOpening = false } = {}) {
     if (!isOpening) showUnfilled(error);
     return;
   }
+  await perform(request, { isOpening, again: ask });
+}
+
+/** Ask a further question about the answer that is shown. */
+async function askFurther() {
+  if (running && !running.isOpening) return;
+  let request;
+  try {
+    request = further(shown.request, shown.answer);
+  } catch (error) {
+    if (!(error instanceof Unfilled)) throw error;
+    showUnfilled(error);
+    return;
+  }
+  const again = async () => {
+    drop();
+    await perform(request, { again });
+  };
+  await again();
+}
+
+/** Send a request and show its answer. `again` is offered where it fails. */
+async function perform(request, { isOpening = false, again }) {
   const run = { abort: new AbortController(), isOpening };
   const entry = { picture, held: values(), request };
   running = run;
@@ -271,7 +295,7 @@ async function ask({ isOpening = false } = {}) {
       view.end("Stopped.");
     } else if (error instanceof Failure) {
       view.end("Failed.");
-      showFailure(error, ask);
+      showFailure(error, again);
       if (error.status === 401) $("token").focus();
     } else {
       throw error;
@@ -324,7 +348,9 @@ async function sendWithPicture(request, view, run) {
     const mayStore = facts?.stores_images && $("store").checked && !run.isOpening;
     if (asked !== null) {
       say("Sending the picture …");
-      body.image_url = await asked.reference(server, mayStore, signal);
+      const reference = await asked.reference(server, mayStore, signal);
+      if (body.messages) body.messages = body.messages.with(0, { ...body.messages[0], image_urls: [reference] });
+      else body.image_url = reference;
     }
     say("Working …");
     const onEvent = (event) => {
@@ -350,6 +376,15 @@ function remember(entry) {
   closeUnused(left.map((old) => old.picture));
   showEntries();
   showSave();
+  showFollow();
+}
+
+/** Offer a further question where the answer is one text. */
+function showFollow() {
+  const { request, answer } = shown;
+  const isAsked = request.skill === "query" || request.skill === "chat";
+  $("follow").hidden = !(isAsked && facts?.skills.chat && !answer.alternatives);
+  if (request.skill === "chat") $("further").value = "";
 }
 
 function showEntries() {
@@ -377,6 +412,7 @@ function showEntry(entry) {
   shown = entry;
   showEntries();
   showSave();
+  showFollow();
   $("entries").querySelector("[aria-current]").focus({ preventScroll: true });
   bringIntoView();
   updateSample();
@@ -467,6 +503,10 @@ addNumbers();
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();
   ask();
+});
+$("follow").addEventListener("submit", (event) => {
+  event.preventDefault();
+  askFurther();
 });
 $("form").addEventListener("input", (event) => {
   if (event.target.id === "token") return;

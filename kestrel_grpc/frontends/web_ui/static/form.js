@@ -42,6 +42,7 @@ export function controlOf(field) {
     logit_bias: "logit-bias",
     max_queue_seconds: "max-queue",
     "x-request-timeout": "timeout",
+    messages: "further",
     model: "adapter",
   };
   return $(others[name] ?? name);
@@ -78,6 +79,21 @@ export function showSubject(isExample) {
     if (isExample) $(id).value ||= text;
     else if ($(id).value === text) $(id).value = "";
   }
+}
+
+/**
+ * What a further question about an answer asks: the conversation so far and the question, with the settings of the
+ * request before. Places and constraints were those of that request alone. Raises `Unfilled`.
+ */
+export function further({ body: before, ...others }, { answer }) {
+  const text = required("further", "Write a question.");
+  const { question, constraint, spatial_refs, messages, ...body } = before;
+  const turns = messages ?? [{ role: "user", content: question }];
+  const added = [
+    { role: "assistant", content: answer },
+    { role: "user", content: text },
+  ];
+  return { ...others, skill: "chat", body: { ...body, messages: [...turns, ...added] } };
 }
 
 /** What the controls hold, but for the token. */
