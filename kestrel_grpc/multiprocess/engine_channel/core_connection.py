@@ -168,7 +168,7 @@ class CoreConnection(Exchange):
             self._welcome.set_result(None)
 
     def end(self) -> None:
-        """Forget the process, which has ended. Waiting operations fail with `EngineUnavailable`."""
+        """Forget the process, which has ended. Questions that wait fail with `EngineUnavailable`."""
         if self._connection is not None:
             self._connection.close()
         self._connection = self._state = self._process_id = None

@@ -18,7 +18,7 @@ import logging
 import mmap
 import os
 import socket
-from collections.abc import Callable, Coroutine, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, BinaryIO
@@ -333,12 +333,18 @@ class _Frontend(Exchange):
             if (stream := self.streams.get(id)) is not None:
                 stream.wants_only_end = True
 
-    async def _expect(self, asked: Expect) -> None:
-        """Returns once the front end has a place in the queue, which a task holds until it is released."""
+    def _expect(self, asked: Expect) -> Awaitable[None]:
+        """Returns a future that is done once the front end has a place in the queue, which a task then holds."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Known before the next message is handled, which may release it.
         self._places[asked.place] = holding = self._server.run(self._hold_place(asked, granted))
-        holding.add_done_callback(lambda _: self._places.pop(asked.place, None))
-        await granted
+
+        def end(_: object) -> None:
+            self._places.pop(asked.place, None)
+            granted.cancel()
+
+        holding.add_done_callback(end)
+        return granted
 
     async def _hold_place(self, asked: Expect, granted: asyncio.Future[None]) -> None:
         try:
@@ -347,9 +353,9 @@ class _Frontend(Exchange):
                 granted.set_result(None)
                 await asyncio.Event().wait()
         except Exception as error:
+            if granted.done():
+                raise
             granted.set_exception(error)
-        finally:
-            granted.cancel()
 
     def _release(self, message: Release) -> None:
         if (holding := self._places.get(message.place)) is not None:

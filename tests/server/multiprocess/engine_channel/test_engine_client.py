@@ -427,6 +427,22 @@ async def test_a_place_is_held_while_an_image_is_fetched(loaded: LoadedModel, tm
             pass
 
 
+async def test_a_place_that_is_given_up_before_the_core_has_read_the_question_is_free(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    config = replace(CONFIG, max_batch_size=1, max_queued_requests=1)
+    async with cores(loaded, tmp_path, config) as served:
+        await anext(submit(served.client, ENDLESS))
+        for _ in range(3):
+            asking = asyncio.ensure_future(served.client.expecting(ENDLESS).__aenter__())
+            await asyncio.sleep(0)  # the question is on its way, and the core reads it together with the release
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            assert asking.cancelled()
+        async with served.client.expecting(ENDLESS):
+            pass
+
+
 async def test_each_core_tells_of_itself_and_has_no_load_while_it_is_gone(two: Cores) -> None:
     first, second = two.client.cores()
     for index, core in enumerate((first, second)):
