@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -58,20 +57,22 @@ def sums_from_zero(counts: Tensor) -> Tensor:
 class StepOfPlan:
     """Remembers the step that a plan was made for.
 
-    All layers of a step pass the same page table, a tensor that is made for the step and does not change. Another
+    All layers of a step pass the same tensors, at least one of which, the page table, is made for the step. Another
     tensor is another step, or another part of one.
     """
 
     def __init__(self) -> None:
-        self._page_table: Callable[[], Tensor | None] = lambda: None
+        self._tensors: tuple[weakref.ref[Tensor], ...] = ()
 
-    def is_of(self, page_table: Tensor) -> bool:
-        """Returns True if the plan was made for this tensor."""
-        return self._page_table() is page_table
+    def is_of(self, *tensors: Tensor) -> bool:
+        """Returns True if the plan was made for these tensors."""
+        return len(tensors) == len(self._tensors) and all(
+            known() is tensor for known, tensor in zip(self._tensors, tensors, strict=True)
+        )
 
-    def set_to(self, page_table: Tensor) -> None:
-        """Remembers that the plan was made for this tensor."""
-        self._page_table = weakref.ref(page_table)
+    def set_to(self, *tensors: Tensor) -> None:
+        """Remembers that the plan was made for these tensors."""
+        self._tensors = tuple(map(weakref.ref, tensors))
 
 
 def flashinfer() -> Any:

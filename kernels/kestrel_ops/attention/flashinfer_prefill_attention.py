@@ -43,7 +43,7 @@ def prefill_attention(
     pages are. Waits for the device at the first layer of a step. Padding rows of the result are undefined.
     """
     prefills = _prefills(query.device, query.dtype, key_pages.dtype, query.shape[2])
-    if not prefills.step.is_of(page_table):
+    if not prefills.step.is_of(page_table, lengths, visible_until):
         prefills.plan(query, key_pages, page_table, query_starts, lengths, visible_until)
     return prefills.attended(query, key_pages, value_pages, key_scale, value_scale)
 
@@ -93,7 +93,7 @@ class _Prefills:
             )
         last = visible_until[: int(starts[-1])] - 1
         self._ranges = torch.stack((torch.zeros_like(last), last), dim=1)
-        self.step.set_to(page_table)
+        self.step.set_to(page_table, lengths, visible_until)
 
     def attended(
         self,

@@ -56,7 +56,7 @@ def rotary_decode_attention(
     num_heads = qkv.shape[1] // head_dim - 2 * num_groups
     uses_tensor_cores = num_heads >= _FEWEST_HEADS_OF_TENSOR_CORES * num_groups
     decodes = _decodes(qkv.device, uses_tensor_cores)
-    if not decodes.step.is_of(page_table):
+    if not decodes.step.is_of(page_table, positions):
         decodes.plan(qkv.dtype, num_heads, key_pages, positions, page_table)
     query, _, _ = rotary_write_kv(
         qkv,
@@ -107,7 +107,7 @@ class _Decodes:
             q_data_type=dtype,
             kv_data_type=key_pages.dtype,
         )
-        self.step.set_to(page_table)
+        self.step.set_to(page_table, positions)
 
     def attended(
         self,
