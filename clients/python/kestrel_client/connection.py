@@ -47,7 +47,7 @@ _MAX_RETRIES = 4  # gRPC makes no more than five attempts
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _SERVICES = ("kestrel.v1.VisionService", "kestrel.v1.ImageService", "kestrel.v1.EngineService")
 _METHOD_UNKNOWN = "Method not found!"
-"""What gRPC itself says of a call that a server does not have."""
+"""The text with which gRPC itself refuses a call that a server does not have."""
 _DIAGNOSIS_STEP_S = 2.0
 _DIAGNOSIS_HOLDS_S = 1.0
 

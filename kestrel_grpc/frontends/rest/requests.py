@@ -219,7 +219,7 @@ class _ObjectsBody(_ImageBody, _PlacesBody):
 
     @property
     def wanted(self) -> dict[str, Any]:
-        """What to look for, as fields of the engine's requests."""
+        """The objects to look for, as fields of the engine's requests."""
         return {"object": self.object, "objects": tuple(self.objects or ())}
 
 
