@@ -20,6 +20,7 @@ from pathlib import Path
 from bench.attacks import (
     adapter_uploads,
     bodies,
+    chats,
     connections,
     constraints,
     crowding,
@@ -44,6 +45,7 @@ ATTACKS: tuple[Attack, ...] = (
     *stored_images.ATTACKS,
     *adapter_uploads.ATTACKS,
     *constraints.ATTACKS,
+    *chats.ATTACKS,
 )
 SHUTDOWN = "sigterm"
 NUM_SHUTDOWNS = 5

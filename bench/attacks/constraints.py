@@ -51,7 +51,7 @@ def _counted(number: int) -> dict[str, Any]:
     return {"type": "string", "pattern": f"^(.{{0,{100 + number % 50}}}a){{6}}$"}
 
 
-_SCHEMAS = (_combined_patterns, _hidden_patterns, _long_literal, _nested_literals, _counted)
+SCHEMAS = (_combined_patterns, _hidden_patterns, _long_literal, _nested_literals, _counted)
 
 
 def strike(victim: Victim, seconds: float, prepared: None) -> Outcome:
@@ -68,7 +68,7 @@ async def _strike(victim: Victim, seconds: float) -> Outcome:
         async def caller(index: int) -> None:
             while time.monotonic() < end:
                 number = next(numbers)
-                schema = json.dumps(_SCHEMAS[number % len(_SCHEMAS)](number))
+                schema = json.dumps(SCHEMAS[number % len(SCHEMAS)](number))
                 request = wire.CompleteQueryRequest(question="what?", sampling={"max_tokens": 64})
                 request.constraint.json_schema = schema
                 timeout_s = _GONE_AFTER_S if index % 2 else _TIMEOUT_S

@@ -31,6 +31,7 @@ from kestrel_grpc.frontends.http.exchange import (
     Send,
     encoded,
 )
+from kestrel_grpc.frontends.http.fair_threads import FairThreads
 from kestrel_runtime.api.deadlines import deadline_in, remaining_s
 from kestrel_runtime.api.errors import DeadlineExceeded, InvalidRequest, Violation
 
@@ -114,12 +115,18 @@ class Endpoint:
     """Serves one operation, as an ASGI application."""
 
     def __init__(
-        self, operation: Operation, admission: CallAdmission, dialect: Dialect, max_message_bytes: int
+        self,
+        operation: Operation,
+        admission: CallAdmission,
+        dialect: Dialect,
+        max_message_bytes: int,
+        parsing: FairThreads,
     ) -> None:
         self._operation = operation
         self._admission = admission
         self._dialect = dialect
         self._max_message_bytes = max_message_bytes
+        self._parsing = parsing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -178,7 +185,7 @@ class Endpoint:
                 body = await self._admission.receive(read, call, exchange.peer)
         except TimeoutError:
             raise DeadlineExceeded from None
-        return parse(body) if _is_quick(body) else await asyncio.to_thread(parse, body)
+        return parse(body) if _is_quick(body) else await self._parsing.run(call.principal, partial(parse, body))
 
     async def _stream(self, pieces: AsyncGenerator[bytes, None], events: EventStream, call: CallContext) -> None:
         try:

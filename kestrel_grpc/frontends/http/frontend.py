@@ -21,8 +21,11 @@ from kestrel_grpc.frontends.http import openapi
 from kestrel_grpc.frontends.http.connection import App, Listener
 from kestrel_grpc.frontends.http.endpoint import TIMEOUT_KEY, Dialect, Endpoint, Group, Operation, failure_headers
 from kestrel_grpc.frontends.http.exchange import Exchange, Receive, Scope, Send
+from kestrel_grpc.frontends.http.fair_threads import FairThreads
 from kestrel_grpc.frontends.http.probes import METRICS_TEXT, Probes
 from kestrel_runtime.api.engine import Engine
+
+_PARSING_THREADS = 2
 
 
 class HttpService(Protocol):
@@ -139,9 +142,10 @@ class HttpFrontend:
     def _handlers(self, groups: CallGroups) -> Mapping[str, App]:
         """Returns the ASGI application of each path. Paths may have variable parts, as `/v1/images/{image_id}`."""
         paths: dict[str, _Path] = {}
+        parsing = FairThreads(_PARSING_THREADS)
 
         def add(operation: Operation, admission: CallAdmission, dialect: Dialect) -> None:
-            endpoint = Endpoint(operation, admission, dialect, self._config.max_message_bytes)
+            endpoint = Endpoint(operation, admission, dialect, self._config.max_message_bytes, parsing)
             path = paths.setdefault(operation.path, _Path(self._refuse, dialect))
             path.endpoints[operation.verb] = endpoint
 

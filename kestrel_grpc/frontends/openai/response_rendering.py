@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc.calls.errors import CallFailure
-from kestrel_grpc.frontends.http.output_json import encoder_for, to_json
+from kestrel_grpc.frontends.http.output_json import to_json
 from kestrel_grpc.frontends.openai.rendering import (
     failure_body,
     new_call_id,
@@ -26,14 +26,9 @@ class ResponseRenderer:
 
     def __init__(self, request_id: str, model: str, created_s: int, style: ResponseStyle) -> None:
         self._request_id = request_id
-        self._facts = {
-            "id": f"resp_{request_id}",
-            "object": "response",
-            "created_at": created_s,
-            "error": None,
-            "model": model,
-            **style.echo,
-        }
+        facts = {"id": f"resp_{request_id}", "object": "response", "created_at": created_s, "error": None}
+        # Three events of a stream have these facts, which may be large.
+        self._facts = to_json({**facts, "model": model, **style.echo})[:-1]
         self._functions = style.functions
         self._is_json = style.is_json
         self._reader = CallReader(style.functions)
@@ -46,22 +41,20 @@ class ResponseRenderer:
         status = _status(finished)
         if self._is_json:
             items = [_Message(self._request_id, skill_json(finished)).whole(status)]
-            return encoder_for(finished)(self._response(status, items, finished.usage))
+            return self._response(status, items, finished.usage)
         output = query_output(finished)
         items = [] if output.reasoning is None else [_Reasoning(self._request_id, output.reasoning.text).whole()]
         if not self._functions:
             items.append(_Message(self._request_id, output.answer).whole(status))
         elif (call := read_call(finished, self._functions)) is not None:
             items.append(_Call(self._request_id, *call).whole(status))
-        return encoder_for(finished)(self._response(status, items, finished.usage))
+        return self._response(status, items, finished.usage)
 
     def events(self, event: Event, sample: int) -> bytes:
         """Returns the server-sent events for an event."""
         if isinstance(event, Started):
             response = self._response("in_progress", [], None)
-            return self._event("response.created", response=response) + self._event(
-                "response.in_progress", response=response
-            )
+            return self._response_event("created", response) + self._response_event("in_progress", response)
         if self._is_json and not isinstance(event, Finished):
             return b""
         if isinstance(event, TextDelta):
@@ -95,7 +88,7 @@ class ResponseRenderer:
             written += self._delta(_Message, "")
         written += self._close(status)
         response = self._response(status, self._done, finished.usage)
-        return written + self._event(f"response.{status}", response=response)
+        return written + self._response_event(status, response)
 
     def _delta(self, kind: type[_Message] | type[_Reasoning], text: str) -> bytes:
         written = b""
@@ -158,18 +151,29 @@ class ResponseRenderer:
         return {"item_id": self._open.id, "output_index": len(self._done)}
 
     def _event(self, kind: str, **facts: Any) -> bytes:
-        data = to_json({"type": kind, "sequence_number": self._num_events, **facts})
-        self._num_events += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+        return _sent(kind, to_json({**self._head(kind), **facts}))
 
-    def _response(self, status: str, output: list[dict[str, Any]], usage: Usage | None) -> dict[str, Any]:
-        return {
-            **self._facts,
+    def _response_event(self, kind: str, response: bytes) -> bytes:
+        kind = f"response.{kind}"
+        return _sent(kind, b'%b,"response":%b}' % (to_json(self._head(kind))[:-1], response))
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        head = {"type": kind, "sequence_number": self._num_events}
+        self._num_events += 1
+        return head
+
+    def _response(self, status: str, output: list[dict[str, Any]], usage: Usage | None) -> bytes:
+        facts = {
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": output,
             "usage": None if usage is None else _usage(usage),
         }
+        return b"%b,%b" % (self._facts, to_json(facts)[1:])
+
+
+def _sent(kind: str, data: bytes) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
 class _Message:
