@@ -149,6 +149,47 @@ async def test_a_conversation_is_answered_and_its_turns_find_each_other(live_ser
     assert second.result.info.usage.cached_token_count > 700
 
 
+async def test_two_pictures_are_answered_and_the_broken_one_of_three_is_named(live_server: LiveServer) -> None:
+    other = encoded(Image.new("RGB", (61, 45), "green"))
+
+    def seen(*images: bytes) -> Any:
+        parts: list[Any] = [{"image": {"data": image}} for image in images]
+        turns = [{"role": "CHAT_ROLE_USER", "parts": [*parts[:1], {"text": "What is it?"}, *parts[1:]]}]
+        return wire.CompleteChatRequest(messages=turns, sampling={"temperature": 0.0, "max_tokens": 3})
+
+    answer = await live_server.stub.CompleteChat(seen(IMAGE, other))
+    assert answer.result.info.usage.image_token_count == 2 * 729
+    for broken in (b"no image", IMAGE[:-40]):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await live_server.stub.CompleteChat(seen(IMAGE, other, broken))
+        details: Any = details_of(caught.value)["BadRequest"]
+        assert [item.field for item in details.field_violations] == ["messages[0].parts[3].image"]
+    assert await still_serves(live_server)
+
+
+async def test_sixteen_huge_pictures_are_refused_with_both_numbers(live_server: LiveServer) -> None:
+    huge = declared_png(8000, 8000)
+    images: list[Any] = [{"image": {"data": huge + bytes([number])}} for number in range(16)]
+    turns = [{"role": "CHAT_ROLE_USER", "parts": [*images, {"text": "What?"}]}]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await live_server.stub.CompleteChat(wire.CompleteChatRequest(messages=turns))
+    info: Any = details_of(caught.value)["ErrorInfo"]
+    details: Any = details_of(caught.value)["BadRequest"]
+    (violation,) = details.field_violations
+    # A front end knows the sizes of images, an engine first of all the length of the prompt.
+    assert info.reason in ("IMAGE_TOO_LARGE", "CONTEXT_LENGTH_EXCEEDED")
+    assert violation.field in ("messages", "messages[0].parts[0].image")
+    assert await still_serves(live_server)
+
+
+async def test_a_conversation_is_answered_turn_by_turn_for_every_order_of_roles(live_server: LiveServer) -> None:
+    for roles in ("UAU", "AU", "UU", "SAAU", "SSUAU"):
+        kinds = {"U": "CHAT_ROLE_USER", "A": "CHAT_ROLE_ASSISTANT", "S": "CHAT_ROLE_SYSTEM"}
+        turns = [{"role": kinds[role], "parts": [{"text": "word"}]} for role in roles]
+        request = wire.CompleteChatRequest(messages=turns, sampling={"max_tokens": 2})
+        assert (await live_server.stub.CompleteChat(request)).result.info.usage.output_token_count > 0
+
+
 async def test_settings_that_are_no_numbers_or_out_of_range_are_all_named_at_once(live_server: LiveServer) -> None:
     request = wire.CompleteQueryRequest(
         question=" ",

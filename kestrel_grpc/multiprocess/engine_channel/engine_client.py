@@ -57,6 +57,7 @@ from kestrel_runtime.api.engine import (
 )
 from kestrel_runtime.api.errors import (
     EngineUnavailable,
+    ImageError,
     InternalError,
     InvalidRequest,
     KestrelError,
@@ -65,7 +66,7 @@ from kestrel_runtime.api.errors import (
 )
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.images import Image, RemoteImage, image_digest, is_hashed_at_once
-from kestrel_runtime.api.requests import Request, parts_of
+from kestrel_runtime.api.requests import Request, locate, parts_of
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.flight_record import FlightRecord
 from kestrel_runtime.engine.poison_requests import fingerprint_of
@@ -238,7 +239,12 @@ class EngineClient:
         call = _Call(request, request.images, tuple(streams), deadline, tenant, namespace, route)
         try:
             self._check(request)
-            call.headers = [self._inspect(image) for image in call.images]
+            for image in call.images:
+                try:
+                    call.headers.append(self._inspect(image))
+                except ImageError as error:
+                    locate(error, request, len(call.headers))
+                    raise
             for stream in streams:
                 self._calls[stream.id] = call
                 stream.over.add_done_callback(lambda _, id=stream.id: self._end(call, id))

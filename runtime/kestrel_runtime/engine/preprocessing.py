@@ -29,7 +29,7 @@ from kestrel_runtime.api.errors import (
 )
 from kestrel_runtime.api.images import Image as RequestImage
 from kestrel_runtime.api.images import RemoteImage, image_digest, is_hashed_at_once
-from kestrel_runtime.api.requests import CachePolicy, Chat, Request
+from kestrel_runtime.api.requests import CachePolicy, Chat, Request, locate
 from kestrel_runtime.engine.answer_end_check import EndCheck
 from kestrel_runtime.engine.poison_requests import PoisonRequests, fingerprint_of
 from kestrel_runtime.engine.recent import LruCache, Matchers, Prompts
@@ -278,7 +278,11 @@ class Preprocessor:
         if facts is None:
             facts, are_known, images = [], True, request.images
             for image in images:
-                found, is_known = self._facts_of(image, namespace)
+                try:
+                    found, is_known = self._facts_of(image, namespace)
+                except ImageError as error:
+                    locate(error, request, len(facts))
+                    raise
                 facts.append(found)
                 are_known = are_known and is_known
             if len(facts) > 1:
@@ -342,11 +346,15 @@ class Preprocessor:
             return sequence
         decoded: dict[bytes, DecodedPixels] = {} if shared is None else shared.decoded
         left_out = self._cached_images(sequence, request.options.cache)
-        for image, own, digest in zip(images, sequence.images, digests, strict=True):
+        for place, (image, own, digest) in enumerate(zip(images, sequence.images, digests, strict=True)):
             if own in left_out and digest not in decoded:
                 continue
             if digest not in decoded:
-                decoded[digest] = self._decode(image, tenant, check_wanted)
+                try:
+                    decoded[digest] = self._decode(image, tenant, check_wanted)
+                except ImageError as error:
+                    locate(error, request, place)
+                    raise
                 self._sizes_px.put((namespace, digest), decoded[digest].size_px)
             own.pixels, own.size_px = decoded[digest]
         if shared is not None and decoded:

@@ -63,6 +63,7 @@ class MemoryBudget:
             raise ImageError(
                 f"must take at most {limit_mib} MiB together while they are decoded, and take {found_mib} MiB",
                 too_large=True,
+                field="messages",
             )
 
     def on_freed(self, callback: Callable[[], None]) -> None:

@@ -18,8 +18,11 @@ from kestrel_runtime.api.images import PixelFormat, RawImage
 from kestrel_runtime.api.requests import MAX_CHAT_MESSAGES, Chat, ChatMessage, Request, RequestOptions, Role
 from kestrel_runtime.api.sampling_params import SamplingParams
 from tests.fakes import FakeEngine
+from tests.over_sockets import BOTH_CHANNELS
 from tests.server.frontends.grpc.test_image_service import bearing, write_tokens
 from tests.server.serving import details_of, reason_of, serving
+
+pytestmark = BOTH_CHANNELS
 
 SYSTEM, USER, ASSISTANT = wire.CHAT_ROLE_SYSTEM, wire.CHAT_ROLE_USER, wire.CHAT_ROLE_ASSISTANT
 ONE, TWO, THREE = b"one", b"two", b"three"

@@ -53,7 +53,6 @@ async def test_a_text_is_answered(rig: HttpServing):
     }
 
 
-@pytest.mark.one_process("an engine takes one image so far")
 async def test_images_reach_the_engine_in_their_messages(rig: HttpServing):
     text = {"type": "input_text", "text": "Look."}
     items = [

@@ -92,7 +92,6 @@ async def test_turns_reach_the_engine_with_their_roles(rig: HttpServing):
     assert (request.reasoning, request.sampling.max_tokens) == (True, 7)
 
 
-@pytest.mark.one_process("an engine takes one image so far")
 async def test_images_reach_the_engine_in_their_messages(rig: HttpServing):
     urls = (f"data:image/png;base64,{base64.b64encode(name).decode()}" for name in (b"1", b"2", b"3"))
     pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
@@ -108,7 +107,6 @@ async def test_images_reach_the_engine_in_their_messages(rig: HttpServing):
     assert [message.images for message in turns.messages] == [(b"1", b"2"), (), (b"3",)]
 
 
-@pytest.mark.one_process("an engine takes one image so far")
 async def test_every_image_that_cannot_be_read_is_named(rig: HttpServing):
     bad = [{"type": "image_url", "image_url": {"url": url}} for url in ("!", "https://a.example/1.png")]
     answer = await rig.ask(CHAT, chat({"role": "user", "content": [bad[0], PICTURE, bad[0], *TEXT_PARTS]}))
