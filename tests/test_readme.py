@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_grpc.config.listing import markdown_table
+from kestrel_grpc.config.flags import markdown_table
 from tests.reference_fixtures import CHECKOUT
 
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
@@ -253,7 +253,7 @@ def test_table_of_options_is_that_of_the_server():
     page = (CHECKOUT / "docs" / "configuration.md").read_text(encoding="utf-8")
     table = re.search(r"<!-- options -->\n(.*?)\n<!-- /options -->", page, re.DOTALL)
     assert table is not None
-    assert table[1] == markdown_table(), "write what `python -m kestrel_grpc.config.listing` prints there"
+    assert table[1] == markdown_table(), "write what `python -m kestrel_grpc.config.flags` prints there"
 
 
 def test_every_file_that_is_named_exists():

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from kestrel_grpc.access.limits import AccessRefused, CountedCall, Limits, TokenLimit, TokenLimits
-from kestrel_grpc.access.reloading import RELOAD_INTERVAL_S, ReloadedFiles
+from kestrel_grpc.access.reloaded_files import RELOAD_INTERVAL_S, ReloadedFiles
 from kestrel_grpc.access.token_file import Scope, Token, hash_of, read_tokens
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.requests import Priority

@@ -1,7 +1,8 @@
 """Reads and checks the server's certificate, at start and when its files change.
 
-`watch` reads the files in a thread and not in the handshake of a connection, since a mount that does not answer
-would block the handshake. Open connections keep the certificate that they were made with.
+`ReloadedFiles.watch` (`reloaded_files.py`) reads the files in a thread and not in the handshake of a connection,
+since a mount that does not answer would block the handshake. Open connections keep the certificate that they were
+made with.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kestrel_grpc.access.reloading import ReloadedFiles, read_regular_file
+from kestrel_grpc.access.reloaded_files import ReloadedFiles, read_regular_file
 
 
 class CertificateError(ValueError):

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kestrel_grpc.access.reloading import read_regular_file
+from kestrel_grpc.access.reloaded_files import read_regular_file
 from kestrel_grpc.access.token_file import Token, TokenFileError, parse_tokens
 from kestrel_runtime.api.errors import did_you_mean
 

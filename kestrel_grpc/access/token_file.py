@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kestrel_grpc.access.limits import TokenLimit
-from kestrel_grpc.access.reloading import read_regular_file
+from kestrel_grpc.access.reloaded_files import read_regular_file
 from kestrel_runtime.api.errors import did_you_mean
 from kestrel_runtime.api.requests import Priority
 

@@ -1,4 +1,8 @@
-"""Counts what each caller asks of the model, since the start of this process: requests, tokens, refusals."""
+"""Counts what each caller asks of the model, since the start of this process: requests, tokens, refusals.
+
+With several processes the supervisor keeps the counts of those that have ended
+(`multiprocess/supervision/frontend_questions.py`).
+"""
 
 from __future__ import annotations
 

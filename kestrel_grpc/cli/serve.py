@@ -10,7 +10,7 @@ import os
 import sys
 
 from kestrel_grpc.cli.common import EngineNotInstalled, refuse, require_engine
-from kestrel_grpc.config.listing import add_serve_arguments, effective_values
+from kestrel_grpc.config.flags import add_serve_arguments, effective_values
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, option_names, settings_of
 from kestrel_grpc.config.sources import environment_warnings
 from kestrel_grpc.process.bytecode import keep_bytecode

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kestrel_grpc.cli.common import add_connection_arguments, add_token_argument, refuse, require_engine, tls_of
-from kestrel_grpc.config.listing import add_engine_arguments
+from kestrel_grpc.config.flags import add_engine_arguments
 from kestrel_grpc.config.options import ConfigurationError, ServerConfig, option_names
 from kestrel_grpc.config.sources import flag_name
 from kestrel_grpc.process.exit import END_TIMEOUT_S, end_now, end_within

@@ -7,7 +7,7 @@ stage, in whatever process, gets that moment and asks `deadline_error` whether t
     submit    engine/engine.py             before the request enters the queue
     wait      engine/engine.py             by a timer, while the request waits for a worker
     prepare   engine/preprocessing.py      before a worker decodes its image, and while it does
-    run       engine/loop.py               once a turn, for every request that is due (`engine/deadlines.py`)
+    run       engine/loop.py               once a turn, for every request that is due (`engine/due_deadlines.py`)
 
 Between processes the moment travels as it is (`multiprocess/protocol/messages.py`).
 """

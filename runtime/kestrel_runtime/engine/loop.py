@@ -61,7 +61,7 @@ from kestrel_runtime.api.errors import (
 from kestrel_runtime.api.events import Event, Finished, Started, Timing, Usage
 from kestrel_runtime.api.stream import Outbox, Stream
 from kestrel_runtime.constraints.masks import MaskRequest, step_masks
-from kestrel_runtime.engine.deadlines import Deadlines
+from kestrel_runtime.engine.due_deadlines import Deadlines
 from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.open_streams import CacheClearings
 from kestrel_runtime.engine.poison_requests import PoisonRequests

@@ -48,7 +48,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from kestrel_runtime.fairness.tenant_shares import TenantShares
+from kestrel_runtime.fairness.preemption import TenantShares
 from kestrel_runtime.fairness.waiting_queue import WaitingQueue
 from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan

@@ -12,7 +12,7 @@ from kestrel_runtime.api.deadlines import deadline_error
 from kestrel_runtime.api.errors import KestrelError, QueueTimeout
 from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.api.sampling_params import SamplingParams
-from kestrel_runtime.fairness.tenant_shares import MIN_TOKENS
+from kestrel_runtime.fairness.preemption import MIN_TOKENS
 from kestrel_runtime.output.output_parser import OutputParser, Token
 from kestrel_runtime.scheduling.cache_keys import Digest, EmbeddingKey, PrefixKeys
 from kestrel_runtime.scheduling.embedding_cache import EntryId
@@ -368,7 +368,7 @@ class TokenSequence:
 
     @property
     def may_yield(self) -> bool:
-        """True if the sequence may be preempted for another tenant (Y2 in `fairness/tenant_shares.py`)."""
+        """True if the sequence may be preempted for another tenant (Y2 in `fairness/preemption.py`)."""
         if self.state is SequenceState.PREFILLING:
             return self.cache.num_cached == self.cache.num_matched
         has_returned = self.num_tokens_at_start > self.num_prompt_tokens

@@ -17,10 +17,10 @@ from kestrel_client.v1 import engine_service_pb2, image_service_pb2, vision_serv
 from kestrel_client.v1 import engine_service_pb2 as engine_wire
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.access import access as access_module
-from kestrel_grpc.access import reloading, token_file
+from kestrel_grpc.access import reloaded_files, token_file
 from kestrel_grpc.access.access import TokenAccess, TokenInvalid, required_scopes
 from kestrel_grpc.access.limits import RateLimited, TokenLimit, TokenLimits
-from kestrel_grpc.access.reloading import read_regular_file
+from kestrel_grpc.access.reloaded_files import read_regular_file
 from kestrel_grpc.access.token_file import Scope, line_for
 from kestrel_grpc.calls.errors import describe
 from kestrel_runtime.api.events import Started, TextChannel, TextDelta, Usage
@@ -384,7 +384,7 @@ async def test_a_mount_that_does_not_answer_stops_nothing_and_is_followed_once_i
         return read_regular_file(path)
 
     monkeypatch.setattr(token_file, "read_regular_file", hangs)
-    monkeypatch.setattr(reloading, "READ_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(reloaded_files, "READ_TIMEOUT_S", 0.01)
     try:
         for _ in range(3):
             await access.reload()
@@ -392,7 +392,7 @@ async def test_a_mount_that_does_not_answer_stops_nothing_and_is_followed_once_i
     finally:
         may_go_on.set()
     assert caplog.text.count("does not answer") == 1
-    monkeypatch.setattr(reloading, "READ_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(reloaded_files, "READ_TIMEOUT_S", 20.0)
     await access.reload()
     with pytest.raises(TokenInvalid):
         await access.admit(f"{VISION}Query", bearing("alice"), unended)

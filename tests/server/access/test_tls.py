@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from kestrel_grpc.access import reloading, tls
-from kestrel_grpc.access.reloading import read_regular_file
+from kestrel_grpc.access import reloaded_files, tls
+from kestrel_grpc.access.reloaded_files import read_regular_file
 from kestrel_grpc.access.tls import CertificateError, CertificateFiles
 from kestrel_grpc.frontends.grpc.ports import server_credentials
 from tests.server.certificates import Pair, replace, trusting
@@ -121,14 +121,14 @@ async def test_a_mount_that_does_not_answer_stops_no_handshake_and_is_followed_o
     async with serving(server_credentials(files)) as address:
         pair.write(other_authority)
         monkeypatch.setattr(tls, "read_regular_file", hangs)
-        monkeypatch.setattr(reloading, "READ_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(reloaded_files, "READ_TIMEOUT_S", 0.01)
         try:
             assert not await files.refresh_in_thread()
             assert await can_ask(address, trusting(authority))
         finally:
             may_go_on.set()
         assert "does not answer" in caplog.text
-        monkeypatch.setattr(reloading, "READ_TIMEOUT_S", 20.0)
+        monkeypatch.setattr(reloaded_files, "READ_TIMEOUT_S", 20.0)
         assert await files.refresh_in_thread()
         assert await can_ask(address, trusting(other_authority))
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrel_grpc.config.listing import add_serve_arguments
+from kestrel_grpc.config.flags import add_serve_arguments
 from kestrel_grpc.config.options import (
     PRECISIONS,
     ConfigurationError,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trustme
 
-from kestrel_grpc.access import reloading
+from kestrel_grpc.access import reloaded_files
 from kestrel_grpc.calls import refusals
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.process.free_ports import PortUnavailable
@@ -316,7 +316,7 @@ async def asked_over_tls(rig: HttpServing, context: ssl.SSLContext) -> tuple[int
 
 
 async def test_a_new_certificate_serves_new_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reloading, "RELOAD_INTERVAL_S", 0.01)
+    monkeypatch.setattr(reloaded_files, "RELOAD_INTERVAL_S", 0.01)
     pair, authority = Pair.within(tmp_path), trustme.CA()
     pair.write(authority)
     context = ssl.create_default_context()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_grpc.access.reloading import ReloadedFiles
+from kestrel_grpc.access.reloaded_files import ReloadedFiles
 
 
 def replace(path: Path, text: str) -> None:

@@ -1,5 +1,4 @@
-"""Computes each tenant's share of the batch and of the pages, and which sequences yield if rows or pages do not
-suffice.
+"""Decides which sequences are preempted or yield if rows or pages do not suffice, by each tenant's share of both.
 
 A tenant's share is the larger of its part of the rows of a batch and its part of the pages (dominant resource
 fairness). Pages that a sequence found in the prefix cache are not counted: several sequences may hold them.

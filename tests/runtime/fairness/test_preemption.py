@@ -1,4 +1,4 @@
-"""Y1 to Y3 are the rules in the docstring of `kestrel_runtime.fairness.tenant_shares`."""
+"""Y1 to Y3 are the rules in the docstring of `kestrel_runtime.fairness.preemption`."""
 
 from collections import Counter
 from itertools import pairwise
@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from kestrel_runtime.api.requests import Priority
-from kestrel_runtime.fairness.tenant_shares import MIN_TOKENS
+from kestrel_runtime.fairness.preemption import MIN_TOKENS
 from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.world import World
 

@@ -1,4 +1,4 @@
-"""Finds the requests in the engine loop whose deadline has passed, so that a turn ends them."""
+"""Finds the requests whose deadline has passed. `engine/loop.py` ends them, once a turn."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kestrel_runtime.engine.deadlines import Deadlines
+from kestrel_runtime.engine.due_deadlines import Deadlines
 from kestrel_runtime.scheduling.sequence import TokenSequence
 from tests.runtime.sequences import new_sequence
 

@@ -1,6 +1,6 @@
-"""Lists the options: as flags of the command line, as the table of docs/configuration.md, and with their values.
+"""Makes the flags of the command line and their help from the options, and the table of docs/configuration.md.
 
-`python -m kestrel_grpc.config.listing` prints the table.
+`python -m kestrel_grpc.config.flags` prints the table.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_grpc.cli.commands import run
-from kestrel_grpc.config.listing import FIRST_OPTIONS, effective_values, markdown_table
+from kestrel_grpc.config.flags import FIRST_OPTIONS, effective_values, markdown_table
 from kestrel_grpc.config.options import ServerConfig, options
 from kestrel_grpc.config.sources import environment_name, flag_name
 from kestrel_runtime.api.config import EngineConfig
@@ -49,7 +49,7 @@ def test_help_shows_the_ten_options_that_are_needed_first(flag: str, capsys: pyt
 
 def test_module_prints_the_table() -> None:
     printed = subprocess.run(
-        [sys.executable, "-m", "kestrel_grpc.config.listing"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "kestrel_grpc.config.flags"], capture_output=True, text=True, check=True
     )
     assert printed.stdout == markdown_table() + "\n"
 
