@@ -12,7 +12,7 @@ from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, ModelNotFound, SkillUnsupported, Violation
 from kestrel_runtime.api.images import Image, RawImage
-from kestrel_runtime.api.requests import Request, image_paths, objects_of
+from kestrel_runtime.api.requests import Request, locate, objects_of
 from kestrel_runtime.api.stream import Stream
 
 _GIB = 2**30
@@ -136,9 +136,13 @@ class EngineInfo:
         if request.skill not in self.skills:
             raise SkillUnsupported(request.skill, self.model)
         self.check_number_of_objects(request)
-        images, paths = request.images, image_paths(request)
-        for path, image in zip(paths, images, strict=True):
-            self.check_image(image, path)
+        images = request.images
+        for place, image in enumerate(images):
+            try:
+                self.check_image(image)
+            except ImageError as error:
+                locate(error, request, place)
+                raise
         num_bytes, limit_bytes = sum(map(len, images)), self.config.max_queued_image_bytes
         if len(images) > 1 and num_bytes > limit_bytes:
             text = f"the images take {num_bytes} bytes together and must not exceed {limit_bytes}"
@@ -151,12 +155,11 @@ class EngineInfo:
             text = f"are {num_objects}, and the queue of this server holds {max_queued} requests"
             raise InvalidRequest((Violation("objects", text),))
 
-    def check_image(self, image: Image, path: str = "image") -> None:
-        """Raises `ImageError` for an image of too many bytes, which the field at `path` has."""
+    def check_image(self, image: Image) -> None:
+        """Raises `ImageError` for an image of too many bytes."""
         num_bytes = image.padded_bytes if isinstance(image, RawImage) else len(image)
         if num_bytes > self.config.max_image_bytes:
-            text = f"the image must not exceed {self.config.max_image_bytes} bytes"
-            raise ImageError(text, too_large=True, field=path)
+            raise ImageError(f"the image must not exceed {self.config.max_image_bytes} bytes", too_large=True)
 
 
 @dataclass(frozen=True, slots=True)
