@@ -105,6 +105,15 @@ def add_batch_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         "--retry-failed", action="store_true", help="answer the failed lines of a complete OUT again"
     )
     parser.add_argument("--force", action="store_true", help="replace OUT")
+    parser.add_argument(
+        "--coco",
+        metavar="FILE",
+        type=Path,
+        help="with --skill detect and a folder of pictures: write all boxes as a data set in COCO's form, too",
+    )
+    parser.add_argument(
+        "--yolo", metavar="FOLDER", type=Path, help="the same in the form of YOLO: labels/ and data.yaml"
+    )
     parser.add_argument("--progress", action="store_true", help="show progress also without a terminal")
     parser.add_argument(
         "--max-retry",
@@ -160,6 +169,19 @@ class _Job:
         output.skip_answered(self.records)
         return output
 
+    def write_data_sets(self) -> None:
+        """Writes the boxes of the complete output in the forms that are asked for. Raises OSError."""
+        from kestrel_grpc.cli.batch.data_sets import DataSet, write_coco, write_yolo
+
+        given = self.arguments
+        for target, write in ((given.coco, write_coco), (given.yolo, write_yolo)):
+            if target is None:
+                continue
+            data_set = DataSet(given.input, _wanted(self.template))
+            write(target, data_set, Path(given.output))
+            if data_set.num_left_out:
+                print_error(f"{target}: {data_set.num_left_out} pictures are left out, which have no answer")
+
     def _require_fields(self) -> None:
         from kestrel_grpc.cli.batch.lines import fields_missing_in_all, open_source
 
@@ -186,6 +208,7 @@ def _batch(arguments: argparse.Namespace) -> int:
             arguments.skill, fields_of(arguments.field), arguments.seed, arguments.input.absolute().parent
         )
         _require_consistent(arguments)
+        _require_data_set(arguments, template)
         source = open_source(arguments.input)
         job = _Job(arguments, template, source, iter(source))
         return _with_engine(job) if arguments.address is None else _with_server(job)
@@ -197,6 +220,30 @@ def _batch(arguments: argparse.Namespace) -> int:
     except OSError as error:
         print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         return _MISUSED
+
+
+def _wanted(template: Template) -> list[str]:
+    """Returns the objects that all lines look for."""
+    several = template.fields.get("objects")
+    given = several if isinstance(several, list) else [template.fields.get("object")]
+    return list(dict.fromkeys(name for name in given if isinstance(name, str)))
+
+
+def _require_data_set(arguments: argparse.Namespace, template: Template) -> None:
+    """Raises `ConfigurationError` if the boxes of this run make no data set."""
+    flags = [flag_name(name) for name in ("coco", "yolo") if getattr(arguments, name) is not None]
+    problems: list[str] = []
+    if flags and not arguments.input.is_dir():
+        problems.append("IN must be a folder of pictures")
+    if flags and (template.skill != "detect" or not _wanted(template)):
+        problems.append("needs --skill detect, and --field object=… or objects=[…]")
+    path = Path(arguments.output)
+    if flags and (arguments.output == _STANDARD_OUTPUT or (path.exists() and not path.is_file())):
+        problems.append("OUT must be a file, which is read again")
+    if arguments.coco is not None and not arguments.coco.absolute().parent.is_dir():
+        problems.append(f"{arguments.coco.absolute().parent} is no folder")
+    if problems:
+        raise ConfigurationError(tuple(f"{' and '.join(flags)}: {problem}" for problem in problems))
 
 
 def _can_be_read_again(path: Path) -> bool:
@@ -352,6 +399,7 @@ async def _run(job: _Job, caller: Caller, output: AnyOutput, num_in_flight: int)
                 is_complete = await run.run()
             if is_complete:
                 output.finish()
+                job.write_data_sets()
             print_error(progress.line())
         except BrokenPipeError:  # the reader of OUT has closed it, as `head` does
             return _FAILED

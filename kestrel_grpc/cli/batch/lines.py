@@ -398,6 +398,8 @@ def fields_missing_in_all(source: Source, template: Template) -> tuple[str, ...]
             lacks = {"skill"}
         elif body is not None:
             lacks = {name for name, item in body.model_fields.items() if item.is_required()} - line.fields.keys()
+            if "objects" in body.model_fields and "objects" not in line.fields:
+                lacks |= {"object"} - line.fields.keys()
             if line.has_image:
                 lacks.discard(_IMAGE_FIELD)
         else:

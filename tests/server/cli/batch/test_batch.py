@@ -87,6 +87,12 @@ def test_the_examples_of_the_page_run_as_written(tmp_path: Path) -> None:
     assert caption["id"] == "demo_picture.png"
     assert "yellow star" in caption["caption"]
     assert list(tmp_path.glob("*.resume")) == []
+    coco = json.loads((tmp_path / "coco.json").read_text())
+    assert [image["file_name"] for image in coco["images"]] == ["demo_picture.png"]
+    assert [category["name"] for category in coco["categories"]] == ["star", "heart"]
+    assert {item["category_id"] for item in coco["annotations"]} >= {1}
+    labels = (tmp_path / "yolo" / "labels" / "demo_picture.txt").read_text().splitlines()
+    assert len(labels) == len(coco["annotations"])
 
 
 def free_port() -> int:
