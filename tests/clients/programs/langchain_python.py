@@ -57,6 +57,7 @@ def main() -> None:
     result = paint.invoke(call)
     assert isinstance(result, ToolMessage), result
     assert llm.bind_tools([paint]).invoke([SEEN, answer, result]).content
+    assert llm.invoke([SEEN, llm.invoke([SEEN]), SEEN]).content  # a further turn with a further picture
     print("a turn with the result")
 
     for method in ("json_schema", "function_calling"):

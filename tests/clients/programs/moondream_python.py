@@ -104,6 +104,15 @@ def main() -> None:
     assert answer["finish_reason"] in ("stop", "length")
     assert "".join(served.chat(messages, settings=greedy, stream=True)["message"]) == answer["message"]["content"]
     assert served.chat(messages, settings=greedy, reasoning=True)["message"]["reasoning"] is not None
+    mirrored = model.encode_image(picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT))
+    messages[0]["content"].append({"type": "image_url", "image_url": {"url": mirrored.image_url}})
+    messages += [
+        {"role": "assistant", "content": answer["message"]["content"]},
+        {"role": "user", "content": question},
+    ]
+    both = served.chat(messages, settings=greedy)
+    assert both["message"]["content"]
+    assert "".join(served.chat(messages, settings=greedy, stream=True)["message"]) == both["message"]["content"]
     print("chat")
 
     refusal = refused(lambda: client("wrong").query(question="?"))

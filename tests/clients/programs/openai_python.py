@@ -62,7 +62,12 @@ def main() -> None:
         whole.choices[0].message.model_dump(),
         {"role": "user", "content": "Which colour has it?"},
     ]
-    assert alice.chat.completions.create(model=model, messages=turns, max_tokens=16).choices[0].message.content
+    one = alice.chat.completions.create(model=model, messages=turns, max_tokens=16)
+    assert one.choices[0].message.content
+    two = alice.chat.completions.create(model=model, messages=[*turns, *SEEN], max_tokens=16)
+    assert two.choices[0].message.content
+    counts: Any = [answer.usage.prompt_tokens_details.model_dump()["image_tokens"] for answer in (one, two)]
+    assert counts[1] == 2 * counts[0] > 0, counts
     print("several turns")
 
     drawn = {**sampling, "temperature": 5.0, "seed": 7}
@@ -253,6 +258,7 @@ def check_responses(alice: Any, model: str) -> None:
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
     turns = [*asked["input"], call.model_dump(exclude_none=True), result]
     assert alice.responses.create(**{**asked, "input": turns}).output_text
+    assert alice.responses.create(**{**asked, "input": [*turns, *asked["input"]]}).output_text  # two pictures
     for fields in ({"background": True}, {"previous_response_id": whole.id}):
         refuse(
             openai.BadRequestError,

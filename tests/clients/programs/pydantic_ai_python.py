@@ -30,7 +30,11 @@ def main() -> None:
     agent = Agent(model, model_settings=SETTINGS)
     seen = agent.run_sync(SEEN)
     assert "star" in seen.output, seen.output
-    assert agent.run_sync("Which colour has it?", message_history=seen.all_messages()).output
+    again: Any = ["And here?", BinaryContent(PICTURE, media_type="image/png")]
+    second = agent.run_sync(again, message_history=seen.all_messages())
+    assert second.output
+    assert second.usage.input_tokens > 1.5 * seen.usage.input_tokens, "it has two pictures"
+    assert agent.run_sync("Which colour has it?", message_history=second.all_messages()).output
     print("picture and several turns")
 
     # The first example of the documentation on outputs: one tool, `final_result`, whose call is forced.
