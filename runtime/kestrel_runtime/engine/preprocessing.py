@@ -363,7 +363,7 @@ class Preprocessor:
             ]
             shared.facts = [item._replace(digest=digest) for item, digest in zip(facts, digests, strict=True)]
         if any(own.pixels is None for own in sequence.images):
-            self._leave_out_pixels(sequence, images, facts)
+            self._leave_out_pixels(sequence, images, digests, facts)
         clock.prepared = time.monotonic()
         return sequence
 
@@ -383,14 +383,14 @@ class Preprocessor:
         if self._workers.is_closing:
             raise RuntimeError("the workers are closed")
         try:
-            sequence, _ = self._without_pixels(request, images, clock, tenant, namespace, adapter, facts)
+            sequence, digests = self._without_pixels(request, images, clock, tenant, namespace, adapter, facts)
         except KestrelError:
             raise
         except Exception:  # a bug of ours: the worker raises it again, into its future
             return None
         if len(self._cached_images(sequence, request.options.cache)) < len(facts):
             return None
-        self._leave_out_pixels(sequence, images, facts)
+        self._leave_out_pixels(sequence, images, digests, facts)
         return sequence
 
     def _without_pixels(
@@ -498,14 +498,18 @@ class Preprocessor:
         return found
 
     def _leave_out_pixels(
-        self, sequence: TokenSequence, images: tuple[RequestImage, ...], facts: list[ImageFacts] | None
+        self,
+        sequence: TokenSequence,
+        images: tuple[RequestImage, ...],
+        digests: tuple[bytes, ...],
+        facts: list[ImageFacts] | None,
     ) -> None:
         """Sets the job that decodes all images of a sequence if one of them is evicted before it starts."""
         if not facts:
             facts = [self._read_facts(image, None) for image in images]
         request = sequence.request
         sequence.decode_job = Job(
-            partial(self._pixels_of, images, request.tenant),
+            partial(self._pixels_of, images, digests, request.tenant),
             submitted=sequence.clock.submitted,
             priority=request.priority,
             standing=request.standing,
@@ -561,8 +565,12 @@ class Preprocessor:
         """Drop requests that have not started, and wait for the workers for a bounded time."""
         self._workers.close()
 
-    def _pixels_of(self, images: tuple[RequestImage, ...], tenant: str) -> list[Crops | DecodedImage]:
-        return [self._decode(image, tenant).pixels for image in images]
+    def _pixels_of(
+        self, images: tuple[RequestImage, ...], digests: tuple[bytes, ...], tenant: str
+    ) -> list[Crops | DecodedImage]:
+        distinct = dict(zip(digests, images, strict=True))
+        decoded = {digest: self._decode(image, tenant).pixels for digest, image in distinct.items()}
+        return [decoded[digest] for digest in digests]
 
     def _decode(
         self, image: RequestImage, tenant: str, check_wanted: Callable[[], None] = lambda: None
@@ -582,9 +590,16 @@ class Preprocessor:
 
 
 def _decoding_bytes(facts: Iterable[ImageFacts]) -> int:
-    """Returns the most memory that decoding images one after the other takes, while those before are kept."""
-    kept, most = 0, 0
+    """Returns the most memory that decoding images one after the other takes, while those before are kept.
+
+    Equal images are decoded once.
+    """
+    kept, most, seen = 0, 0, set[bytes]()
     for item in facts:
+        if item.digest in seen:
+            continue
+        if item.digest is not None:
+            seen.add(item.digest)
         kept += item.num_kept_bytes
         most = max(most, item.num_bytes - item.num_kept_bytes)
     return kept + most

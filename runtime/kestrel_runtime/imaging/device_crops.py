@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -108,9 +108,9 @@ class CropSource:
         """
         self._crop = crop
         self._upload = upload
-        self._kept: dict[int, Tensor] = {}  # by image id
+        self._kept: dict[Hashable, Tensor] = {}  # by image id
 
-    def take(self, image_id: int, image: Crops | DecodedImage, start: int, end: int) -> Tensor:
+    def take(self, image_id: Hashable, image: Crops | DecodedImage, start: int, end: int) -> Tensor:
         """Returns crops [start, end) of an image: uint8 [end - start, side, side, 3] on the device."""
         if isinstance(image, Crops):
             return self._upload(image.pixels[start:end])
@@ -122,7 +122,7 @@ class CropSource:
             del self._kept[image_id]
         return crops[start:end]
 
-    def release(self, image_id: int) -> None:
+    def release(self, image_id: Hashable) -> None:
         """Frees the crops that are kept of an image."""
         self._kept.pop(image_id, None)
 

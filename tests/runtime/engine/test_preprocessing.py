@@ -23,10 +23,13 @@ from kestrel_runtime.api.images import HashedImage, image_digest
 from kestrel_runtime.api.requests import (
     CachePolicy,
     Caption,
+    Chat,
+    ChatMessage,
     Detect,
     Priority,
     Query,
     RequestOptions,
+    Role,
     SamplingParams,
 )
 from kestrel_runtime.engine import preprocessing
@@ -41,7 +44,16 @@ from tests import hostile_images
 from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.preprocessors import new_preprocessor
 
+
+def plain(width_px: int, height_px: int, colour: int) -> bytes:
+    """An image of one colour."""
+    file = io.BytesIO()
+    Image.new("L", (width_px, height_px), colour).save(file, "PNG")
+    return file.getvalue()
+
+
 IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
+OTHER = plain(37, 41, 7)
 MAX_WAIT_S = 30
 
 
@@ -456,6 +468,57 @@ def test_what_a_worker_would_refuse_is_refused_at_once_too(loaded: LoadedModel) 
     preprocessor.close()
     with pytest.raises(RuntimeError):
         submit(preprocessor, Query("Who?", IMAGE), clock(), namespace="a")
+
+
+def about(*images: bytes) -> Chat:
+    """A conversation with an image in each of its questions, and an answer behind each but the last."""
+    turns: list[ChatMessage] = []
+    for image in images:
+        turns += [ChatMessage(Role.USER, "Where?", (image,)), ChatMessage(Role.ASSISTANT, "There.")]
+    return Chat(tuple(turns[:-1]))
+
+
+def test_images_have_their_places_between_the_words_and_equal_ones_are_decoded_once(loaded: LoadedModel) -> None:
+    preprocessor = new_preprocessor(loaded, max_context=4000)
+    sequence = submit(preprocessor, about(IMAGE, OTHER, IMAGE), clock()).result(MAX_WAIT_S)
+    preprocessor.close()
+    first, second, third = sequence.images
+    num_words = len(loaded.tokenizer.encode("Where?")) + len(loaded.tokenizer.encode("There."))
+    size = first.num_positions
+    assert [image.start for image in sequence.images] == [1, 1 + size + num_words, 1 + 2 * (size + num_words)]
+    assert sequence.answer_ends == (second.start, third.start)
+    assert sequence.share_points == (first.end, second.start, second.end, third.start, third.end)
+    assert sequence.length == len(sequence.tokens) + 3 * size
+    assert (first.size_px, second.size_px) == ((500, 400), (37, 41))
+    assert first.pixels is third.pixels is not None
+    assert second.pixels is not first.pixels
+
+
+def test_of_several_images_only_those_that_are_not_cached_are_decoded(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preprocessor, cached = known_image_preprocessor(loaded, max_context=4000)
+    cached.add(image_digest(IMAGE))
+    sequence = submit(preprocessor, about(IMAGE, OTHER), clock(), namespace="a").result(MAX_WAIT_S)
+    known, new = sequence.images
+    assert (known.pixels, known.size_px) == (None, (500, 400))
+    assert new.pixels is not None
+    alone = submit(preprocessor, about(OTHER), clock(), namespace="a").result(MAX_WAIT_S)
+    assert alone.decode_job is None
+    again = preprocessor.decode_again(sequence).result(MAX_WAIT_S)
+    assert len(again) == 2, "all, since the others may be evicted as well"
+    cached.add(image_digest(OTHER))
+    monkeypatch.setattr(preprocessor, "_workers", FakeWorkers())
+    assert isinstance(preprocessor.submit(about(OTHER, IMAGE), clock(), namespace="a"), TokenSequence)
+
+
+def test_images_that_take_too_much_memory_together_are_refused_with_both_numbers(loaded: LoadedModel) -> None:
+    preprocessor = new_preprocessor(loaded, max_context=8000, max_decoded_bytes=16 * 2**20)
+    large = [plain(1000, 900, colour) for colour in range(8)]
+    with pytest.raises(ImageError, match=r"at most 12 MiB together while they are decoded, and take \d\d MiB"):
+        submit(preprocessor, about(*large), clock())
+    assert submit(preprocessor, about(*large[:1] * 8), clock()).result(MAX_WAIT_S), "equal ones are decoded once"
+    preprocessor.close()
 
 
 class FakeWorkers:

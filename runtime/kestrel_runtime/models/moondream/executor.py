@@ -55,7 +55,7 @@ from kestrel_runtime.models.moondream.vision.device_cropping import Cropper
 from kestrel_runtime.models.moondream.vision.graphs import EncodeGraphs
 from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.sequence import TokenSequence
+from kestrel_runtime.scheduling.sequence import SequenceImage, TokenSequence
 
 _ALL_KINDS = COORDINATES_BIT | SIZES_BIT
 _USUAL_NEEDS = tuple(
@@ -163,7 +163,8 @@ class MoondreamExecutor:
     def encode(self, items: Sequence[EncodeItem]) -> None:
         """Encodes crops. An image whose last crop is among them is projected into its entry."""
         pixels = [
-            self._crops.take(item.sequence.id, _image_of(item), item.first_crop, item.end_crop) for item in items
+            self._crops.take(_crops_id(item.sequence, item.image), _image_of(item), item.first_crop, item.end_crop)
+            for item in items
         ]
         features = self._encode_crops(concatenated(pixels)).split([len(part) for part in pixels])
         complete: list[tuple[int, Tensor, tuple[int, int]]] = []
@@ -257,9 +258,10 @@ class MoondreamExecutor:
         return self._backends.text.prefill(embeddings, chunks, fields.sample_tokens, self._memory.cache, adapters)
 
     def release(self, sequence: TokenSequence) -> None:
-        """Frees the crops and features of an incomplete image."""
+        """Frees the crops and features of incomplete images."""
         self._features.pop(sequence.id, None)
-        self._crops.release(sequence.id)
+        for image in sequence.images:
+            self._crops.release(_crops_id(sequence, image))
 
     def forget_images(self) -> None:
         """Frees them for all sequences."""
@@ -450,6 +452,10 @@ class MoondreamExecutor:
         """Returns the same for a decode step."""
         fill = partial(fill_blank_decode, padding_row=self._memory.state.padding_row)
         return self._memory.inputs.decode(size, fill, in_place=True)
+
+
+def _crops_id(sequence: TokenSequence, image: SequenceImage) -> tuple[int, int]:
+    return sequence.id, image.start
 
 
 def _image_of(item: EncodeItem) -> Crops | DecodedImage:

@@ -18,7 +18,7 @@ from kestrel_ops.sampling.reference import philox_uniform
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import Box, CaptionOutput, DetectOutput, FinishReason, Output, TextDelta
-from kestrel_runtime.api.requests import Caption, Detect, Query
+from kestrel_runtime.api.requests import Caption, Chat, Detect, Role
 from kestrel_runtime.execution.executor import DeviceMemory
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.sampling import TokenSampler
@@ -155,8 +155,23 @@ class BoxParser(OutputParser):
 class PicturesQuery(SmallTextQuery):
     defaults = SkillDefaults(temperature=0.2, top_p=0.9)
 
-    def prompt(self, request: Query, tokenizer: Any, config: Any) -> Prompt:
+    def prompt(self, request: Any, tokenizer: Any, config: Any) -> Prompt:
         return Prompt([Token(id) for id in tokenizer.encode(f"Question: {request.question} Answer:")])
+
+
+class PicturesChat(PicturesQuery):
+    name, text_field = "chat", "messages"
+
+    def prompt(self, request: Chat, tokenizer: Any, config: Any) -> Prompt:
+        tokens: list[Token] = []
+        image_places: list[int] = []
+        answer_ends: list[int] = []
+        for message in request.messages:
+            image_places += [len(tokens)] * len(message.images)
+            tokens += [Token(id) for id in tokenizer.encode(message.text)]
+            if message.role is Role.ASSISTANT:
+                answer_ends.append(len(tokens))
+        return Prompt(tokens, tuple(image_places), tuple(answer_ends))
 
 
 class PicturesCaption:
@@ -222,7 +237,12 @@ class PreparedPictures(PreparedSmallText):
 
 class SmallPicturesFamily(SmallTextFamily):
     def skills(self, config: Any) -> Mapping[str, Any]:
-        return {"query": PicturesQuery(), "caption": PicturesCaption(), "detect": PicturesDetect()}
+        return {
+            "query": PicturesQuery(),
+            "caption": PicturesCaption(),
+            "detect": PicturesDetect(),
+            "chat": PicturesChat(),
+        }
 
     def cropping(self, config: Any) -> Any:
         return PicturesCropping()

@@ -46,7 +46,18 @@ from kestrel_runtime.api.errors import (
     SkillUnsupported,
 )
 from kestrel_runtime.api.events import Finished, Started, TextDelta
-from kestrel_runtime.api.requests import CachePolicy, Gaze, PointRef, Query, RequestOptions, SamplingParams
+from kestrel_runtime.api.requests import (
+    CachePolicy,
+    Chat,
+    ChatMessage,
+    Gaze,
+    PointRef,
+    Query,
+    Request,
+    RequestOptions,
+    Role,
+    SamplingParams,
+)
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.poison_requests import fingerprint_of
@@ -117,7 +128,7 @@ async def two(loaded: LoadedModel, tmp_path: Path) -> AsyncIterator[Cores]:
         yield served
 
 
-def submit(client: EngineClient, request: Query, deadline: float | None = None, namespace: str = "") -> Stream:
+def submit(client: EngineClient, request: Request, deadline: float | None = None, namespace: str = "") -> Stream:
     (stream,) = client.submit_samples(request, deadline=deadline, namespace=namespace)
     return stream
 
@@ -159,6 +170,36 @@ async def test_a_caller_that_waits_for_the_end_gets_it(one: Cores) -> None:
     assert (await submit(one.client, request).result()).output == (
         await one.engines[0].submit(request).result()
     ).output
+
+
+async def test_the_core_gets_each_image_of_a_conversation_in_its_place(one: Cores) -> None:
+    messages = (
+        ChatMessage(Role.USER, "what?", (IMAGE_OF_SEVERAL_CROPS, picture(1))),
+        ChatMessage(Role.ASSISTANT, "that"),
+        ChatMessage(Role.USER, "and here?", (picture(2),)),
+    )
+    request = Chat(messages, sampling=GREEDY)
+    here = await one.engines[0].submit(replace(request, options=RequestOptions(cache=CachePolicy.BYPASS))).result()
+    there = await submit(one.client, request).result()
+    assert there.output == here.output
+    assert there.usage.num_image_tokens == here.usage.num_image_tokens == 3 * 729
+
+
+async def test_requests_of_one_route_go_to_one_core_whatever_their_images(
+    two: Cores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[LocalEngine] = []
+    submit_to = LocalEngine.submit_to
+    monkeypatch.setattr(
+        LocalEngine, "submit_to", lambda engine, *all, **how: asked.append(engine) or submit_to(engine, *all, **how)
+    )
+    for route in ("one", "another", "a third", "a fourth"):
+        asked.clear()
+        for number in range(4):
+            (stream,) = two.client.submit_samples(Query("what?", picture(number), sampling=GREEDY), route=route)
+            await stream.result()
+        assert len(asked) == 4
+        assert len({*map(id, asked)}) == 1
 
 
 async def test_samples_have_their_seeds_and_share_the_image(one: Cores) -> None:
