@@ -22,7 +22,7 @@ from kestrel_grpc.images.image_uris import allowed_target, parse_hosts
 from kestrel_grpc.images.stored_images import ImageHandle, ImageUri
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import InvalidRequest, Overloaded
-from kestrel_runtime.api.requests import Request
+from kestrel_runtime.api.requests import Request, parts_of
 from kestrel_runtime.constraints.compiler import ConstraintCompiler, new_vocabulary
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.recent import Matchers
@@ -104,7 +104,8 @@ def parse(method: str, data: bytes) -> str:
 
 def prepare(request: Request) -> None:
     """Take a request as far as the engine's queue. Raises `InvalidRequest`."""
-    _preprocessor().prepare(request, SequenceClock(submitted=0.0))
+    for part in parts_of(request):
+        _preprocessor().prepare(part, SequenceClock(submitted=0.0))
 
 
 def told(

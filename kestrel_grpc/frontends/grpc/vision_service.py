@@ -33,6 +33,7 @@ from kestrel_runtime.api.events import (
     TextEvent,
 )
 from kestrel_runtime.api.requests import (
+    MAX_OBJECT_NAMES,
     Caption,
     Chat,
     Detect,
@@ -246,7 +247,7 @@ def _caption_alternative(finished: Finished) -> wire.CaptionAlternative:
 
 def point(message: wire.PointRequest) -> Point:
     """Returns the request for the positions of objects."""
-    return _about_objects(Point, message, max_objects=_max_objects(message), objects=tuple(message.objects))
+    return _about_objects(Point, message, max_objects=_max_objects(message), objects=_objects(message))
 
 
 def point_response(finished: Finished, request_id: str, model: str) -> wire.PointResponse:
@@ -266,7 +267,7 @@ def point_groups(answers: Sequence[ObjectAnswer], info: generation_pb2.ResponseI
 
 def detect(message: wire.DetectRequest) -> Detect:
     """Returns the request for boxes around objects."""
-    return _about_objects(Detect, message, max_objects=_max_objects(message), objects=tuple(message.objects))
+    return _about_objects(Detect, message, max_objects=_max_objects(message), objects=_objects(message))
 
 
 def detect_response(finished: Finished, request_id: str, model: str) -> wire.DetectResponse:
@@ -353,6 +354,11 @@ def _about_objects(kind: type[ObjectRequestT], message: Any, **own: Any) -> Obje
     violations: list[Violation] = []
     refs = parsing.spatial_refs(message.spatial_refs, violations)
     return parsing.new_request(kind, message, violations, object=message.object, spatial_refs=refs, **own)
+
+
+def _objects(message: wire.PointRequest | wire.DetectRequest) -> tuple[str, ...]:
+    """Returns the names of the objects; of too many, which are refused, no more than show it."""
+    return tuple(message.objects[: MAX_OBJECT_NAMES + 1])
 
 
 def _max_objects(message: wire.PointRequest | wire.DetectRequest) -> int | None:
