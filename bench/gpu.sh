@@ -20,6 +20,7 @@
 #   batch        the rate of `kestrel-grpc batch` over the closed loop's, in process and with --address
 #   frontends    1, 2 and 4 front ends of an engine whose steps cost nothing; needs processors, no GPU
 #   gpus         where there are two: one and both behind one port, and processes that die beside GPUs
+#   conversations  6 turns with 2 pictures (3 for Moondream 3), 64 at once, with caches over without; equal answers
 #   cards        on Hopper, what is compiled for Ampere and Ada: every kernel, and FOLDERS
 #   card-times   the times of portable plans beside those of Hopper's
 #
@@ -120,7 +121,7 @@ card_times() {
 }
 
 needs_weights() {
-    case " peer serve caching batch processes gpus adapters constraints start before " in *" $1 "*) ;; *) false ;; esac
+    case " peer serve conversations caching batch processes gpus adapters constraints start before " in *" $1 "*) ;; *) false ;; esac
 }
 for stage in $stages; do
     if needs_weights "$stage" && [ ! -e "$folder/model.safetensors" ]; then
@@ -244,6 +245,14 @@ for stage in $stages; do
     constraints)
         measure 300 constraints python3 -m bench.constraints cost --device "$device" --endless "$folder" \
             --json "$out/constraints.json"
+        ;;
+    conversations)
+        pictures=3
+        if [ "$model" = moondream2 ]; then pictures=2; fi
+        measure 400 "conversations-$model" python3 -m bench.conversations --model "$folder" --pictures "$pictures" \
+            --json "$out/conversations-$model.json" -- --device "$device" --kv-pages 12000 "${options[@]}"
+        measure 140 stress-conversations python3 -m bench.correctness.load --device "$device" --dtype float32 \
+            --features conversations --requests 1000 --set kv-pages=1500 --json "$out/stress-conversations.json"
         ;;
     outlines)
         measure 120 outlines python3 -m bench.outlines --at-once 64 --seconds 20 --json "$out/outlines.json" \

@@ -30,7 +30,7 @@ def shared_folders() -> tuple[Path, ...]:
 
 def copy_with_one_image(folder: Path, copy: Path) -> Path:
     """A copy of a folder that asks only for two skills, about its second image alone; returns `copy`."""
-    shutil.copytree(folder, copy)
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("conversations.*"))
     answers = expected(copy)
     image = answers["images"][1]
     image["calls"] = [call for call in image["calls"] if call["skill"] in ("query", "point")]

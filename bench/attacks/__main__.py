@@ -23,6 +23,7 @@ from bench.attacks import (
     chats,
     connections,
     constraints,
+    conversations,
     crowding,
     http1,
     messages,
@@ -46,6 +47,7 @@ ATTACKS: tuple[Attack, ...] = (
     *adapter_uploads.ATTACKS,
     *constraints.ATTACKS,
     *chats.ATTACKS,
+    *conversations.ATTACKS,
 )
 SHUTDOWN = "sigterm"
 NUM_SHUTDOWNS = 5

@@ -151,7 +151,7 @@ async def _ask(orders: _Orders, pipe: Connection) -> None:
     options = {"priority": orders.question.priority, "adapter": orders.question.adapter}
     request = wire.CompleteQueryRequest(question="How many shapes are there?", sampling=sampling, options=options)
     if orders.sends_pictures:
-        request.image.data = _small_picture()
+        request.image.data = small_picture()
 
     numbers = itertools.count(1)
 
@@ -160,7 +160,7 @@ async def _ask(orders: _Orders, pipe: Connection) -> None:
         metadata = (("authorization", f"Bearer {orders.token}"),)
         if orders.stores_pictures:
             images: Any = ImageServiceStub(channel)
-            put = image_wire.PutImageRequest(data=_small_picture())
+            put = image_wire.PutImageRequest(data=small_picture())
             stored = await images.PutImage(put, timeout=ASK_TIMEOUT_S, metadata=metadata)
             request.image.image_id = stored.image.image_id
             get = image_wire.GetImageRequest(image_id=stored.image.image_id, include_data=True)
@@ -196,7 +196,8 @@ def _channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=options)
 
 
-def _small_picture() -> bytes:
+def small_picture() -> bytes:
+    """The picture that the caller asks about, always the same file."""
     file = io.BytesIO()
     Image.linear_gradient("L").resize((_PICTURE_PX, _PICTURE_PX)).convert("RGB").save(file, "PNG")
     return file.getvalue()

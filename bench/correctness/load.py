@@ -2,13 +2,13 @@
 
 Runs the engine in this process. First every distinct request is asked alone, without the prefix cache; then
 they are drawn at random, so many at once, with it, all greedy: every skill, pictures of every number of crops,
-several formats, answers of a few tokens, and among them requests with adapters, constraints, several samples and
-logprobs (`--features`). There are more adapters than slots, and with few pages (`--set kv-pages=…`) what is cached
-is evicted all the time. In the end no request may have failed and no page may be taken, memory of host and device
-may not have risen in the second half, and every answer must be, token for token, that of the quiet engine, with its
-logprobs. Batches of other sizes round otherwise; so where an answer parts from its quiet one, a second copy of the
-model is led along to that place, alone and on the same paths: it is a tie if neither token's logit lies further
-below the best one than the tolerance, a share of it, else a real difference.
+several formats, answers of a few tokens, and among them requests with adapters, constraints, several samples,
+logprobs and conversations with several pictures (`--features`). There are more adapters than slots, and with few
+pages (`--set kv-pages=…`) what is cached is evicted all the time. In the end no request may have failed and no page
+may be taken, memory of host and device may not have risen in the second half, and every answer must be, token for
+token, that of the quiet engine, with its logprobs. Batches of other sizes round otherwise; so where an answer parts
+from its quiet one, a second copy of the model is led along to that place, alone and on the same paths: it is a tie
+if neither token's logit lies further below the best one than the tolerance, a share of it, else a real difference.
 
     python -m bench.correctness.load --model /tmp/md2
     python -m bench.correctness.load --requests 60 --distinct 12 --at-once 8
@@ -39,7 +39,14 @@ from typing import Any
 
 import torch
 
-from bench.correctness.mixed_requests import FEATURES, features_of, mixed_requests, noted_tokens, with_features
+from bench.correctness.mixed_requests import (
+    FEATURES,
+    features_of,
+    mixed_requests,
+    most_pictures,
+    noted_tokens,
+    with_features,
+)
 from bench.correctness.tie_judge import TOLERANCES, TieJudge
 from bench.harness.checkpoints import write_adapters_of
 from bench.harness.engines import add_engine_options, closed_loop, engine_config
@@ -360,7 +367,7 @@ def _run(arguments: argparse.Namespace, config: EngineConfig, folder: Path) -> i
         names = write_adapters_of(folder, loaded.model.config.text, NUM_ADAPTERS, RANK)
         config = replace(config, adapters=str(folder), num_adapter_slots=NUM_SLOTS, max_adapter_rank=RANK)
     requests = mixed_requests(arguments.distinct, loaded.model.config)
-    requests = with_features(requests, arguments.features, names)
+    requests = with_features(requests, arguments.features, names, most_pictures(loaded.model.config))
     print(", ".join(f"{count} with {name}" for name, count in features_of(requests).items()), flush=True)
     progress = Progress(11)
     with noted_tokens() as tokens:

@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from PIL import Image
+import PIL.Image
 
 from bench.harness.engines import Method, wrapped
 from bench.harness.workload import QUESTIONS, TEXT_QUESTIONS, chart
 from kestrel_runtime.api.constraints import Constraint
+from kestrel_runtime.api.images import Image
 from kestrel_runtime.api.requests import (
     BoxRef,
     Caption,
@@ -74,7 +75,7 @@ def mixed_requests(count: int, config: MoondreamConfig, *, seed: int = 0) -> lis
     return [_request(next(kinds), chance, pictures) for _ in range(count)]
 
 
-FEATURES = ("adapters", "constraints", "samples", "logprobs")
+FEATURES = ("adapters", "constraints", "samples", "logprobs", "conversations")
 """What requests may have beside their skill."""
 _SCHEMA = {
     "type": "object",
@@ -89,20 +90,40 @@ CONSTRAINTS = (
 )
 _CONSTRAINED_TOKENS = 48
 _MOST_SAMPLES, _MOST_LOGPROBS = 3, 5
+_MOST_PICTURES, _TEXT_POSITIONS = 3, 400
+"""Of a conversation; positions are what its texts and the answer may take."""
+
+
+def most_pictures(config: MoondreamConfig) -> int:
+    """How many pictures a conversation may show, so that it fits the context."""
+    fitting = (config.text.max_context - _TEXT_POSITIONS) // config.vision.num_image_tokens
+    return max(1, min(_MOST_PICTURES, fitting))
 
 
 def with_features(
-    requests: Iterable[Request], features: Collection[str], adapters: Sequence[str], *, seed: int = 0
+    requests: Iterable[Request],
+    features: Collection[str],
+    adapters: Sequence[str],
+    num_pictures: int = _MOST_PICTURES,
+    *,
+    seed: int = 0,
 ) -> list[Request]:
     """The same with `features`: adapters for two of three, logprobs and constraints for every second one that can
-    have them, several samples for every fourth."""
-    chance, found = random.Random(seed), []
+    have them, several samples for every fourth, and every second question about a picture as the last of a
+    conversation with up to `num_pictures`.
+    """
+    chance, others, found = random.Random(seed), random.Random(seed), []
+    talks, is_asked_later = "conversations" in features and num_pictures > 1, itertools.cycle((True, False))
+    requests = list(requests)
+    pictures = [request.images[0] for request in requests if request.images]
     for request in requests:
-        shares = (2 / 3, 1 / 2, 1 / 4, 1 / 2)
-        drawn = [name for name, share in zip(FEATURES, shares, strict=True) if chance.random() < share]
+        shares = {"adapters": 2 / 3, "constraints": 1 / 2, "samples": 1 / 4, "logprobs": 1 / 2}
+        drawn = [name for name, share in shares.items() if chance.random() < share]
         has = {name: name in drawn and name in features for name in FEATURES}
         if has["adapters"]:
             request = replace(request, options=replace(request.options, adapter=chance.choice(adapters)))
+        if talks and isinstance(request, Query) and request.images and not request.spatial_refs:
+            request = _conversation(request, others, pictures, num_pictures) if next(is_asked_later) else request
         if isinstance(request, Query | Caption | Chat):
             sampling = request.sampling
             if has["samples"]:
@@ -117,6 +138,22 @@ def with_features(
     return found
 
 
+def _conversation(question: Query, chance: random.Random, pictures: Sequence[Image], num_pictures: int) -> Chat:
+    """A conversation that ends with a question; its own picture and others are shown in any of its turns."""
+    assert question.image is not None, "only questions about pictures"
+    shown = [*chance.choices(pictures, k=chance.randint(1, num_pictures - 1)), question.image]
+    chance.shuffle(shown)
+    questions = [*chance.choices(QUESTIONS, k=chance.randint(0, 2)), question.question]
+    messages = [ChatMessage(Role.SYSTEM, "Answer briefly.")] if chance.random() < 1 / 2 else []
+    for place, text in enumerate(questions):
+        if place:
+            messages.append(ChatMessage(Role.ASSISTANT, chance.choice(OBJECTS)))
+        num_here = len(shown) if place == len(questions) - 1 else chance.randint(0, len(shown))
+        messages.append(ChatMessage(Role.USER, text, tuple(shown[:num_here])))
+        del shown[:num_here]
+    return Chat(tuple(messages), reasoning=question.reasoning, sampling=question.sampling, options=question.options)
+
+
 def features_of(requests: Iterable[Request]) -> Counter[str]:
     """How many requests have each of `FEATURES`."""
     counts: Counter[str] = Counter(dict.fromkeys(FEATURES, 0))
@@ -125,6 +162,7 @@ def features_of(requests: Iterable[Request]) -> Counter[str]:
         counts["constraints"] += request.constraint is not None
         counts["samples"] += request.sampling.n is not None
         counts["logprobs"] += request.sampling.logprobs is not None
+        counts["conversations"] += len(request.images) > 1
     return counts
 
 
@@ -150,7 +188,7 @@ def _pictures(vision: VisionConfig, chance: random.Random) -> Iterator[bytes]:
 
 def _converted(jpeg: bytes, image_format: str, mode: str) -> bytes:
     file = io.BytesIO()
-    Image.open(io.BytesIO(jpeg)).convert(mode).save(file, image_format)
+    PIL.Image.open(io.BytesIO(jpeg)).convert(mode).save(file, image_format)
     return file.getvalue()
 
 

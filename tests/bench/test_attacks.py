@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 import pickle
 import subprocess
@@ -16,7 +17,7 @@ import grpc
 import pytest
 from PIL import Image
 
-from bench.attacks import http2
+from bench.attacks import conversations, http2
 from bench.attacks.__main__ import ATTACKS
 from bench.attacks.attack import MIB, Attack, Memory, Observation, Outcome, Question, Victim, Witness, markdown
 from bench.attacks.bombs import jpeg_of_scans, png_of_one_colour, tiff_of_one_tile, webp_of_canvas
@@ -196,6 +197,25 @@ def test_a_short_attack_leaves_a_table_and_its_numbers(tmp_path: Path):
     assert row["before_bytes"] > 100 * MIB
     assert row["exit_status"] == 0
     assert "HTTP/2 rapid reset" in done.stdout
+
+
+def test_conversations_that_attack_have_the_size_that_their_row_names():
+    _, sixteen = next(conversations.huge_pictures(b"-"))
+    assert sum(part.HasField("image") for message in sixteen.messages for part in message.parts) == 16
+    turns = dict(itertools.islice(conversations.many_turns(None), 3))
+    assert {kind: len(request.messages) for kind, request in turns.items()} == {
+        "too many": 1001,
+        "too long": 255,
+        "allowed": 255,
+    }
+
+
+def test_a_conversation_that_ends_otherwise_than_documented_is_named():
+    (row,) = (attack for attack in ATTACKS if attack.name == "chat-roles")
+    assert row.check({"allowed: OK": 3, "refused: INVALID_ARGUMENT": 7, "allowed: RESOURCE_EXHAUSTED": 1}, "") == []
+    assert row.check({"refused: INVALID_ARGUMENT": 7}, "") == ["none ended with allowed: OK"]
+    outcome = {"allowed: OK": 3, "refused: INVALID_ARGUMENT": 7, "refused: INTERNAL": 2}
+    assert row.check(outcome, "") == ["2 ended with refused: INTERNAL"]
 
 
 def test_an_attack_that_there_is_not_is_named():

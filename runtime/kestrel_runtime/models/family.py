@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import MemoryPlan, SkillDefaults
-from kestrel_runtime.api.requests import Query, Request
+from kestrel_runtime.api.requests import Chat, ChatMessage, Query, Request, Role, SamplingParams
 from kestrel_runtime.imaging.crops import Cropping, DecodedImage
 from kestrel_runtime.loading.checkpoint import Checkpoint
 from kestrel_runtime.output.output_parser import OutputParser, Token
@@ -200,10 +200,23 @@ class Fixture:
     """`expected.json`. `images` has for each image its file name, and `calls` with their answers."""
     tensors: Mapping[str, Tensor]
     """`expected.safetensors`; the names are the family's own."""
+    conversations: Sequence[Mapping[str, Any]] = ()
+    """The entries of `conversations.json`, each with its `max_tokens`; empty where the folder has none."""
+    conversation_tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """`conversations.safetensors`; the names are the family's own."""
 
     def data(self, image: str) -> bytes:
         """Returns the bytes of an image."""
         return (self.folder / image).read_bytes()
+
+    def chat(self, conversation: Mapping[str, Any]) -> Chat:
+        """Returns the greedy request of one of the conversations."""
+        messages = tuple(
+            ChatMessage(Role(message["role"]), message["text"], tuple(map(self.data, message.get("images", ()))))
+            for message in conversation["messages"]
+        )
+        sampling = SamplingParams(temperature=0.0, max_tokens=conversation["max_tokens"])
+        return Chat(messages, reasoning=conversation["reasoning"], sampling=sampling)
 
 
 class PromptRecord(NamedTuple):

@@ -1,23 +1,26 @@
 """Runs every case of a reference fixture and reports which cases pass.
 
 A fixture is a folder with a small checkpoint, images, and the reference's answers in `expected.json` and
-`expected.safetensors`. The model family compares tensors. Answers are compared if the model computes in float32: in
-a shorter format one rounding may change a greedy answer of a random model.
+`expected.safetensors`. It may have conversations with their answers in `conversations.json` and
+`conversations.safetensors`. The model family compares tensors. Answers are compared if the model computes in
+float32: in a shorter format one rounding may change a greedy answer of a random model.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+from torch import Tensor
 
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import CheckpointError, KestrelError
+from kestrel_runtime.api.requests import Request
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.family import Case, Fixture
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -33,6 +36,7 @@ class AnsweredCall:
     """One call of a fixture and the answer of an engine."""
 
     image: str | None
+    """The file of the image; those of several are joined by "+"."""
     call: Mapping[str, Any]
     """The call as in `expected.json`; without `expect` if the reference has no answer."""
     answer: dict[str, Any] | None
@@ -64,7 +68,9 @@ class ReferenceFixture:
         """
         try:
             self.expected = json.loads((folder / "expected.json").read_text())
-            self._fixture = Fixture(folder, self.expected, load_file(folder / "expected.safetensors"))
+            self._fixture = Fixture(
+                folder, self.expected, load_file(folder / "expected.safetensors"), *_conversations(folder)
+            )
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{folder} is no reference fixture: {Path(error.filename).name} is missing"
@@ -112,12 +118,32 @@ class ReferenceFixture:
         """Returns the engine's answers to all calls, which run together."""
         calls = [(image["image"], call) for image in self.expected["images"] for call in image["calls"]]
         calls += [(None, call) for call in self.expected.get("text_only", [])]
-        return await asyncio.gather(*(self._answer(engine, image, call) for image, call in calls))
+        max_tokens, data = self.expected["max_tokens"], self._fixture.data
+        asked = [
+            (image, call, request_of(call, None if image is None else data(image), max_tokens))
+            for image, call in calls
+        ]
+        for each in self._fixture.conversations:
+            pictures = "+".join(name for message in each["messages"] for name in message.get("images", ()))
+            call = {"skill": "chat", "args": {"name": each["name"]}, "expect": each["expect"]}
+            asked.append((pictures or None, call, self._fixture.chat(each)))
+        return await asyncio.gather(*(self._answer(engine, *one) for one in asked))
 
-    async def _answer(self, engine: LocalEngine, image: str | None, call: dict[str, Any]) -> AnsweredCall:
-        data = None if image is None else self._fixture.data(image)
+    async def _answer(
+        self, engine: LocalEngine, image: str | None, call: dict[str, Any], request: Request
+    ) -> AnsweredCall:
         try:
-            finished = await engine.submit(request_of(call, data, self.expected["max_tokens"])).result()
+            finished = await engine.submit(request).result()
         except KestrelError as error:
             return AnsweredCall(image, call, None, f"{type(error).__name__}: {error}")
         return AnsweredCall(image, call, answer_of(finished.output))
+
+
+def _conversations(folder: Path) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Tensor]]:
+    """Returns the conversations of a folder, each with its limit of tokens, and their tensors."""
+    file = folder / "conversations.json"
+    if not file.exists():
+        return (), {}
+    fixture = json.loads(file.read_text(encoding="utf-8"))
+    limit = {"max_tokens": fixture["max_tokens"]}
+    return [each | limit for each in fixture["conversations"]], load_file(folder / "conversations.safetensors")

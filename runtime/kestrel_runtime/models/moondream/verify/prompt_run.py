@@ -62,7 +62,17 @@ class PromptRun:
         execution = ExecutionConfig.of(config, model.device.type, model)
         self._backends = Backends.of(model, execution, max_batch_size=1)
         bounds = StepBounds(max_batch_size=1, max_prefill_tokens=model.config.text.max_context, max_crops=1)
-        self._runner = new_step_runner(model, self.cache, execution, bounds, self._backends, adapters=adapters)
+        image_bytes = model.config.vision.num_image_tokens * model.config.text.dim * model.dtype.itemsize
+        most_images = model.config.text.max_context // model.config.vision.num_image_tokens
+        self._runner = new_step_runner(
+            model,
+            self.cache,
+            execution,
+            bounds,
+            self._backends,
+            image_cache_bytes=most_images * image_bytes,  # the sequence may hold the embeddings of all its images
+            adapters=adapters,
+        )
         self._sequence: TokenSequence | None = None
         self._num_runs = _NUM_RUNS_WITH_GRAPHS if execution.with_graphs else 1
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.requests import Query
+from kestrel_runtime.api.requests import Query, Request
 from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.models.family import Case, Fixture, Prepare, PromptRecord, Verification
 from kestrel_runtime.models.moondream.model import Moondream
@@ -41,9 +41,9 @@ from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 def verification(model: Moondream, config: EngineConfig) -> Verification:
     """Returns the family's part of `kestrel-grpc verify`."""
     formats = Formats.of(config, model)
-    simulated: dict[tuple[Query, ...], list[PromptErrors]] = {}
+    simulated: dict[tuple[Request, ...], list[PromptErrors]] = {}
 
-    def errors_of(requests: tuple[Query, ...], prepare: Prepare) -> list[PromptErrors]:
+    def errors_of(requests: tuple[Request, ...], prepare: Prepare) -> list[PromptErrors]:
         if requests not in simulated:
             simulated[requests] = expected_errors(config, formats, requests, prepare)
         return simulated[requests]
@@ -78,7 +78,7 @@ class _TensorCases:
         config: EngineConfig,
         fixture: Fixture,
         prepare: Prepare,
-        errors_of: Callable[[tuple[Query, ...], Prepare], list[PromptErrors]] | None,
+        errors_of: Callable[[tuple[Request, ...], Prepare], list[PromptErrors]] | None,
     ) -> None:
         self._model = model
         self._config = config
@@ -90,6 +90,7 @@ class _TensorCases:
         for index, image in enumerate(self._fixture.expected["images"]):
             yield from self._crop_cases(index, image)
             yield from self._prompt_cases(index, image)
+        yield from self._conversation_cases()
 
     def _crop_cases(self, index: int, expected: dict[str, Any]) -> Iterator[Case]:
         name = expected["image"]
@@ -106,11 +107,8 @@ class _TensorCases:
     def _prompt_cases(self, index: int, expected: dict[str, Any]) -> Iterator[Case]:
         if not any(key.startswith(f"{index}.") for key in self._fixture.tensors):
             return  # nor its tensors
-        name, request, errors = expected["image"], self._request(expected), self._errors(index)
-        run = PromptRun(self._model, self._prompt_config, self._prepare)
-        with errors.routing.decided(self._model, DEVIATIONS) if errors else nullcontext():
-            tensors = prompt_tensors(run, request)
-        ids = [token.id for token in run.sequence.tokens[1:]]
+        name, errors = expected["image"], self._errors(index)
+        tensors, ids = self._run(self._request(expected), errors)
         if "query_prompt_tokens" in expected:
             yield Case(f"{name} query_prompt_tokens", _differs(ids, expected["query_prompt_tokens"]))
         for key, actual in tensors.items():
@@ -118,6 +116,37 @@ class _TensorCases:
             if stored is not None:
                 bounds = [_float32_bound(key, stored), *([errors.tensors[key]] if errors else [])]
                 yield _compared(f"{name} {key}", actual, stored, bounds)
+
+    def _conversation_cases(self) -> Iterator[Case]:
+        """Compares the prompts with several images, in which the positions of each image attend to each other."""
+        requests = {
+            index: self._fixture.chat(conversation)
+            for index, conversation in enumerate(self._fixture.conversations)
+        }
+        requests = {index: request for index, request in requests.items() if len(request.images) > 1}
+        errors: Sequence[PromptErrors | None] = [None] * len(requests)
+        if self._errors_of is not None and requests:
+            errors = self._errors_of(tuple(requests.values()), self._prepare)
+        for (index, request), errors_of_it in zip(requests.items(), errors, strict=True):
+            conversation, stored = self._fixture.conversations[index], self._fixture.conversation_tensors
+            tensors, ids = self._run(request, errors_of_it)
+            name = f"conversation {conversation['name']!r}"
+            wanted = [token for token in conversation["prompt"] if not isinstance(token, str)]
+            yield Case(f"{name} prompt", _differs(ids, wanted[1:]))
+            for key, stored_name, every in ((HIDDEN, "last_hidden", 1), (LOGITS, "logits_every_9th", 9)):
+                expected = stored[f"{index}.{stored_name}"]
+                bounds: list[LargestError | ExpectedError] = [_float32_bound(key, expected)]
+                if errors_of_it:
+                    simulated = errors_of_it.tensors[key]
+                    bounds.append(replace(simulated, elements=simulated.elements[::every]))
+                yield _compared(f"{name} {stored_name}", tensors[key][::every], expected, bounds)
+
+    def _run(self, request: Request, errors: PromptErrors | None) -> tuple[dict[str, Tensor], list[int]]:
+        """Returns the tensors of a prompt, and its ids after the first one."""
+        run = PromptRun(self._model, self._prompt_config, self._prepare)
+        with errors.routing.decided(self._model, DEVIATIONS) if errors else nullcontext():
+            tensors = prompt_tensors(run, request)
+        return tensors, [token.id for token in run.sequence.tokens[1:]]
 
     @property
     def _prompt_config(self) -> EngineConfig:
