@@ -72,7 +72,7 @@ def config_of(content: dict[str, Any]) -> ServerConfig:
     """What a server in this pod is configured with: the variables of the image, and those of the pod."""
     image = (CHECKOUT / "deploy" / "Containerfile").read_text(encoding="utf-8")
     variables = dict(re.findall(r"(KESTREL_GRPC_\w+)=(\S+)", image))
-    variables |= {item["name"]: item["value"] for item in container_of(content)["env"]}
+    variables |= {item["name"]: item["value"] for item in container_of(content)["env"] if "value" in item}
     return ServerConfig.parse({}, variables)
 
 
@@ -125,6 +125,14 @@ def test_the_patch_for_processors_asks_for_no_gpu(tmp_path):
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert config_of(content).engine.device == "cpu"
     assert "nvidia" not in path.read_text(encoding="utf-8")
+
+
+def test_the_token_of_the_hub_comes_from_a_secret_that_need_not_be_there():
+    (variable,) = [item for item in container_of(deployment())["env"] if item["name"] == "HF_TOKEN"]
+    secret = variable["valueFrom"]["secretKeyRef"]
+    assert secret["optional"] is True
+    page = (CHECKOUT / "docs" / "operation.md").read_text(encoding="utf-8")
+    assert f"kubectl create secret generic {secret['name']} --from-literal={secret['key']}=" in page
 
 
 def test_every_selector_selects_the_pods():
