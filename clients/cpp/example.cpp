@@ -6,6 +6,7 @@
 #include <fstream>
 #include <iterator>
 #include <memory>
+#include <string>
 
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
@@ -34,18 +35,37 @@ int main(int, char** arguments) {
   std::printf("query: ");
   auto context = ContextFor(std::chrono::minutes(1));
   auto answer = vision->Query(context.get(), query);
+  std::string said;
   for (QueryResponse response; answer->Read(&response);) {
     std::printf("%s", response.delta().text().c_str());  // empty for other events
     const auto& usage = response.completed().info().usage();
     if (response.has_completed()) std::printf(" (%d tokens)\n", usage.output_token_count());
+    if (response.has_completed()) said = response.completed().answer();
   }
   if (auto status = answer->Finish(); !status.ok()) std::printf("failed: %s\n", status.error_message().c_str());
+
+  // A conversation: what was asked and answered before, each message with its texts and images, and a question.
+  CompleteChatRequest chat;
+  *chat.mutable_sampling() = query.sampling();
+  auto message = [&chat](ChatRole role, const std::string& text) {
+    auto* added = chat.add_messages();
+    added->set_role(role);
+    added->add_parts()->set_text(text);
+    return added;
+  };
+  *message(CHAT_ROLE_USER, query.question())->add_parts()->mutable_image() = image;
+  message(CHAT_ROLE_ASSISTANT, said);
+  message(CHAT_ROLE_USER, "What color is the star?");
+  CompleteChatResponse reply;
+  auto status = vision->CompleteChat(ContextFor(std::chrono::minutes(1)).get(), chat, &reply);
+  if (!status.ok()) std::printf("failed: %s\n", status.error_message().c_str());
+  std::printf("chat: %s\n", reply.result().answer().c_str());
 
   DetectRequest detect;
   detect.set_object("shape");
   *detect.mutable_image() = image;
   DetectResponse found;
-  auto status = vision->Detect(ContextFor(std::chrono::minutes(1)).get(), detect, &found);
+  status = vision->Detect(ContextFor(std::chrono::minutes(1)).get(), detect, &found);
   if (!status.ok()) std::printf("failed: %s\n", status.error_message().c_str());
   for (const auto& object : found.objects()) {
     const auto& box = object.box();

@@ -35,15 +35,27 @@ func main() {
 	defer cancel()
 
 	// A stream: pieces of the answer as they are generated, then the whole.
-	answer := must(vision.Query(ctx, &kestrel.QueryRequest{Question: "What is in this image?", Image: image,
+	question, said := "What is in this image?", ""
+	answer := must(vision.Query(ctx, &kestrel.QueryRequest{Question: question, Image: image,
 		Sampling: &kestrel.SamplingParams{Temperature: proto.Float32(0)}}))
 	fmt.Print("query: ")
 	for response, err := answer.Recv(); err != io.EOF; response, err = answer.Recv() {
 		fmt.Print(must(response, err).GetDelta().GetText()) // empty for other events
 		if completed := response.GetCompleted(); completed != nil {
 			fmt.Printf(" (%d tokens)\n", completed.Info.Usage.OutputTokenCount)
+			said = completed.Answer
 		}
 	}
+
+	// A conversation: what was asked and answered before, each message with its texts and images, and a question.
+	text := func(text string) *kestrel.ChatPart { return &kestrel.ChatPart{Part: &kestrel.ChatPart_Text{Text: text}} }
+	chat := must(vision.CompleteChat(ctx, &kestrel.CompleteChatRequest{Messages: []*kestrel.ChatMessage{
+		{Role: kestrel.ChatRole_CHAT_ROLE_USER, Parts: []*kestrel.ChatPart{
+			{Part: &kestrel.ChatPart_Image{Image: image}}, text(question)}},
+		{Role: kestrel.ChatRole_CHAT_ROLE_ASSISTANT, Parts: []*kestrel.ChatPart{text(said)}},
+		{Role: kestrel.ChatRole_CHAT_ROLE_USER, Parts: []*kestrel.ChatPart{text("What color is the star?")}},
+	}, Sampling: &kestrel.SamplingParams{Temperature: proto.Float32(0)}}))
+	fmt.Println("chat:", chat.Result.Answer)
 
 	found := must(vision.Detect(ctx, &kestrel.DetectRequest{Object: "shape", Image: image}))
 	for _, object := range found.Objects {

@@ -17,6 +17,9 @@ import kestrel.v1.Generation.RequestOptions;
 import kestrel.v1.Generation.SamplingParams;
 import kestrel.v1.Media.Image;
 import kestrel.v1.VisionServiceGrpc;
+import kestrel.v1.VisionServiceOuterClass.ChatMessage;
+import kestrel.v1.VisionServiceOuterClass.ChatRole;
+import kestrel.v1.VisionServiceOuterClass.CompleteChatRequest;
 import kestrel.v1.VisionServiceOuterClass.DetectRequest;
 import kestrel.v1.VisionServiceOuterClass.QueryRequest;
 import kestrel.v1.VisionServiceOuterClass.QueryResponse;
@@ -30,13 +33,25 @@ public final class Example {
     // A stream: pieces of the answer as they are generated, then the whole.
     var query = QueryRequest.newBuilder().setQuestion("What is in this image?").setImage(image)
         .setSampling(SamplingParams.newBuilder().setTemperature(0)).build();
+    var said = ChatMessage.newBuilder().setRole(ChatRole.CHAT_ROLE_ASSISTANT);
     System.out.print("query: ");
     vision.query(query).forEachRemaining(response -> {
       System.out.print(response.getDelta().getText()); // empty for other events
       if (response.hasCompleted()) {
         System.out.printf(" (%d tokens)%n", response.getCompleted().getInfo().getUsage().getOutputTokenCount());
+        said.addPartsBuilder().setText(response.getCompleted().getAnswer());
       }
     });
+
+    // A conversation: what was asked and answered before, each message with its texts and images, and a question.
+    var seen = ChatMessage.newBuilder().setRole(ChatRole.CHAT_ROLE_USER);
+    seen.addPartsBuilder().setImage(image);
+    seen.addPartsBuilder().setText(query.getQuestion());
+    var asked = ChatMessage.newBuilder().setRole(ChatRole.CHAT_ROLE_USER);
+    asked.addPartsBuilder().setText("What color is the star?");
+    var chat = CompleteChatRequest.newBuilder().setSampling(query.getSampling())
+        .addMessages(seen).addMessages(said).addMessages(asked).build();
+    System.out.printf("chat: %s%n", vision.completeChat(chat).getResult().getAnswer());
 
     var detect = DetectRequest.newBuilder().setObject("shape").setImage(image).build();
     for (var object : vision.detect(detect).getObjectsList()) {

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kestrel_client import Client, KestrelClientError
+from kestrel_client import ChatMessage, Client, KestrelClientError
 from tests.clients.__main__ import PICTURE, address_in, serving
 from tests.clients.catalogue import CHECKOUT
 from tests.clients.environments import NODE, NPM
@@ -113,6 +113,9 @@ def answers(address: str) -> str:
     with Client(address) as client:
         answer = client.query(PICTURE, "What is in this image?", temperature=0).result()
         lines = [f"query: {answer.answer} ({answer.usage.output_token_count} tokens)"]
+        turns = [ChatMessage("user", "What is in this image?", [PICTURE]), ChatMessage("assistant", answer.answer)]
+        turns.append(ChatMessage("user", "What color is the star?"))
+        lines.append(f"chat: {client.complete_chat(turns, temperature=0).answer}")
         for box in (found.box for found in client.detect(PICTURE, "shape").objects):
             lines.append(f"detect: {box.x_min:.2f} {box.y_min:.2f} {box.x_max:.2f} {box.y_max:.2f}")
         try:

@@ -4,7 +4,7 @@ import { argv, stdout } from "node:process";
 import { Code, ConnectError, createClient } from "@connectrpc/connect";
 import { createGrpcTransport } from "@connectrpc/connect-node";
 import { ErrorInfoSchema } from "../gen/google/rpc/error_details_pb.js";
-import { VisionService } from "../gen/kestrel/v1/vision_service_pb.js";
+import { ChatRole, VisionService } from "../gen/kestrel/v1/vision_service_pb.js";
 
 const [address, picture] = argv.slice(2);
 const vision = createClient(
@@ -15,11 +15,27 @@ const image = { source: { case: "data" as const, value: await readFile(picture) 
 
 // A stream: pieces of the answer as they are generated, then the whole.
 stdout.write("query: ");
+let said = "";
 const query = { question: "What is in this image?", image, sampling: { temperature: 0 } };
 for await (const { event } of vision.query(query)) {
   if (event.case === "delta") stdout.write(event.value.text);
-  if (event.case === "completed") stdout.write(` (${event.value.info?.usage?.outputTokenCount} tokens)\n`);
+  if (event.case === "completed") {
+    stdout.write(` (${event.value.info?.usage?.outputTokenCount} tokens)\n`);
+    said = event.value.answer;
+  }
 }
+
+// A conversation: what was asked and answered before, each message with its texts and images, and a question.
+const text = (value: string) => ({ part: { case: "text" as const, value } });
+const chat = await vision.completeChat({
+  messages: [
+    { role: ChatRole.USER, parts: [{ part: { case: "image", value: image } }, text(query.question)] },
+    { role: ChatRole.ASSISTANT, parts: [text(said)] },
+    { role: ChatRole.USER, parts: [text("What color is the star?")] },
+  ],
+  sampling: { temperature: 0 },
+});
+console.log("chat:", chat.result?.answer);
 
 const found = await vision.detect({ object: "shape", image });
 for (const { box } of found.objects) {
