@@ -31,7 +31,7 @@ _IMAGE = base64.b64encode(bytes(range(256)) * 4).decode()
 _IMAGE_NAMES = (f"sha256:{'0' * 64}", "sha256:", "%2e%2e%2f", "a" * 5000, "%00")
 _PAUSE_S = 0.05
 PATHS = {
-    "rest": ("/v1/query", "/v1/caption", "/v1/point", "/v1/detect", "/v1/segment"),
+    "rest": ("/v1/query", "/v1/caption", "/v1/point", "/v1/detect", "/v1/segment", "/v1/chat"),
     "forms": ("/v1/query", "/v1/caption", "/v1/point", "/v1/detect", "/v1/segment", "/v1/gaze"),
     "images": ("/v1/images", *(f"/v1/images/{name}" for name in _IMAGE_NAMES)),
     "openai": ("/v1/chat/completions", "/v1/completions", "/v1/responses"),
@@ -47,7 +47,7 @@ def valid(path: str, draw: Draw) -> dict[str, Any]:
             {"type": "text", "text": "?"},
             {"type": "image_url", "image_url": {"url": f"data:;base64,{_IMAGE}"}},
         ]
-        content = draw.choice(("?", parts, [parts[0]]))
+        content = draw.choice(("?", [*parts, parts[1]], [parts[0]]))
         call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
         turns = [
             {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -65,6 +65,14 @@ def valid(path: str, draw: Draw) -> dict[str, Any]:
         return {"model": "fake", "input": draw.choice(("?", items)), "stream": draw.random() < 0.5}
     if path == "/v1/completions":
         return {"model": "fake", "prompt": "?", "stream": draw.random() < 0.5}
+    if path == "/v1/chat":
+        urls = [_IMAGE, f"data:;base64,{_IMAGE}", "https://example.com/x", f"sha256:{'0' * 64}"]
+        roles = ("user", "user", "assistant", "system")
+        messages = [
+            {"role": draw.choice(roles), "content": "?", "image_urls": draw.sample(urls, draw.randrange(4))}
+            for _ in range(draw.choice((1, 2, 3, 200, 300)))
+        ]
+        return {"messages": messages, "stream": draw.random() < 0.5}
     if path == "/v1/query":
         return {"question": "?", "stream": draw.random() < 0.5, "settings": {"temperature": 0.5}}
     body: dict[str, Any] = {"image_url": _IMAGE}
