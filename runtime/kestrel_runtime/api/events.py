@@ -218,7 +218,8 @@ class Finished:
     stop_sequence: str | None = None
     """The stop string that ended the answer; None if generation ended for another reason."""
     image_size_px: tuple[int, int] | None = None
-    """Width and height of the upright image, to which coordinates are relative; None without an image."""
+    """Width and height of the upright image, the first of several, to which coordinates are relative; None without
+    an image."""
     alternatives: tuple[Finished, ...] = ()
     """Further samples, if a call asks for several. `usage` then has the output tokens of all of them."""
 
