@@ -61,8 +61,15 @@ class Shape:
 def shape_of(descriptor: Any) -> Shape:
     """Returns the shape of the messages of a type, which must not contain itself."""
     layout = _layout_of(descriptor)
-    repeats = any(field.is_repeated for field in descriptor.fields if field.number in layout)
+    repeats = any(field.is_repeated and _has_image(field) for field in descriptor.fields)
     return Shape(layout, MAX_CHAT_IMAGES if repeats else 1)
+
+
+def _has_image(field: Any) -> bool:
+    """Returns True if the field holds an `Image`, unlike repeated bytes of other contracts."""
+    if field.type != FieldDescriptor.TYPE_MESSAGE:
+        return field.full_name == _IMAGE_URI
+    return any(map(_has_image, field.message_type.fields))
 
 
 def _layout_of(descriptor: Any) -> Layout:
