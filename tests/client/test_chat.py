@@ -144,7 +144,7 @@ def test_a_refused_conversation_is_sent_again_whole(client: Client, vision: Cann
         ([ChatMessage("robot", "hi")], "messages[0].role"),  # pyrefly: ignore[bad-argument-type] what a user may pass
         ([ChatMessage("user", 3)], "messages[0].text"),  # pyrefly: ignore[bad-argument-type]
         ([ChatMessage("user", "hi", SMALL)], "messages[0].images"),  # pyrefly: ignore[bad-argument-type]
-        ([ChatMessage("user", "hi", [3])], "image"),  # pyrefly: ignore[bad-argument-type]
+        ([ChatMessage("user", "hi", [SMALL, 3])], "messages[0].images[1]"),  # pyrefly: ignore[bad-argument-type]
     ],
 )
 def test_arguments_of_a_wrong_type_are_named(client: Client, messages: Any, field: str) -> None:

@@ -14,8 +14,17 @@ import grpc
 
 from kestrel_client import adapters, requests
 from kestrel_client.connection import Connection
-from kestrel_client.errors import KestrelClientError, client_closed, errors_of, from_rpc_error
-from kestrel_client.images import ImageInput, bytes_in, fields_of, image_bytes, name_of, names_in, put_reference
+from kestrel_client.errors import InvalidRequest, KestrelClientError, client_closed, errors_of, from_rpc_error
+from kestrel_client.images import (
+    ImageInput,
+    bytes_in,
+    fields_of,
+    image_bytes,
+    invalid_image,
+    name_of,
+    names_in,
+    put_reference,
+)
 from kestrel_client.requests import CallOptions
 from kestrel_client.results import Segment, SegmentResult, TextChannel, TextDelta
 from kestrel_client.sending import (
@@ -163,9 +172,12 @@ class _Attempts:
         calls = self._calls
         if self._retries is None:
             self._retries = requests.retries(self._options, calls.timeout_s, calls.max_retry_s)
-            for field, image in zip(fields_of(self._message), self._images, strict=False):
-                if image is not None and not put_reference(field, image):
-                    self._deliveries.append((field, Threads.run(self._deliver, image)))
+            for place, (field, image) in enumerate(zip(fields_of(self._message), self._images, strict=False)):
+                try:
+                    if image is not None and not put_reference(field, image):
+                        self._deliveries.append((field, Threads.run(self._deliver, image)))
+                except InvalidRequest as error:
+                    raise invalid_image(self._message, place, error) from None
             first = next(iter(fields_of(self._message)), None)
             if self._deliveries and self._deliveries[0][0] is first:
                 self._image_name = self._deliveries[0][1].image_id

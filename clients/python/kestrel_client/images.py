@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeGuard, 
 from urllib.parse import unquote_to_bytes
 
 from kestrel_client import pil_images
-from kestrel_client.errors import invalid_argument
+from kestrel_client.errors import InvalidRequest, invalid_argument
 from kestrel_client.v1 import image_service_pb2, media_pb2, vision_service_pb2
 
 if TYPE_CHECKING:
@@ -157,6 +157,18 @@ def fields_of(message: Any) -> list[media_pb2.Image]:
     if isinstance(message, vision_service_pb2.ChatRequest | vision_service_pb2.CompleteChatRequest):
         return [part.image for turn in message.messages for part in turn.parts if part.HasField("image")]
     return [message.image] if "image" in message.DESCRIPTOR.fields_by_name else []
+
+
+def invalid_image(message: Any, place: int, error: InvalidRequest) -> InvalidRequest:
+    """Returns the error of the image at this place among those of a request, with its path in a conversation."""
+    if not isinstance(message, vision_service_pb2.ChatRequest | vision_service_pb2.CompleteChatRequest):
+        return error
+    paths = [
+        f"messages[{index}].images[{number}]"
+        for index, turn in enumerate(message.messages)
+        for number in range(sum(part.HasField("image") for part in turn.parts))
+    ]
+    return invalid_argument(paths[place], error.violations[0].description)
 
 
 def bytes_in(message: Any) -> bytes | None:
