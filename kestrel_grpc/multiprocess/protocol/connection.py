@@ -186,7 +186,8 @@ class Connection:
         for _ in range(_MAX_AT_ONCE):
             if self._is_closed or (frame := self._received.next()) is None:
                 return
-            self._on_frame(frame.data, self._files.popleft() if frame.has_file else None)
+            data, has_file = frame
+            self._on_frame(data, self._files.popleft() if has_file else None)
         self._is_behind = True
         self._loop.call_soon(self._handle)
 

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import NamedTuple
 
 _HEAD = struct.Struct("<I?")
+_HEAD_BYTES = _HEAD.size
 _BUFFER_BYTES = 256 * 2**10
 
 
-class Frame(NamedTuple):
-    """The data of a frame; `has_file` is True if a file was sent with it."""
-
-    data: bytes
-    has_file: bool
+Frame = tuple[bytes, bool]
+"""The data of a frame, and True if a file was sent with it."""
 
 
 def framed(data: bytes, *, has_file: bool = False) -> bytes:
@@ -28,7 +25,7 @@ def framed(data: bytes, *, has_file: bool = False) -> bytes:
 
 def receive_frame(connection: socket.socket) -> bytes:
     """Returns the data of the next frame. Blocks. Raises `EOFError` if the other end is gone."""
-    length, _ = _HEAD.unpack(_received(connection, _HEAD.size))
+    length, _ = _HEAD.unpack(_received(connection, _HEAD_BYTES))
     return _received(connection, length)
 
 
@@ -67,14 +64,14 @@ class ReceivedFrames:
 
         Raises `FrameTooLong`.
         """
-        num_needed = _HEAD.size
-        if self.num_bytes >= num_needed:
-            num_data, has_file = _HEAD.unpack_from(self._buffer, self._start)
+        start, num_needed = self._start, _HEAD_BYTES
+        num_here = self._end - start
+        if num_here >= _HEAD_BYTES:
+            num_data, has_file = _HEAD.unpack_from(self._buffer, start)
             num_needed += num_data
-            if self.num_bytes >= num_needed:
-                begin, self._start = self._start + _HEAD.size, self._start + num_needed
-                with memoryview(self._buffer) as view:
-                    return Frame(bytes(view[begin : self._start]), has_file)
+            if num_here >= num_needed:
+                self._start = start + num_needed
+                return bytes(memoryview(self._buffer)[start + _HEAD_BYTES : self._start]), has_file
             if num_data > self._max_bytes:
                 raise FrameTooLong
         self._make_room(num_needed)

@@ -94,7 +94,7 @@ class Link(Exchange, asyncio.BufferedProtocol):
         self._received.add(nbytes)
         try:
             while (frame := self._received.next()) is not None:
-                for message in self._codec.decode(frame.data):
+                for message in self._codec.decode(frame[0]):
                     self.handle(message)
         except FrameTooLong:
             self._abort("sends a message that is too long")
