@@ -62,7 +62,13 @@ def valid(path: str, draw: Draw) -> dict[str, Any]:
             {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "a", "output": "x"},
         ]
-        return {"model": "fake", "input": draw.choice(("?", items)), "stream": draw.random() < 0.5}
+        schema = {"type": "object", "properties": {"a": {"enum": [strange_value(draw)]}}}
+        function = {"type": "function", "name": "f", "parameters": schema}
+        shape = {"format": {"type": draw.choice(("text", "json_schema")), "name": "n", "schema": schema}}
+        fields = draw.choice(
+            ({}, {}, {"tools": [function]}, {"tools": [function], "tool_choice": "required"}, {"text": shape})
+        )
+        return {"model": "fake", "input": draw.choice(("?", items)), "stream": draw.random() < 0.5, **fields}
     if path == "/v1/completions":
         return {"model": "fake", "prompt": "?", "stream": draw.random() < 0.5}
     if path == "/v1/chat":
@@ -95,7 +101,7 @@ def strange_value(draw: Draw, depth: int = 0) -> Any:
         lambda: draw.random() < 0.5,
         lambda: draw.choice((0, -1, 2**31, 2**63, 2**64, 10**300, 1e308, -0.0, 0.1)),
         lambda: draw.choice(
-            ("", "?", "\0", "a" * 70_000, "\ud800", "\U0001f426", "data:,", "https://example.com/x")
+            ("", "?", "\0", "a" * 70_000, "a" * 140_000, "\ud800", "\U0001f426", "data:,", "https://example.com/x")
         ),
         lambda: [strange_value(draw, depth + 1) for _ in range(draw.randrange(4))],
         lambda: {
@@ -115,7 +121,10 @@ def body(path: str, draw: Draw) -> bytes:
     if kind == 0:
         request[draw.choice(tuple(request))] = strange_value(draw)
     elif kind == 1:
-        names = ("x", "n", "settings", "image_url", "spatial_refs", "messages", "\ud800", "\U0001f426\udc26")
+        names = (
+            *("x", "n", "settings", "image_url", "spatial_refs", "messages", "\ud800", "\U0001f426\udc26"),
+            *("tools", "tool_choice", "metadata", "text", "stop", "response_format", "constraint", "a" * 140_000),
+        )
         request[draw.choice(names)] = strange_value(draw)
     elif kind == 2:
         return draw.choice((b"[", b'{"a":', b'{"messages":[')) * draw.choice((100, 5000, 100_000))
