@@ -27,7 +27,11 @@ from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
 from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 from kestrel_grpc.access.token_file import Scope, line_for
+from kestrel_grpc.cli.bench.workload import chart
 from kestrel_grpc.frontends.triton.v2 import grpc_service_pb2 as triton_wire
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.api.requests import Chat, ChatMessage, Role, SamplingParams
+from kestrel_runtime.engine.engine import LocalEngine
 from tests.reference_fixtures import CHECKOUT
 from tests.server.certificates import Pair, replace, trusting
 from tests.server.multiprocess.supervision.host_process import MAX_WAIT_S, HostProcess, host_process
@@ -39,6 +43,8 @@ pytestmark = pytest.mark.usefixtures("warm_starts")
 NUM_CONNECTIONS = 24
 """Linux gives each to one of two front ends: that one gets none has a chance of one in 8 million."""
 IMAGE = (CHECKOUT / "kestrel_grpc" / "demo_picture.png").read_bytes()
+IMAGE_TOKENS = 256
+"""Of the built-in model."""
 IMAGE_ID = f"sha256:{hashlib.sha256(IMAGE).hexdigest()}"
 SERVER_INFO = engine_service_pb2.GetServerInfoRequest()
 LIMITS = {
@@ -174,6 +180,52 @@ async def test_a_caller_with_one_call_at_a_time_is_never_refused_whichever_proce
         for _ in range(10):
             for connection in every:
                 assert await server_info("alone")(connection) == "OK"
+
+
+CONVERSATION = (
+    ("What color is the star?", (IMAGE,)),
+    ("What shapes do you see in this one?", (chart(0, 300, 200),)),
+    ("How many shapes are there?", ()),
+)
+"""Questions with their pictures."""
+
+
+async def answers_of_one_process() -> list[str]:
+    engine = await asyncio.to_thread(
+        LocalEngine.start, EngineConfig(device="cpu", prefix_cache=False, image_cache_bytes=0)
+    )
+    try:
+        messages: list[ChatMessage] = []
+        for question, pictures in CONVERSATION:
+            messages.append(ChatMessage(Role.USER, question, pictures))
+            chat = Chat(tuple(messages), sampling=SamplingParams(temperature=0.0, max_tokens=8))
+            output: Any = (await engine.submit(chat).result()).output
+            messages.append(ChatMessage(Role.ASSISTANT, output.answer))
+        return [message.text for message in messages if message.role is Role.ASSISTANT]
+    finally:
+        engine.close()
+
+
+async def test_a_conversation_whose_turns_reach_any_front_end_is_answered_as_by_one_process(host: Host) -> None:
+    async def talk(by_turn: Sequence[Connection]) -> list[str]:
+        wire = vision_service_pb2
+        request = wire.CompleteChatRequest(sampling={"temperature": 0.0, "max_tokens": 8})
+        answers: list[str] = []
+        for connection, (question, pictures) in zip(by_turn, CONVERSATION, strict=True):
+            asked = request.messages.add(role=wire.CHAT_ROLE_USER)
+            asked.parts.extend(wire.ChatPart(image={"data": picture}) for picture in pictures)
+            asked.parts.add(text=question)
+            result = (await connection.vision.CompleteChat(request, metadata=bearing("plain"))).result
+            before = sum(len(shown) for _, shown in CONVERSATION[: len(answers)])
+            assert result.info.usage.cached_token_count >= before * IMAGE_TOKENS, "the turn before it is cached"
+            answers.append(result.answer)
+            request.messages.add(role=wire.CHAT_ROLE_ASSISTANT).parts.add(text=result.answer)
+        return answers
+
+    wanted = await answers_of_one_process()
+    async with connections(host) as every:
+        found = await asyncio.gather(*(talk(every[first : first + 3]) for first in range(0, 12, 3)))
+    assert found == [wanted] * 4
 
 
 class Uploads:
