@@ -109,8 +109,8 @@ def with_features(
     seed: int = 0,
 ) -> list[Request]:
     """The same with `features`: adapters for two of three, logprobs and constraints for every second one that can
-    have them, several samples for every fourth, and every second question about a picture as the last of a
-    conversation with up to `num_pictures`.
+    have them, several samples for every fourth, up to `num_pictures` pictures in conversations, and every second
+    question about a picture as the last of such a conversation.
     """
     chance, others, found = random.Random(seed), random.Random(seed), []
     talks, is_asked_later = "conversations" in features and num_pictures > 1, itertools.cycle((True, False))
@@ -122,7 +122,10 @@ def with_features(
         has = {name: name in drawn and name in features for name in FEATURES}
         if has["adapters"]:
             request = replace(request, options=replace(request.options, adapter=chance.choice(adapters)))
-        if talks and isinstance(request, Query) and request.images and not request.spatial_refs:
+        if talks and isinstance(request, Chat) and request.images:
+            last = Query(request.messages[-1].text, request.images[0], request.reasoning, sampling=request.sampling)
+            request = _conversation(replace(last, options=request.options), others, pictures, num_pictures)
+        elif talks and isinstance(request, Query) and request.images and not request.spatial_refs:
             request = _conversation(request, others, pictures, num_pictures) if next(is_asked_later) else request
         if isinstance(request, Query | Caption | Chat):
             sampling = request.sampling
