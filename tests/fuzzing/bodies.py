@@ -62,7 +62,7 @@ def valid(path: str, draw: Draw) -> dict[str, Any]:
             {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "a", "output": "x"},
         ]
-        schema = {"type": "object", "properties": {"a": {"enum": [strange_value(draw)]}}}
+        schema = {"type": "object", "properties": {"a": {"const": strange_value(draw)}}}
         function = {"type": "function", "name": "f", "parameters": schema}
         shape = {"format": {"type": draw.choice(("text", "json_schema")), "name": "n", "schema": schema}}
         fields = draw.choice(
