@@ -100,7 +100,7 @@ def check_shape(message: bytes, shape: Shape, max_image_bytes: int) -> None:
     if num_bytes - sum(length for length, _ in images) > MAX_OTHER_BYTES:
         name = "image" if shape.max_images == 1 else f"{shape.max_images} largest images"
         raise _refusal(f"holds more than {MAX_OTHER_BYTES} bytes apart from its {name}")
-    if shape.max_images == 1 and images and images[0] > (max_image_bytes, True):
+    if shape.max_images == 1 and any(is_image and length > max_image_bytes for length, is_image in images):
         raise ImageError(f"must not exceed {max_image_bytes} bytes", too_large=True)
 
 
