@@ -871,11 +871,11 @@ _FOCUSED = "[document.activeElement].map((item) => item.id || item.value || item
 async def test_everything_is_reached_by_the_keyboard_in_the_order_of_reading(browser: Browser) -> None:
     async with faked(browser) as (_, opened):
         reached: list[str] = []
-        for _ in range(16):
+        for _ in range(18):
             await opened.page.keyboard.press("Tab")
             reached.append(await opened.page.evaluate(_FOCUSED))
         assert reached == [
-            *("remove", "save-json", "SUMMARY", "choose", "camera", "example"),
+            *("remove", "further", "ask-further", "save-json", "SUMMARY", "choose", "camera", "example"),
             *("query", "question", "reasoning", "ask", "SUMMARY", "SUMMARY", "BUTTON"),
             *("curl", "sample", "copy"),
         ]
