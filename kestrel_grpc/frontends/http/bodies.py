@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from kestrel_grpc.calls.errors import MAX_VIOLATIONS
 from kestrel_grpc.frontends.http.json_body import HALF, LongText
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation, did_you_mean
-from kestrel_runtime.api.requests import MAX_TEXT_BYTES
+from kestrel_runtime.api.requests import MAX_TEXT_BYTES, Request
 
 
 class Unusable(ValueError):
@@ -78,10 +78,20 @@ class Problems:
         if field not in self._leads_to_repaired and self._repaired_paths.isdisjoint(_prefixes(field)):
             self._violations.append(Violation(field, description))
 
-    def add_renamed(self, violations: Iterable[Violation], name: Callable[[str], str]) -> None:
-        """Reports the values that the engine's request refuses, under their names in the body."""
-        for violation in violations:
-            self.add(name(violation.field), violation.description)
+    def checked(self, name: Callable[[str], str], new_request: Callable[[], Request]) -> Request:
+        """Returns the request of the engine.
+
+        Raises `InvalidRequest` with all mistakes; those that the request finds have their `name` in the body.
+        """
+        request: Request | None = None
+        try:
+            request = new_request()
+        except InvalidRequest as error:
+            for violation in error.violations:
+                self.add(name(violation.field), violation.description)
+        self.require_none()
+        assert request is not None
+        return request
 
     def add_unreadable(self, violations: Iterable[Violation], repaired: Iterable[str]) -> None:
         """Reports the values that `read` refuses, and records the paths at which it has repaired the body."""

@@ -48,8 +48,7 @@ from kestrel_grpc.frontends.openai.tools import (
     forced_call,
 )
 from kestrel_runtime.api.constraints import MAX_CHOICES, Constraint
-from kestrel_runtime.api.errors import InvalidRequest
-from kestrel_runtime.api.requests import ChatMessage, Request, RequestOptions, Role
+from kestrel_runtime.api.requests import ChatMessage, RequestOptions, Role
 from kestrel_runtime.api.sampling_params import SamplingParams
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -341,17 +340,14 @@ def _parsed(
         image_path=conversation.image_path,
         constraint_name=constraint_name,
     )
-    query: Request | None = None
     options = RequestOptions(model=body.model if model is None else model)
     files = [image.data or b"" for image in images]
-    try:
-        query = engine_request(
+    query = problems.checked(
+        name,
+        lambda: engine_request(
             skill, conversation, files, sampling, options, problems, reasoning=reasoning, constraint=constraint
-        )
-    except InvalidRequest as error:
-        problems.add_renamed(error.violations, name)
-    problems.require_none()
-    assert query is not None
+        ),
+    )
     references = tuple(image.reference for image in images)
     style = Style(body.stream_options.include_usage, () if call is None else call.names, skill != TEXT)
     return ParsedRequest(query, references, body.stream, style, name)

@@ -38,8 +38,7 @@ from kestrel_grpc.frontends.openai.tools import (
     forced_call,
 )
 from kestrel_runtime.api.constraints import Constraint
-from kestrel_runtime.api.errors import InvalidRequest
-from kestrel_runtime.api.requests import Request, RequestOptions
+from kestrel_runtime.api.requests import RequestOptions
 
 MAX_PAIRS, MAX_NAME_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 """The bounds of `metadata`, which are OpenAI's."""
@@ -268,15 +267,12 @@ def parse_response(max_image_bytes: int, served: Collection[str], data: bytes) -
     )
     options = RequestOptions(model=model)
     files = [image.data or b"" for image in images]
-    request: Request | None = None
-    try:
-        request = engine_request(
+    request = problems.checked(
+        name,
+        lambda: engine_request(
             skill, conversation, files, sampling, options, problems, reasoning=reasons, constraint=constraint
-        )
-    except InvalidRequest as error:
-        problems.add_renamed(error.violations, name)
-    problems.require_none()
-    assert request is not None
+        ),
+    )
     style = ResponseStyle(_echo(body), () if call is None else call.names, skill != TEXT)
     return ParsedRequest(request, tuple(image.reference for image in images), body.stream, style, name)
 

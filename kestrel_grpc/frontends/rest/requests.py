@@ -25,7 +25,6 @@ from kestrel_grpc.frontends.http.fields import (
 )
 from kestrel_grpc.frontends.http.forms import IMAGE_URL, Form
 from kestrel_grpc.frontends.http.json_body import LongText, parse_json
-from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.requests import (
     MAX_CHAT_IMAGES,
     MAX_CHAT_MESSAGES,
@@ -338,13 +337,8 @@ def parse_request(
     images = [read_image(value, path, max_image_bytes, problems) for value, path in body.pictures(image_name)]
     # A single stop string is no list.
     name = partial(field_name, image_name=image_name, has_stops=not isinstance(body.settings.stop, str))
-    request = None
-    try:
-        request = body.request([image.data or b"" for image in images], **body.shared())
-    except InvalidRequest as error:
-        problems.add_renamed(error.violations, name)
-    problems.require_none()
-    assert request is not None
+    files = [image.data or b"" for image in images]
+    request = problems.checked(name, lambda: body.request(files, **body.shared()))
     references = tuple(image.reference for image in images)
     return ParsedRequest(request, references, is_streamed, body.format, name)
 
