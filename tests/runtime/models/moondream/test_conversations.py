@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from kestrel_runtime.scheduling.scheduler import Scheduler
 from kestrel_runtime.verify.answers import answer_differs, answer_of
 from tests.over_sockets import behind_sockets
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
+from tests.runtime.models.moondream.engines import served
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, logprobs=0)
 PICTURES = [path.read_bytes() for folder in (MD3_SMALL, MD2_SMALL) for path in sorted(folder.glob("image_*.png"))]
@@ -83,15 +83,6 @@ async def test_conversations_are_answered_as_they_are_defined(
 
 
 # One answer, however it is computed ----------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def served(loaded: LoadedModel, **settings: Any) -> AsyncIterator[LocalEngine]:
-    engine = LocalEngine(loaded, EngineConfig(model="", **settings))
-    try:
-        yield engine
-    finally:
-        engine.close()
 
 
 async def answer(engine: Engine, request: Request) -> Finished:

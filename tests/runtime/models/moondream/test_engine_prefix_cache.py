@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import (
     CachePolicy,
@@ -32,6 +30,7 @@ from kestrel_runtime.imaging.decoding import decode_image
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.batch import Batch
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL
+from tests.runtime.models.moondream.engines import served
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 IMAGES = [path.read_bytes() for path in sorted(MD3_SMALL.glob("image_*.png"))][:2]
@@ -41,15 +40,6 @@ PREFIX = 82
 WHOLE_PAGES = 96
 """Positions of "What is in this image?" about an image that fill pages."""
 MAX_WAIT_S = 30.0
-
-
-@asynccontextmanager
-async def served(loaded: LoadedModel, **settings: Any) -> AsyncIterator[LocalEngine]:
-    engine = LocalEngine(loaded, EngineConfig(model="", **settings))
-    try:
-        yield engine
-    finally:
-        engine.close()
 
 
 def questions() -> list[Request]:
