@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import TypeVar
 
@@ -20,7 +19,7 @@ from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import InvalidRequest, KestrelError, ModelNotFound, did_you_mean
 from kestrel_runtime.api.events import Finished, FinishReason, Usage
 from kestrel_runtime.api.images import Image
-from kestrel_runtime.api.requests import Request, image_paths, objects_of
+from kestrel_runtime.api.requests import Request, locate, objects_of
 from kestrel_runtime.api.stream import Stream
 
 Rendered = TypeVar("Rendered")
@@ -200,12 +199,12 @@ class Submission:
             fetches = (self._images.fetch(uri, call.principal) for uri in uris.values())
             fetched = await asyncio.gather(*fetches, return_exceptions=True)
         failures: list[BaseException] = []
-        for place, path, found in zip(uris, _paths(request, uris), fetched, strict=True):
+        for place, found in zip(uris, fetched, strict=True):
             if isinstance(found, bytes):
                 images[place] = found
                 continue
             if isinstance(found, InvalidRequest):
-                found.rename(partial(_moved, path))
+                locate(found, request, place)
             failures.append(found)
         if failures:
             raise _joined(failures)
@@ -232,16 +231,6 @@ def _joined_answers(answers: Sequence[Finished]) -> Finished:
     reasons = (answer.finish_reason for answer in answers)
     reason = next((reason for reason in reasons if reason is not FinishReason.STOP), FinishReason.STOP)
     return replace(first, usage=usage, finish_reason=reason, alternatives=tuple(others))
-
-
-def _paths(request: Request, places: Iterable[int]) -> list[str]:
-    paths = image_paths(request)
-    return [paths[place] for place in places]
-
-
-def _moved(path: str, field: str) -> str:
-    """Returns the path of a field of an image, which the source of images calls `image`."""
-    return f"{path}{field.removeprefix('image')}"
 
 
 def _joined(failures: Sequence[BaseException]) -> BaseException:

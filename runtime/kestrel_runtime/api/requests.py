@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol, Self, get_args
 
 from kestrel_runtime.api.adapters import AdapterName
 from kestrel_runtime.api.constraints import Constraint
-from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
+from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.images import Image, RawImage
 from kestrel_runtime.api.sampling_params import SamplingParams
 
@@ -441,7 +441,7 @@ def image_paths(request: Request) -> list[str]:
     ]
 
 
-def locate(error: ImageError, request: Request, place: int) -> None:
+def locate(error: InvalidRequest, request: Request, place: int) -> None:
     """Gives an error about an `image` the path of the image at this place among the images of a request."""
     path = image_paths(request)[place]
     error.rename(lambda field: f"{path}{field.removeprefix('image')}" if field.startswith("image") else field)
