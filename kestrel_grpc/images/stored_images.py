@@ -15,6 +15,7 @@ from kestrel_runtime.api.errors import InvalidRequest, Violation
 MAX_CHUNK_BYTES = 2**20
 _HASHED_AT_ONCE_BYTES = 2**18
 _PREFIX = "sha256:"
+BAD_SHA256 = "must be 64 lower-case hexadecimal digits"
 BAD_IMAGE_ID = "must be `sha256:` and 64 lower-case hexadecimal digits"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kestrel_client.v1 import image_service_pb2, vision_service_pb2
 from kestrel_grpc.calls.errors import CallFailure, describe
 from kestrel_grpc.frontends.grpc import image_service
-from kestrel_grpc.frontends.grpc.parsing import parsed
+from kestrel_grpc.frontends.grpc.parsing import chunk_of, parsed
 from kestrel_grpc.frontends.grpc.status import trailing_metadata
 from kestrel_grpc.frontends.grpc.vision_service import BINDINGS
 from kestrel_grpc.images.image_uris import allowed_target, parse_hosts
@@ -57,7 +57,7 @@ _METHODS: Any = {method.name: method for service in _SERVICES for method in serv
 def _part_of_upload(message: Any) -> object:
     if message.WhichOneof("part") == "header":
         return image_service.upload_header(message, _MAX_IMAGE_BYTES)
-    return image_service.upload_chunk(message)
+    return chunk_of(message)
 
 
 PARSERS: Mapping[str, Callable[[Any], object]] = MappingProxyType(

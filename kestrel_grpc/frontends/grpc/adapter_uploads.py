@@ -11,7 +11,8 @@ from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_grpc.adapter_folder import AdapterFolder, AnnouncedAdapter, StagedAdapter, path_violation
 from kestrel_grpc.calls.call_context import CallContext
 from kestrel_grpc.calls.message_gate import MessageTimeout
-from kestrel_grpc.images.stored_images import MAX_CHUNK_BYTES, is_sha256
+from kestrel_grpc.frontends.grpc.parsing import chunk_of, header_of
+from kestrel_grpc.images.stored_images import BAD_SHA256, is_sha256
 from kestrel_runtime.api.adapters import MAX_CONFIG_BYTES, AdapterName
 from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import InvalidRequest, Violation
@@ -47,7 +48,7 @@ class AdapterUploads:
         try:
             await self._run(staged.open)
             while (message := await parts.next()) is not None:
-                await self._run(staged.write, adapter_chunk(message))
+                await self._run(staged.write, chunk_of(message))
             await self._run(staged.finish)
             # Once the adapter has its name, the engines hear of it, also if the caller hangs up.
             return await asyncio.shield(self._publish(staged, announced, call))
@@ -93,9 +94,7 @@ class _Parts:
 
 def adapter_header(message: wire.UploadAdapterRequest | None) -> AnnouncedAdapter:
     """Reads the first message of an upload. Raises `InvalidRequest` with all violations."""
-    if message is None or message.WhichOneof("part") != "header":
-        raise InvalidRequest((Violation("header", "must come first"),))
-    found = message.header
+    found = header_of(message)
     violations: list[Violation] = []
     name = AdapterName.parse(found.name)
     problem = NOT_A_NAME if name is None else path_violation(name)
@@ -104,19 +103,10 @@ def adapter_header(message: wire.UploadAdapterRequest | None) -> AnnouncedAdapte
     if found.size_bytes < 1:
         violations.append(Violation("header.size_bytes", "must be positive"))
     if found.sha256 and not is_sha256(found.sha256):
-        violations.append(Violation("header.sha256", "must be 64 lower-case hexadecimal digits"))
+        violations.append(Violation("header.sha256", BAD_SHA256))
     if len(found.config) > MAX_CONFIG_BYTES:
         violations.append(Violation("header.config", f"must not exceed {MAX_CONFIG_BYTES} bytes"))
     if name is None or violations:
         raise InvalidRequest(tuple(violations))
     config = found.config if found.HasField("config") else None
     return AnnouncedAdapter(name, found.size_bytes, found.sha256, config, found.replace)
-
-
-def adapter_chunk(message: wire.UploadAdapterRequest) -> bytes:
-    """Reads a later message of an upload. Raises `InvalidRequest`."""
-    if message.WhichOneof("part") != "chunk":
-        raise InvalidRequest((Violation("chunk", "must follow the header"),))
-    if not 0 < len(message.chunk) <= MAX_CHUNK_BYTES:
-        raise InvalidRequest((Violation("chunk", f"must be 1 to {MAX_CHUNK_BYTES} bytes long"),))
-    return message.chunk

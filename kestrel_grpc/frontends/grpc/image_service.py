@@ -14,10 +14,10 @@ from google.protobuf.duration_pb2 import Duration
 from kestrel_client.v1 import image_service_pb2 as wire
 from kestrel_grpc.calls.call_context import CallContext
 from kestrel_grpc.calls.message_gate import TooManyCalls
-from kestrel_grpc.frontends.grpc.parsing import seconds_of
+from kestrel_grpc.frontends.grpc.parsing import chunk_of, header_of, seconds_of
 from kestrel_grpc.images.image_store import ImageIntake, ImageStore
 from kestrel_grpc.images.stored_images import (
-    MAX_CHUNK_BYTES,
+    BAD_SHA256,
     Announcement,
     ImageHandle,
     Retention,
@@ -29,7 +29,6 @@ from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
 from kestrel_runtime.fairness.fair_limit import FairLimit
 
-_NOT_SHA256 = "must be 64 lower-case hexadecimal digits"
 _MAX_SENT_AT_ONCE = 8
 """The most files that are being sent. Each stays in memory until its caller has read it."""
 
@@ -52,7 +51,7 @@ class ImageService:
         if image is None:
             upload = Upload(announced)
             async for message in messages:
-                upload.add(upload_chunk(message))
+                upload.add(chunk_of(message))
             image = await self._intake.stored(call.namespace, handle, upload.finish(), retention)
         return wire.UploadImageResponse(image=_rendered(image))
 
@@ -85,12 +84,10 @@ class ImageService:
 
 def upload_header(message: wire.UploadImageRequest | None, max_image_bytes: int) -> Announcement:
     """Reads the first message of an upload. Raises `InvalidRequest`, or `ImageError` for a size above the limit."""
-    if message is None or message.WhichOneof("part") != "header":
-        raise InvalidRequest((Violation("header", "must come first"),))
-    found = message.header
+    found = header_of(message)
     violations: list[Violation] = []
     if not is_sha256(found.sha256):
-        violations.append(Violation("header.sha256", _NOT_SHA256))
+        violations.append(Violation("header.sha256", BAD_SHA256))
     if found.size_bytes < 1:
         violations.append(Violation("header.size_bytes", "must be positive"))
     ttl_s = _ttl_s(found, "header.ttl", violations)
@@ -101,16 +98,6 @@ def upload_header(message: wire.UploadImageRequest | None, max_image_bytes: int)
     return Announcement(ImageHandle(found.sha256), found.size_bytes, Retention(ttl_s, found.pin))
 
 
-def upload_chunk(message: wire.UploadImageRequest) -> bytes:
-    """Reads a later message of an upload. Raises `InvalidRequest`."""
-    if message.WhichOneof("part") != "chunk":
-        raise InvalidRequest((Violation("chunk", "must follow the header"),))
-    found = message.chunk
-    if not 0 < len(found) <= MAX_CHUNK_BYTES:
-        raise InvalidRequest((Violation("chunk", f"must be 1 to {MAX_CHUNK_BYTES} bytes long"),))
-    return found
-
-
 def put_image(message: wire.PutImageRequest) -> tuple[bytes, ImageHandle | None, Retention]:
     """Reads an image in one message, and its handle if the caller gives one. Raises `InvalidRequest`."""
     violations: list[Violation] = []
@@ -118,7 +105,7 @@ def put_image(message: wire.PutImageRequest) -> tuple[bytes, ImageHandle | None,
     if not data:
         violations.append(Violation("data", "must not be empty"))
     if message.sha256 and not is_sha256(message.sha256):
-        violations.append(Violation("sha256", _NOT_SHA256))
+        violations.append(Violation("sha256", BAD_SHA256))
     ttl_s = _ttl_s(message, "ttl", violations)
     if violations:
         raise InvalidRequest(tuple(violations))

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from google.protobuf.duration_pb2 import Duration
 
 from kestrel_client.v1 import generation_pb2, media_pb2, vision_service_pb2
-from kestrel_grpc.images.stored_images import BAD_IMAGE_ID, ImageHandle, ImageReference, ImageUri
+from kestrel_grpc.images.stored_images import BAD_IMAGE_ID, MAX_CHUNK_BYTES, ImageHandle, ImageReference, ImageUri
 from kestrel_runtime.api.constraints import MAX_CHOICES, Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Violation
 from kestrel_runtime.api.images import Image, PixelFormat, RawImage, side_violations
@@ -205,6 +205,22 @@ def _renamed(violation: Violation) -> Violation:
     if field.startswith(_CHOICES):
         field = f"{_CHOICES}.values{field.removeprefix(_CHOICES)}"
     return Violation(field, violation.description)
+
+
+def header_of(message: Any) -> Any:
+    """Returns the header in the first message of an upload, which is None if none came. Raises `InvalidRequest`."""
+    if message is None or message.WhichOneof("part") != "header":
+        raise InvalidRequest((Violation("header", "must come first"),))
+    return message.header
+
+
+def chunk_of(message: Any) -> bytes:
+    """Returns the bytes in a later message of an upload. Raises `InvalidRequest`."""
+    if message.WhichOneof("part") != "chunk":
+        raise InvalidRequest((Violation("chunk", "must follow the header"),))
+    if not 0 < len(message.chunk) <= MAX_CHUNK_BYTES:
+        raise InvalidRequest((Violation("chunk", f"must be 1 to {MAX_CHUNK_BYTES} bytes long"),))
+    return message.chunk
 
 
 def spatial_refs(messages: Sequence[media_pb2.SpatialRef], violations: list[Violation]) -> tuple[SpatialRef, ...]:

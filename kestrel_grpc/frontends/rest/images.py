@@ -12,7 +12,7 @@ from kestrel_grpc.calls.call_context import CallContext
 from kestrel_grpc.frontends.http.endpoint import Description, Group, Operation
 from kestrel_grpc.frontends.http.output_json import to_json
 from kestrel_grpc.images.image_store import ImageIntake
-from kestrel_grpc.images.stored_images import ImageHandle, Retention, StoredImage, is_sha256
+from kestrel_grpc.images.stored_images import BAD_SHA256, ImageHandle, Retention, StoredImage, is_sha256
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, Violation
 
 PARAMETERS: Mapping[str, str] = {
@@ -84,7 +84,7 @@ class ImageRoutes:
         violations = [Violation(name, "is no parameter here") for name in parameters.keys() - PARAMETERS.keys()]
         sha256, pin = parameters.get("sha256"), parameters.get("pin", "false")
         if sha256 is not None and not is_sha256(sha256):
-            violations.append(Violation("sha256", "must be 64 lower-case hexadecimal digits"))
+            violations.append(Violation("sha256", BAD_SHA256))
         if pin not in ("true", "false"):
             violations.append(Violation("pin", "must be true or false"))
         ttl_s = _seconds(parameters["ttl_seconds"]) if "ttl_seconds" in parameters else None
