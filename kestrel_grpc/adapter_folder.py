@@ -1,7 +1,8 @@
-"""Adds uploaded adapters to the folder of adapters: writes them under another name, and then gives them their own.
+"""Adds uploaded adapters to the folder of adapters, and removes adapters from it.
 
-An adapter is thus never seen in part. All methods block; they know neither calls nor tensors. Other processes may
-use the same folder: each upload holds a lock, so that what a process has left behind can be distinguished.
+An upload is written under another name, and then gets its own; an adapter to be removed loses its name first. So
+none is ever seen in part. All methods block; they know neither calls nor tensors. Other processes may use the same
+folder: each upload holds a lock, so that what a process has left behind can be distinguished.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from kestrel_runtime.api.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterName
-from kestrel_runtime.api.errors import InvalidRequest, Violation
+from kestrel_runtime.api.errors import AdapterNotFound, InvalidRequest, Violation
 
 _PREFIX = ".upload-"  # no name of an adapter begins with a dot
 _WEIGHTS_SUFFIX = ".safetensors"
@@ -46,7 +47,7 @@ class AdapterExists(Exception):
 
 
 class AdapterFolderUnwritable(Exception):
-    """The server cannot add adapters to a folder; `reason` is a sentence without its full stop."""
+    """The server cannot change its folder of adapters; `reason` is a sentence without its full stop."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -87,7 +88,7 @@ def path_violation(name: AdapterName) -> str | None:
 
 
 class AdapterFolder:
-    """Adds adapters to the folder of `--adapters`. May be used by several threads.
+    """Adds adapters to the folder of `--adapters`, and removes them. May be used by several threads.
 
     `root` is None if the server has no such folder. `repositories` are names that stand for adapters on the hub.
     """
@@ -102,13 +103,43 @@ class AdapterFolder:
 
         Raises `AdapterTooLarge`, and `AdapterFolderUnwritable` if the server takes no uploads.
         """
+        root = self._writable_root()
+        if announced.size_bytes > self._max_bytes:
+            raise AdapterTooLarge(self._max_bytes)
+        return StagedAdapter(root, announced, hides_repository=announced.name.path in self._repositories)
+
+    def remove(self, name: AdapterName) -> None:
+        """Removes the adapter that the name means now, and the folders around it that are then empty.
+
+        Of a symbolic link, only the link is removed. Raises `AdapterNotFound`, and `AdapterFolderUnwritable` if the
+        server cannot write, or the adapter's folder holds anything else.
+        """
+        root = self._writable_root()
+        with _translated_errors(), _locked(root):
+            target = next(filter(os.path.lexists, (root / folder for folder in name.folders())), None)
+            if target is None or not target.is_dir() or not _is_within(root, target.parent):
+                is_listed = name.path in self._repositories
+                hint = "; it is a repository on the hub, which --adapter-repositories lists" if is_listed else ""
+                raise AdapterNotFound(str(name), f" in the folder of --adapters{hint}")
+            if target.is_symlink():
+                target.unlink()
+            else:
+                kept = _other_entry(target)
+                if kept is not None:
+                    lost = f"has {kept!r} in it, which would be lost; remove it there first"
+                    raise AdapterFolderUnwritable(f"the folder of {str(name)!r} {lost}")
+                hidden = root / _new_hidden_name()
+                os.rename(target, hidden)
+                _remove(hidden)
+            _remove_empty(root, target.parent)
+            _sync(root)
+
+    def _writable_root(self) -> Path:
         if self._root is None:
             raise AdapterFolderUnwritable("the server was started without --adapters, and has no folder for them")
         if not self._max_bytes:
             raise AdapterFolderUnwritable("the server was started with --max-adapter-bytes 0")
-        if announced.size_bytes > self._max_bytes:
-            raise AdapterTooLarge(self._max_bytes)
-        return StagedAdapter(self._root, announced, hides_repository=announced.name.path in self._repositories)
+        return self._root
 
     def remove_left_behind(self) -> None:
         """Removes what processes that were killed during an upload have left in the folder."""
@@ -128,7 +159,7 @@ class StagedAdapter:
     """
 
     def __init__(self, root: Path, announced: AnnouncedAdapter, *, hides_repository: bool) -> None:
-        self.folder = f"{_PREFIX}{secrets.token_hex(8)}"
+        self.folder = _new_hidden_name()
         """The name of the folder that has the files until `publish`, in that of all adapters."""
         self._root = root
         self._path = root / self.folder
@@ -185,7 +216,7 @@ class StagedAdapter:
 
         Raises `AdapterExists`, and `InvalidRequest` for the name.
         """
-        with self._step():
+        with self._step(), _locked(self._root):
             target = self._target()
             made = _make_folders(self._root, target.parent)
             try:
@@ -215,14 +246,8 @@ class StagedAdapter:
         with self._lock:
             if self._is_over:
                 raise AdapterFolderUnwritable("the upload has ended")
-            try:
+            with _translated_errors():
                 yield -1 if self._file is None else self._file
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise AdapterDiskFull from None
-                raise AdapterFolderUnwritable(
-                    f"the server cannot write to the folder of --adapters: {error.strerror}"
-                ) from None
 
     def _close(self) -> None:
         file, self._file = self._file, None
@@ -234,7 +259,7 @@ class StagedAdapter:
         folders = [self._root / folder for folder in self._announced.name.folders()]
         target = next(filter(os.path.lexists, folders), folders[0])
         parent = Path(os.path.realpath(target.parent))
-        if not parent.is_relative_to(self._root):
+        if not _is_within(self._root, parent):
             raise _invalid("header.name", "leads out of the folder of adapters")
         if any(path.exists() and not path.is_dir() for path in (parent, *parent.parents)):
             raise _invalid("header.name", "needs a folder where there is a file")
@@ -250,14 +275,11 @@ class StagedAdapter:
             return
         if not target.is_dir():
             raise AdapterExists(name, "is a file, which is not replaced")
-        with os.scandir(target) as entries:
-            for entry in entries:
-                is_part = entry.name == CONFIG_FILE or entry.name.endswith(_WEIGHTS_SUFFIX)
-                if not is_part or entry.is_dir(follow_symlinks=False):
-                    kept = entry.name[:_MAX_ECHO_CHARS]
-                    raise AdapterExists(
-                        name, f"is a folder with {kept!r} in it, which would be lost; remove it there first"
-                    )
+        kept = _other_entry(target)
+        if kept is not None:
+            raise AdapterExists(
+                name, f"is a folder with {kept!r} in it, which would be lost; remove it there first"
+            )
 
     def _rename(self, target: Path) -> bool:
         """Moves the folder to its place. Returns True if another one was there."""
@@ -277,6 +299,47 @@ class StagedAdapter:
     def _size_mismatch(self, received: str) -> InvalidRequest:
         text = f"is {self._announced.size_bytes}, but {received} bytes were received"
         return _invalid("header.size_bytes", text)
+
+
+@contextlib.contextmanager
+def _translated_errors() -> Iterator[None]:
+    """Raises errors of the system as `AdapterDiskFull` or `AdapterFolderUnwritable`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise AdapterDiskFull from None
+        raise AdapterFolderUnwritable(
+            f"the server cannot write to the folder of --adapters: {error.strerror}"
+        ) from None
+
+
+def _new_hidden_name() -> str:
+    """Returns the name of a folder that no adapter can have."""
+    return f"{_PREFIX}{secrets.token_hex(8)}"
+
+
+def _is_within(root: Path, folder: Path) -> bool:
+    """Returns True if a folder lies in `root`, which is free of symbolic links, or is `root`."""
+    return Path(os.path.realpath(folder)).is_relative_to(root)
+
+
+def _other_entry(folder: Path) -> str | None:
+    """Returns the shortened name of an entry of a folder that is no file of an adapter; None without one."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            is_part = entry.name == CONFIG_FILE or entry.name.endswith(_WEIGHTS_SUFFIX)
+            if not is_part or entry.is_dir(follow_symlinks=False):
+                return entry.name[:_MAX_ECHO_CHARS]
+    return None
+
+
+def _remove_empty(root: Path, folder: Path) -> None:
+    """Removes a folder below `root` and those around it, as long as they are empty."""
+    with contextlib.suppress(OSError):
+        while folder != root:
+            os.rmdir(folder)
+            folder = folder.parent
 
 
 def _reserve(file: int, num_bytes: int) -> None:

@@ -13,7 +13,7 @@ import math
 import re
 import secrets
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from enum import Enum
@@ -27,6 +27,7 @@ from kestrel_runtime.api.requests import Priority
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHARED = "shared:"
 _SETTINGS = ("sha256", "scopes", "rate", "burst", "concurrency", "namespace", "max_priority", "expires")
 
 
@@ -103,7 +104,12 @@ def parse_tokens(text: str) -> Mapping[bytes, Token]:
 
 def shared_namespace(name: str) -> str:
     """Returns the namespace of all tokens whose line has this `namespace`."""
-    return f"shared:{name}"
+    return f"{_SHARED}{name}"
+
+
+def shared_names(namespaces: Iterable[str]) -> list[str]:
+    """Returns the names that lines give as `namespace`, in order, of these namespaces."""
+    return sorted({space.removeprefix(_SHARED) for space in namespaces if space.startswith(_SHARED)})
 
 
 def hash_of(secret: str) -> bytes:

@@ -45,7 +45,7 @@ class Outcome:
 OK = Outcome("OK", "OK")
 AUDITED_METHODS = frozenset(
     f"kestrel.v1.EngineService/{name}"
-    for name in ("ClearCache", "CancelRequests", "LoadAdapter", "UnloadAdapter", "UploadAdapter")
+    for name in ("ClearCache", "CancelRequests", "LoadAdapter", "UnloadAdapter", "UploadAdapter", "DeleteAdapter")
 )
 """The methods by which operators change what a server does. Each such call leaves a line of its own in the log."""
 CANCELLED = Outcome("CANCELLED", "CANCELLED")

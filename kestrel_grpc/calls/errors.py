@@ -364,7 +364,7 @@ ERRORS = (
         "ADAPTER_FOLDER_UNWRITABLE",
         Code.FAILED_PRECONDITION,
         400,
-        lambda error: f"the server takes no adapter: {error.reason}",
+        lambda error: f"the server cannot change its folder of adapters: {error.reason}",
         lambda error: (UnmetPrecondition("ADAPTER", "folder", error.reason),),
     ),
     ErrorRow(

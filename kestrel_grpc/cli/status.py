@@ -35,13 +35,14 @@ def add_status_commands(subparsers: argparse._SubParsersAction[argparse.Argument
 
 
 def _add_adapter_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    summary = "show, load, unload and upload adapters"
+    summary = "show, load, unload, upload and remove adapters"
     command = subparsers.add_parser("adapter", help=summary, description=f"{summary.capitalize()}.")
     actions = command.add_subparsers(metavar="ACTION", dest="action", required=True)
     for action, what, act in (
         ("list", "show the adapters that requests may name, and which of them are loaded", _print_adapters),
         ("load", "read the files of an adapter anew and load them", _print_loaded),
         ("unload", "free the slot of an adapter once no request uses it", _print_unloaded),
+        ("remove", "remove an adapter from the folder of adapters of a server", _print_removed),
     ):
         parser = actions.add_parser(action, help=what, description=f"{what.capitalize()}.")
         if action == "list":
@@ -82,12 +83,23 @@ def _add_commands_of_operators(subparsers: argparse._SubParsersAction[argparse.A
         parser.set_defaults(run=partial(run_with_client, act))
 
 
-def _print_cleared(client: Client, arguments: argparse.Namespace) -> None:
-    cleared = client.clear_cache(token=arguments.caller, namespace=arguments.namespace)
+def _print_cleared(client: Client, arguments: argparse.Namespace) -> int | None:
+    from kestrel_client import InvalidRequest
+
+    try:
+        cleared = client.clear_cache(token=arguments.caller, namespace=arguments.namespace)
+    except InvalidRequest as error:
+        flag, name = (
+            ("caller", arguments.caller) if arguments.caller is not None else ("namespace", arguments.namespace)
+        )
+        for violation in error.violations:
+            print_error(f"--{flag} {name!r} {violation.description}")
+        return 1
     if arguments.json:
         show_json(dataclasses.asdict(cleared))
     else:
         show(f"removed {cleared.page_count:,} pages and {cleared.image_count:,} images")
+    return None
 
 
 def _print_cancelled(client: Client, arguments: argparse.Namespace) -> None:
@@ -95,7 +107,7 @@ def _print_cancelled(client: Client, arguments: argparse.Namespace) -> None:
     if arguments.json:
         show_json({"cancelled_request_count": count})
     else:
-        show(f"cancelled {'1 request' if count == 1 else f'{count:,} requests'}")
+        show(f"cancelled {_num_requests(count)}")
 
 
 def _print_usage(client: Client, arguments: argparse.Namespace) -> None:
@@ -156,6 +168,15 @@ def _print_unloaded(client: Client, arguments: argparse.Namespace) -> None:
     _print_adapter(adapter, arguments, leaves if adapter.request_count else "has left its slot")
 
 
+def _print_removed(client: Client, arguments: argparse.Namespace) -> None:
+    count = client.delete_adapter(arguments.name)
+    if arguments.json:
+        show_json({"name": arguments.name, "request_count": count})
+    else:
+        still = f"; {_num_requests(count)} {'uses' if count == 1 else 'use'} it until the end" if count else ""
+        show(f"{arguments.name:<36} has been removed{still}")
+
+
 def _print_adapter(adapter: Adapter, arguments: argparse.Namespace, line: str) -> None:
     if arguments.json:
         show_json([dataclasses.asdict(adapter)])
@@ -164,7 +185,11 @@ def _print_adapter(adapter: Adapter, arguments: argparse.Namespace, line: str) -
 
 
 def _requests(adapter: Adapter) -> str:
-    return "1 request" if adapter.request_count == 1 else f"{adapter.request_count} requests"
+    return _num_requests(adapter.request_count)
+
+
+def _num_requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count:,} requests"
 
 
 def _print_info(client: Client, arguments: argparse.Namespace) -> None:

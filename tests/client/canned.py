@@ -335,6 +335,11 @@ class CannedEngine(engine_service_pb2_grpc.EngineServiceServicer):
         adapter = engine_service_pb2.Adapter(name=request.name, digest="cd", request_count=1)
         return engine_service_pb2.UnloadAdapterResponse(adapter=adapter)
 
+    def DeleteAdapter(self, request: Any, context: Any) -> Any:
+        if request.name == "absent":
+            context.abort(grpc.StatusCode.NOT_FOUND, "there is none")
+        return engine_service_pb2.DeleteAdapterResponse(request_count=2)
+
     def UploadAdapter(self, request_iterator: Any, context: Any) -> Any:
         parts = list(request_iterator)
         header, weights = parts[0].header, b"".join(part.chunk for part in parts[1:])

@@ -66,6 +66,7 @@ async def test_every_skill_returns_what_the_blocking_client_returns(
     assert await async_client.list_adapters() == client.list_adapters()
     assert await async_client.load_adapter("a") == client.load_adapter("a")
     assert await async_client.unload_adapter("a") == client.unload_adapter("a")
+    assert await async_client.delete_adapter("a") == client.delete_adapter("a")
     weights = tmp_path / "a.safetensors"
     weights.write_bytes(bytes(range(251)) * 8_400)
     assert await async_client.upload_adapter("a", weights) == client.upload_adapter("a", weights)

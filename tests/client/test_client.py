@@ -203,6 +203,12 @@ def test_operators_list_load_and_unload_adapters(client: Client) -> None:
     assert client.unload_adapter("a@2") == Adapter("a@2", "cd", request_count=1, is_current=False)
 
 
+def test_operators_remove_adapters(client: Client) -> None:
+    assert client.delete_adapter("a@2") == 2
+    with pytest.raises(KestrelClientError, match="there is none"):
+        client.delete_adapter("absent")
+
+
 def test_an_adapter_is_uploaded_from_a_folder_or_a_file(client: Client, tmp_path: Path) -> None:
     weights = bytes(range(251)) * 8_400  # more than two parts
     (tmp_path / "adapter_model.safetensors").write_bytes(weights)

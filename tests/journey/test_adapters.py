@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import threading
 from collections.abc import AsyncIterator, Awaitable
@@ -268,6 +269,26 @@ async def test_an_uploaded_adapter_answers_and_a_running_request_keeps_the_versi
         assert loaded.digest == replaced.digest != uploaded.digest
 
 
+async def test_a_removed_adapter_cannot_be_named_by_any_of_its_names_and_a_running_request_finishes(
+    nano: LoadedModel, tmp_path: Path
+) -> None:
+    write_peft(tmp_path / "a" / "checkpoint-7", random_pairs(nano.model.config.text, seed=1))
+    long: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60}
+    async with served(nano, tmp_path) as (client, _):
+        whole = (await client.complete_query(None, QUESTION, adapter="a@7", **long)).answer
+        await client.complete_query(None, QUESTION, adapter="a/checkpoint-7", **GREEDY)
+        running = client.query(None, QUESTION, adapter="a@7", **long)
+        first = await anext(aiter(running))
+        assert await client.delete_adapter("a@7") == 1
+        for name in ("a@7", "a/checkpoint-7"):
+            with pytest.raises(AdapterNotFound):
+                await client.complete_query(None, QUESTION, adapter=name, **GREEDY)
+        assert await client.adapter_names() == ()
+        assert first + "".join([piece async for piece in running]) == whole
+        assert await client.list_adapters() == ()
+        assert os.listdir(tmp_path) == []
+
+
 async def test_an_upload_that_the_model_cannot_use_is_refused_with_every_problem(
     nano: LoadedModel, tmp_path: Path
 ) -> None:
@@ -290,7 +311,7 @@ async def test_an_upload_that_the_model_cannot_use_is_refused_with_every_problem
     assert [path.name for path in root.iterdir()] == ["a"]
 
 
-async def test_an_upload_over_one_front_end_is_known_to_the_others_at_once(
+async def test_what_one_front_end_uploads_and_removes_is_known_to_the_others_at_once(
     nano: LoadedModel, tmp_path: Path
 ) -> None:
     """The front ends share two engines, as with several devices."""
@@ -322,3 +343,8 @@ async def test_an_upload_over_one_front_end_is_known_to_the_others_at_once(
                     *(client.complete_query(None, QUESTION, adapter="a", **GREEDY) for client in clients * 2)
                 )
                 assert {result.answer for result in found} == {answer}
+        await clients[1].delete_adapter("a")
+        assert await clients[0].adapter_names() == ()
+        for client in clients * 2:  # in turn of the two engines
+            with pytest.raises(AdapterNotFound):
+                await client.complete_query(None, QUESTION, adapter="a", **GREEDY)

@@ -599,6 +599,26 @@ class AsyncClient:
         response = await self._calls.upload_adapter(name, path, replace=replace, timeout_s=timeout_s)
         return results.uploaded_adapter(response)
 
+    async def delete_adapter(self, name: str, *, timeout_s: float | None = None) -> int:
+        """Removes an adapter from the server's folder of adapters, so that no further request can name it, and
+        returns how many requests still use it. Needs the scope `admin`.
+
+        Args:
+            name: As requests give it, such as `colours` or `colours@200`.
+            timeout_s: The longest time for the call, in seconds.
+
+        Raises:
+            AdapterNotFound: If the folder has no adapter of this name.
+            AdapterFolderUnwritable: If the server cannot write to the folder, or the adapter's folder holds
+                anything else.
+        """
+        response = await self._calls.call(
+            self._calls.engine.DeleteAdapter,
+            lambda: engine_pb2.DeleteAdapterRequest(name=name),
+            CallOptions(timeout_s=timeout_s),
+        )
+        return response.request_count
+
     async def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> Adapter:
         """Frees an adapter's slot once no request uses it. Needs the scope `admin`.
 

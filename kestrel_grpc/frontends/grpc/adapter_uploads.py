@@ -1,4 +1,7 @@
-"""Implements `EngineService.UploadAdapter`: receives an adapter, has it checked, and adds it to the folder."""
+"""Implements `EngineService.UploadAdapter` and `DeleteAdapter`, which change the folder of adapters.
+
+An adapter is received, checked, and added; another one is removed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class AdapterUploads:
-    """Receives adapters. Nothing of an upload that fails stays in the folder.
+    """Receives adapters, and removes them. Nothing of an upload that fails stays in the folder.
 
     `timeout_s` bounds the wait for each part. All parts together may take that time, and a second for each 64 KiB.
     """
@@ -54,6 +57,16 @@ class AdapterUploads:
             return await asyncio.shield(self._publish(staged, announced, call))
         finally:
             await asyncio.shield(self._run(staged.discard))
+
+    async def delete(self, name: AdapterName) -> wire.DeleteAdapterResponse:
+        """Removes an adapter. Raises the errors that `proto/` lists."""
+        return await asyncio.shield(self._delete(name))  # the engines hear of it, also if the caller hangs up
+
+    async def _delete(self, name: AdapterName) -> wire.DeleteAdapterResponse:
+        await self._run(self._folder.remove, name)
+        await self._engine.adapter_changed(str(name))
+        num_requests = sum(info.num_requests for info in self._engine.adapters() if info.name == str(name))
+        return wire.DeleteAdapterResponse(request_count=num_requests)
 
     async def _publish(
         self, staged: StagedAdapter, announced: AnnouncedAdapter, call: CallContext

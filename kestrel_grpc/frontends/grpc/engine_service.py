@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from kestrel_client.v1 import engine_service_pb2 as wire
 from kestrel_grpc import __version__
 from kestrel_grpc.access.access import Access
-from kestrel_grpc.access.token_file import shared_namespace
+from kestrel_grpc.access.token_file import shared_names, shared_namespace
 from kestrel_grpc.calls.call_admission import CallAdmission
 from kestrel_grpc.calls.call_context import CallContext
 from kestrel_grpc.calls.peers import Peers
@@ -20,7 +20,7 @@ from kestrel_grpc.frontends.grpc.adapter_uploads import NOT_A_NAME, AdapterUploa
 from kestrel_grpc.process.machine import processors
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterName
 from kestrel_runtime.api.engine import CoreReading, Engine, EngineStatus, Load, MemoryPlan, SkillDefaults
-from kestrel_runtime.api.errors import EngineUnavailable, InvalidRequest, Violation
+from kestrel_runtime.api.errors import EngineUnavailable, InvalidRequest, Violation, did_you_mean
 
 # The topics of questions between front ends.
 _CANCEL = "cancel requests"
@@ -38,6 +38,7 @@ _STATUSES: Mapping[EngineStatus, wire.EngineStatus] = MappingProxyType(
 )
 
 _MAX_LOGGED_CHARS = 200
+_MAX_LISTED_NAMES = 20
 
 
 class EngineService:
@@ -143,6 +144,14 @@ class EngineService:
     ) -> wire.UploadAdapterResponse:
         return await self._uploads.receive(messages, call)
 
+    async def DeleteAdapter(
+        self, request: wire.DeleteAdapterRequest, call: CallContext
+    ) -> wire.DeleteAdapterResponse:
+        name = AdapterName.parse(_name_of(request))
+        assert name is not None, "checked above"
+        call.audited = {"adapter": str(name)}
+        return await self._uploads.delete(name)
+
     def _frontend_load(self) -> wire.FrontendLoad:
         """Returns the load of this process."""
         return wire.FrontendLoad(
@@ -169,7 +178,8 @@ class EngineService:
             return None
         namespace = known.get(request.token) if owner == "token" else shared_namespace(request.namespace)
         if namespace not in known.values():
-            raise InvalidRequest((Violation(owner, "is not in the file of tokens"),))
+            names = sorted(known) if owner == "token" else shared_names(known.values())
+            raise InvalidRequest((Violation(owner, _unknown_owner(getattr(request, owner), names, known)),))
         return namespace
 
     def _render_server_info(
@@ -229,7 +239,17 @@ def _for_log(kind: str, name: str) -> str:
     return f"{kind} {name[:_MAX_LOGGED_CHARS]}"
 
 
-def _name_of(request: wire.LoadAdapterRequest | wire.UnloadAdapterRequest) -> str:
+def _unknown_owner(name: str, names: Sequence[str], tokens: Collection[str]) -> str:
+    """Returns what is wrong with the name of an owner of cached content, which is none of these names."""
+    if not tokens:
+        return "cannot be found: the server was started without --tokens, and knows no callers"
+    listed = ", ".join(names[:_MAX_LISTED_NAMES]) or "none"
+    more = len(names) - _MAX_LISTED_NAMES
+    further = f" and {more} more" if more > 0 else ""
+    return f"is not in the file of tokens, which has {listed}{further}{did_you_mean(name, names)}"
+
+
+def _name_of(request: wire.LoadAdapterRequest | wire.UnloadAdapterRequest | wire.DeleteAdapterRequest) -> str:
     """Returns the name of an adapter. Raises `InvalidRequest` if the text is not one."""
     if AdapterName.parse(request.name) is None:
         raise InvalidRequest((Violation("name", NOT_A_NAME),))

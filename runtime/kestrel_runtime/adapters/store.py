@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from kestrel_runtime.adapters.files import AdapterFiles
 from kestrel_runtime.adapters.slots import AdapterSlots, Residence
-from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
+from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad, AdapterName
 from kestrel_runtime.api.errors import (
     AdapterInvalid,
     AdapterNotFound,
@@ -191,10 +191,13 @@ class AdapterStore:
             return files.digest
 
     def files_changed(self, name: str) -> None:
-        """Has later requests use the files that the adapter has now. Requests that run keep their version."""
+        """Has later requests use the files that the adapter has now, by any of its names. Requests that run keep
+        their version."""
         with self._changed:
             self._num_changes += 1
-            self._slots.retire(name)
+            for other in {residence.name for residence in self._slots.residences}:
+                if _may_mean_the_same(name, other):
+                    self._slots.retire(other)
             if self._listing is not None and self._listing.done():
                 self._listing = None
             self._changed.notify_all()
@@ -448,6 +451,15 @@ class AdapterPreparation(Future[Result]):
             self.set_exception(error)
         else:
             self.set_result(done.result())
+
+
+def _may_mean_the_same(one: str, other: str) -> bool:
+    """Returns True if two names of adapters may mean the same folder, as `a@7` and `a/checkpoint-7` do."""
+    names = (AdapterName.parse(one), AdapterName.parse(other))
+    folders = [
+        {text} if name is None else set(name.folders()) for name, text in zip(names, (one, other), strict=True)
+    ]
+    return not folders[0].isdisjoint(folders[1])
 
 
 def _refusal(failure: BaseException) -> BaseException:

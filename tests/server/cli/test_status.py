@@ -12,6 +12,7 @@ import pytest
 
 from kestrel_grpc import __version__
 from kestrel_grpc.__main__ import main
+from kestrel_grpc.access.token_file import Scope, line_for
 from kestrel_runtime.api.adapters import AdapterInfo
 from kestrel_runtime.api.engine import CoreReading, EngineStatus, MemoryPlan
 from tests.fakes import FakeEngine
@@ -171,6 +172,59 @@ async def test_an_adapter_is_uploaded_and_replaced_on_request_alone(capsys, tmp_
         found = json.loads(out)
     assert (found["name"], found["replaced"], len(found["digest"])) == ("team/a", True, 64)
     assert (root / "team" / "a" / "adapter_model.safetensors").read_bytes() == b"weights"
+
+
+async def test_an_adapter_is_removed_and_requests_that_still_use_it_are_counted(capsys, tmp_path):
+    engine = FakeEngine()
+    engine.info = dataclasses.replace(
+        engine.info, config=dataclasses.replace(engine.info.config, adapters=str(tmp_path))
+    )
+    async with serving(engine) as rig:
+
+        async def remove(name: str, *more: str) -> tuple[int, str, str]:
+            capsys.readouterr()
+            words = ["adapter", "remove", name, "--address", rig.address, *more]
+            status = await asyncio.to_thread(main, words)
+            printed = capsys.readouterr()
+            return status, " ".join(printed.out.split()), printed.err
+
+        def put(name: str) -> None:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "a.safetensors").write_bytes(b"weights")
+
+        for name in ("colours", "team"):
+            put(name)
+        assert await remove("colours") == (0, "colours has been removed; 2 requests use it until the end", "")
+        assert await remove("team") == (0, "team has been removed", "")
+        status, out, error = await remove("team")
+        assert (status, out, "no adapter named 'team'" in error) == (1, "", True)
+        put("colours")
+        status, out, _ = await remove("colours", "--json")
+        assert (status, json.loads(out)) == (0, {"name": "colours", "request_count": 2})
+
+
+@pytest.mark.parametrize(
+    ("has_tokens", "words", "said"),
+    [
+        (
+            True,
+            ("--caller", "alise"),
+            "--caller 'alise' is not in the file of tokens, which has alice; did you mean alice?",
+        ),
+        (True, ("--namespace", "x"), "--namespace 'x' is not in the file of tokens, which has none"),
+        (False, ("--caller", "x"), "--caller 'x' cannot be found: the server was started without --tokens"),
+    ],
+)
+async def test_an_unknown_owner_of_cached_content_is_named_with_the_known_ones(
+    capsys, tmp_path, has_tokens, words, said
+):
+    path = tmp_path / "tokens.toml"
+    path.write_text(line_for("alice", "kestrel_alice", frozenset({Scope.ADMIN})))
+    async with serving(tokens=str(path) if has_tokens else None) as rig:
+        capsys.readouterr()
+        command = ["clear-cache", *words, "--address", rig.address, "--token", "kestrel_alice"]
+        assert await asyncio.to_thread(main, command) == 1
+    assert said in capsys.readouterr().err
 
 
 async def test_a_server_without_adapters_says_how_it_gets_one(capsys, monkeypatch):

@@ -355,3 +355,15 @@ class UploadAdapterResponse(_message.Message):
     digest: str
     replaced: bool
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., replaced: bool = ...) -> None: ...
+
+class DeleteAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class DeleteAdapterResponse(_message.Message):
+    __slots__ = ("request_count",)
+    REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    request_count: int
+    def __init__(self, request_count: _Optional[int] = ...) -> None: ...

@@ -85,6 +85,11 @@ class EngineServiceStub(object):
                 request_serializer=kestrel_dot_v1_dot_engine__service__pb2.UploadAdapterRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_engine__service__pb2.UploadAdapterResponse.FromString,
                 _registered_method=True)
+        self.DeleteAdapter = channel.unary_unary(
+                '/kestrel.v1.EngineService/DeleteAdapter',
+                request_serializer=kestrel_dot_v1_dot_engine__service__pb2.DeleteAdapterRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_engine__service__pb2.DeleteAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer(object):
@@ -171,6 +176,17 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteAdapter(self, request, context):
+        """Removes an adapter from the folder of adapters of the server. From the response on, no request can name it; requests
+        that run keep the version that they began with. Of a symbolic link, only the link is removed. Fails with
+        INVALID_ARGUMENT where the name is none; with NOT_FOUND and the reason `ADAPTER_NOT_FOUND` where the folder has no
+        such adapter; and with FAILED_PRECONDITION and `ADAPTER_FOLDER_UNWRITABLE` where the server has no folder that it may
+        write to, or that of the adapter holds something else, which would be lost.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -223,6 +239,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.UploadAdapter,
                     request_deserializer=kestrel_dot_v1_dot_engine__service__pb2.UploadAdapterRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_engine__service__pb2.UploadAdapterResponse.SerializeToString,
+            ),
+            'DeleteAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteAdapter,
+                    request_deserializer=kestrel_dot_v1_dot_engine__service__pb2.DeleteAdapterRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_engine__service__pb2.DeleteAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -496,6 +517,33 @@ class EngineService(object):
             '/kestrel.v1.EngineService/UploadAdapter',
             kestrel_dot_v1_dot_engine__service__pb2.UploadAdapterRequest.SerializeToString,
             kestrel_dot_v1_dot_engine__service__pb2.UploadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.EngineService/DeleteAdapter',
+            kestrel_dot_v1_dot_engine__service__pb2.DeleteAdapterRequest.SerializeToString,
+            kestrel_dot_v1_dot_engine__service__pb2.DeleteAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,7 @@
-"""`UploadAdapter` over the wire: what is complete and good gets its name, and what fails leaves nothing behind."""
+"""`UploadAdapter` and `DeleteAdapter` over the wire.
+
+What is complete and good gets its name, and what fails leaves nothing behind; a removed adapter is gone as a whole.
+"""
 
 from __future__ import annotations
 
@@ -479,3 +482,185 @@ def test_a_replaced_adapter_is_never_missing(root: Path) -> None:
     assert missing
     assert not any(missing)
     assert files_in(root) == {"a/adapter_model.safetensors": b"49"}
+
+
+# Removing
+
+
+async def remove(rig: Serving, name: str, token: str | None = None) -> wire.DeleteAdapterResponse:
+    metadata = () if token is None else (("authorization", f"Bearer kestrel_{token}"),)
+    return await rig.engine_service.DeleteAdapter(wire.DeleteAdapterRequest(name=name), metadata=metadata)
+
+
+def put_adapter(folder: Path, *files: str) -> None:
+    folder.mkdir(parents=True)
+    for name in files or ("adapter_model.safetensors", "adapter_config.json"):
+        (folder / name).write_bytes(WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "gone"),
+    [
+        ("colours", "colours", "colours"),
+        ("team/colours", "team/colours", "team"),
+        ("a/b/c@200", "a/b/c@200", "a"),
+        ("team/colours@200", "team/colours/200", "team"),
+        ("team/colours@200", "team/colours/checkpoint-200", "team"),
+    ],
+)
+async def test_a_removed_adapter_leaves_nothing_and_the_engine_hears_of_it(
+    root: Path, name: str, folder: str, gone: str
+) -> None:
+    put_adapter(root / folder)
+    put_adapter(root / "other", "x.safetensors")
+    async with with_folder(root) as rig:
+        removed = await remove(rig, name)
+        assert await refusal(remove(rig, name)) == (Code.NOT_FOUND, "ADAPTER_NOT_FOUND")
+        assert rig.engine.changed_adapters == [name]
+    assert removed.request_count == (2 if name == "colours" else 0)
+    assert os.listdir(root) == ["other"]
+    assert not (root / gone).exists()
+
+
+async def test_neighbours_of_a_removed_adapter_stay(root: Path) -> None:
+    for folder in ("team/a", "team/b", "run/7", "run/checkpoint-7"):
+        put_adapter(root / folder, "x.safetensors")
+    async with with_folder(root) as rig:
+        await remove(rig, "team/a")
+        await remove(rig, "run@7")  # the first folder that the name may mean
+    assert sorted(files_in(root)) == ["run/checkpoint-7/x.safetensors", "team/b/x.safetensors"]
+
+
+async def test_a_link_is_removed_and_not_what_it_leads_to(root: Path, tmp_path: Path) -> None:
+    put_adapter(root / "run-7")
+    put_adapter(tmp_path / "outside")
+    (root / "latest").symlink_to("run-7")
+    (root / "elsewhere").symlink_to(tmp_path / "outside")
+    before = files_in(root / "run-7")
+    async with with_folder(root) as rig:
+        await remove(rig, "latest")
+        await remove(rig, "elsewhere")
+    assert os.listdir(root) == ["run-7"]
+    assert files_in(root / "run-7") == files_in(tmp_path / "outside") == before
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "reason", "text"),
+    [
+        ("absent", Code.NOT_FOUND, "ADAPTER_NOT_FOUND", "no adapter named 'absent' in the folder of --adapters"),
+        ("file", Code.NOT_FOUND, "ADAPTER_NOT_FOUND", "no adapter named"),
+        ("out/a", Code.NOT_FOUND, "ADAPTER_NOT_FOUND", "no adapter named"),
+        ("org/name", Code.NOT_FOUND, "ADAPTER_NOT_FOUND", "a repository on the hub"),
+        ("team", Code.FAILED_PRECONDITION, "ADAPTER_FOLDER_UNWRITABLE", "has 'a' in it, which would be lost"),
+        ("notes", Code.FAILED_PRECONDITION, "ADAPTER_FOLDER_UNWRITABLE", "has 'notes.txt' in it"),
+        *(
+            (name, Code.INVALID_ARGUMENT, "INVALID_REQUEST", "must be the name of an adapter")
+            for name in ("", "..", "../a", "team/../a", "/a", ".upload-00", "a@", "a\x00b", "a" * 129)
+        ),
+    ],
+)
+async def test_what_is_no_adapter_of_the_folder_is_not_removed(
+    root: Path, tmp_path: Path, name: str, code: Any, reason: str, text: str
+) -> None:
+    put_adapter(tmp_path / "outside" / "a")
+    (root / "out").symlink_to(tmp_path / "outside")
+    put_adapter(root / "team" / "a")
+    put_adapter(root / "notes", "x.safetensors", "notes.txt")
+    put_adapter(root / ".upload-11", "x.txt")
+    (root / "file").write_bytes(b"x")
+    before = files_in(root), files_in(tmp_path / "outside")
+    async with with_folder(root, adapter_repositories=("org/name",)) as rig:
+        await until(lambda: not (root / ".upload-11").exists())
+        assert await refusal(remove(rig, name)) == (code, reason)
+        assert text in await text_of(remove(rig, name))
+        assert rig.engine.changed_adapters == []
+    before[0].pop(".upload-11/x.txt")
+    assert (files_in(root), files_in(tmp_path / "outside")) == before
+
+
+@pytest.mark.parametrize(
+    ("folder", "options", "text"),
+    [
+        (None, {}, "started without --adapters"),
+        ("/sys", {}, "cannot write to the folder of --adapters"),
+        ("/sys", {"max_adapter_bytes": 0}, "started with --max-adapter-bytes 0"),
+    ],
+)
+async def test_a_server_that_cannot_remove_adapters_says_why(
+    folder: str | None, options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_folder, "_other_entry", lambda folder: None)  # else it is refused for its content
+    async with with_folder(None if folder is None else Path(folder), **options) as rig:
+        found = await refusal(remove(rig, "kernel"))
+        assert found == (Code.FAILED_PRECONDITION, "ADAPTER_FOLDER_UNWRITABLE")
+        assert text in await text_of(remove(rig, "kernel"))
+        assert rig.engine.changed_adapters == []
+
+
+async def test_of_many_removals_of_a_name_one_succeeds_while_uploads_around_it_go_on(root: Path) -> None:
+    put_adapter(root / "team" / "a")
+    async with with_folder(root) as rig:
+        removals = asyncio.gather(*(remove(rig, "team/a") for _ in range(8)), return_exceptions=True)
+        uploads = asyncio.gather(*(upload(rig, parts(f"team/{name}")) for name in "bcd"))
+        found = await removals
+        await uploads
+    refused: list[Any] = [outcome for outcome in found if isinstance(outcome, Exception)]
+    assert [reason_of(error) for error in refused] == ["ADAPTER_NOT_FOUND"] * 7
+    assert sorted(os.listdir(root / "team")) == ["b", "c", "d"]
+
+
+async def test_removals_take_the_scope_of_operators_and_are_logged(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_adapter(root / "a")
+    tokens = tmp_path / "tokens.toml"
+    scopes = {"alice": Scope.INFER, "operator": Scope.ADMIN}
+    tokens.write_text("\n".join(line_for(name, f"kestrel_{name}", frozenset({scopes[name]})) for name in scopes))
+    caplog.set_level("INFO", "kestrel_grpc")
+    async with with_folder(root, tokens=str(tokens)) as rig:
+        assert await refusal(remove(rig, "a", "alice")) == (Code.PERMISSION_DENIED, "SCOPE_REQUIRED")
+        assert await refusal(remove(rig, "a")) == (Code.UNAUTHENTICATED, "TOKEN_INVALID")
+        assert os.listdir(root) == ["a"]
+        await remove(rig, "a", "operator")
+        await refusal(remove(rig, "a", "operator"))
+    lines: list[Any] = [record.args for record in caplog.records if record.name == "kestrel_grpc.audit"]
+    assert [tuple(line.get(name) for name in ("tenant", "outcome", "adapter")) for line in lines] == [
+        ("alice", "SCOPE_REQUIRED", None),
+        (None, "TOKEN_INVALID", None),
+        ("operator", "OK", "a"),
+        ("operator", "ADAPTER_NOT_FOUND", "a"),
+    ]
+
+
+async def test_with_an_admin_port_removals_are_taken_there_alone(root: Path) -> None:
+    put_adapter(root / "a")
+    async with with_folder(root, admin_port=0) as rig:
+        with pytest.raises(grpc.RpcError) as caught:
+            await remove(rig, "a")
+        error: Any = caught.value
+        assert error.code() is Code.UNIMPLEMENTED
+        async with AsyncClient(f"127.0.0.1:{rig.server.admin_port}") as client:
+            assert await client.delete_adapter("a") == 0
+    assert os.listdir(root) == []
+
+
+async def test_a_caller_that_hangs_up_during_a_removal_leaves_the_engines_informed(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_removing, may_end = threading.Event(), threading.Event()
+    true = adapter_folder.AdapterFolder.remove
+
+    def held(self: Any, name: Any) -> None:
+        is_removing.set()
+        may_end.wait()
+        true(self, name)
+
+    monkeypatch.setattr(adapter_folder.AdapterFolder, "remove", held)
+    put_adapter(root / "a")
+    async with with_folder(root) as rig:
+        call = rig.engine_service.DeleteAdapter(wire.DeleteAdapterRequest(name="a"))
+        await asyncio.to_thread(is_removing.wait)
+        call.cancel()
+        may_end.set()
+        await until(lambda: rig.engine.changed_adapters == ["a"])
+    assert os.listdir(root) == []

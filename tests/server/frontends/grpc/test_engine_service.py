@@ -225,13 +225,38 @@ async def test_caches_are_cleared_for_all_for_a_token_or_for_a_namespace(tokens:
     assert rig.engine.cleared == [(space, None) for space in spaces]
 
 
-@pytest.mark.parametrize("owner", [{"token": "eve"}, {"token": ""}, {"namespace": "alice"}, {"namespace": ""}])
-async def test_who_has_nothing_cached_is_no_owner(tokens: str, owner: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("owner", "text"),
+    [
+        ({"token": "eve"}, "token: is not in the file of tokens, which has alice, bob, camera, operator"),
+        ({"token": "camara"}, "alice, bob, camera, operator; did you mean camera?"),
+        ({"token": ""}, "token: is not in the file of tokens"),
+        ({"namespace": "alice"}, "namespace: is not in the file of tokens, which has yard"),
+        ({"namespace": ""}, "namespace: is not in the file of tokens"),
+    ],
+)
+async def test_who_has_nothing_cached_is_no_owner_and_the_known_ones_are_named(
+    tokens: str, owner: dict[str, str], text: str
+) -> None:
     async with serving(tokens=tokens) as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await clear(rig, **owner)
     assert (caught.value.code(), reason_of(caught.value)) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
+    assert text in str(caught.value.details())
     assert rig.engine.cleared == []
+
+
+async def test_of_many_callers_twenty_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.toml"
+    names = [f"caller-{number:02}" for number in range(23)]
+    lines = [line_for(name, f"kestrel_{name}", frozenset({Scope.INFER})) for name in names]
+    path.write_text("\n".join([*lines, line_for("operator", "kestrel_operator", frozenset({Scope.ADMIN}))]))
+    async with serving(tokens=str(path)) as rig:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await clear(rig, token="x")
+    text = str(caught.value.details())
+    assert "caller-19 and 4 more" in text
+    assert "caller-20" not in text
 
 
 async def test_without_tokens_there_is_one_cache() -> None:
