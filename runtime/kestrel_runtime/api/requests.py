@@ -90,6 +90,9 @@ class RequestOptions:
     """The name of an adapter; "" for none."""
     max_priority: Priority = Priority.NORMAL
     """The highest priority that the request may have between tenants. Callers cannot choose it."""
+    is_transient: bool = False
+    """True if nothing of the request takes the place of what is cached of others, as for a frame of a camera, which
+    is hardly asked about again. Callers cannot choose it."""
 
     @property
     def standing(self) -> Priority:

@@ -279,7 +279,7 @@ class Preprocessor:
             facts, are_known, images = [], True, request.images
             for image in images:
                 try:
-                    found, is_known = self._facts_of(image, namespace)
+                    found, is_known = self._facts_of(image, namespace, request)
                 except ImageError as error:
                     locate(error, request, len(facts))
                     raise
@@ -355,7 +355,8 @@ class Preprocessor:
                 except ImageError as error:
                     locate(error, request, place)
                     raise
-                self._sizes_px.put((namespace, digest), decoded[digest].size_px)
+                if not request.options.is_transient:  # frames of cameras would displace all others
+                    self._sizes_px.put((namespace, digest), decoded[digest].size_px)
             own.pixels, own.size_px = decoded[digest]
         if shared is not None and decoded:
             facts = facts or [
@@ -475,6 +476,7 @@ class Preprocessor:
                 standing=request.options.standing,
                 tenant=tenant,
                 computes_anew=request.options.cache is CachePolicy.REFRESH,
+                is_transient=request.options.is_transient,
             ),
             clock=clock,
             images=own_images,
@@ -517,7 +519,7 @@ class Preprocessor:
             num_bytes=_decoding_bytes(facts),
         )
 
-    def _facts_of(self, image: RequestImage, namespace: str) -> tuple[ImageFacts, bool]:
+    def _facts_of(self, image: RequestImage, namespace: str, request: Request) -> tuple[ImageFacts, bool]:
         """Returns the facts in an image's header, and True if the image was known. Raises `ImageError`."""
         digest = image_digest(image) if is_hashed_at_once(image) else None
         if digest is None:
@@ -526,7 +528,8 @@ class Preprocessor:
         if known is not None:
             return known, True
         facts = self._read_facts(image, digest)
-        self._known_images.put((namespace, digest), facts)
+        if not request.options.is_transient:
+            self._known_images.put((namespace, digest), facts)
         return facts, False
 
     def _message_tokens(self, request: Request) -> list[int]:

@@ -12,6 +12,7 @@ Invariants
   E4  Where an image has been published before, a second entry of it stays private to its sequence.
   E5  Sequences with several images also hold published entries, to read. At most `num_cached` entries are held, so
       that `num_leases` are left for E1.
+  E6  An entry that was published as transient becomes free with its last lease, and takes the place of no other.
 
 An entry that becomes free may still be read or written by steps in flight. Steps that encode or read embeddings run
 one after the other, in the order of their launches, so that a later step may take it over at once.
@@ -49,6 +50,7 @@ class _Entry:
     key: EmbeddingKey | None = None
     """The key under which the entry is published; None if it is not."""
     published_at: float = 0.0
+    is_transient: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +60,7 @@ class _Lease:
     """The key under which the entry will be published; None if it will not be."""
     replaces: bool
     is_hold: bool = False
+    is_transient: bool = False
 
 
 class EmbeddingCache:
@@ -114,11 +117,18 @@ class EmbeddingCache:
                 continue
             return None if entry is None else self._entries[entry].published_at
 
-    def lease(self, owner: LeaseId, key: EmbeddingKey | None, *, computes_anew: bool = False) -> EmbeddingLease:
+    def lease(
+        self,
+        owner: LeaseId,
+        key: EmbeddingKey | None,
+        *,
+        computes_anew: bool = False,
+        is_transient: bool = False,
+    ) -> EmbeddingLease:
         """Gives a sequence the published entry of an image, or a free one.
 
         With `computes_anew` the sequence gets a free entry, which will replace the published one. Without a key the
-        entry is not published.
+        entry is not published; with `is_transient` it can be found only while it is leased.
         """
         assert owner not in self._leases, "an image has one entry"
         found = None
@@ -133,7 +143,8 @@ class EmbeddingCache:
         entry = self._free.pop() if found is None else found
         self._unused.pop(entry, None)
         self._entries[entry].num_leases += 1
-        self._leases[owner] = _Lease(entry, key if found is None else None, computes_anew)
+        new_key = key if found is None else None
+        self._leases[owner] = _Lease(entry, new_key, computes_anew, is_transient=is_transient)
         return EmbeddingLease(entry, found is not None)
 
     def hold(self, owner: LeaseId, key: EmbeddingKey | None) -> EntryId | None:
@@ -169,7 +180,7 @@ class EmbeddingCache:
         """
         for lease in self._filled.pop(step, ()):
             if lease.key is not None:
-                self._publish(lease.entry, lease.key, now, replaces=lease.replaces)
+                self._publish(lease, lease.key, now)
                 lease.key = None
 
     def release(self, owner: LeaseId) -> None:
@@ -184,6 +195,8 @@ class EmbeddingCache:
             state.num_holds -= 1
             self._num_holds -= 1
             self._num_held -= not state.num_holds
+        if not state.num_leases and state.key is not None and state.is_transient:
+            self._unpublish(lease.entry)
         if not state.num_leases and state.key is None:
             self._free.append(lease.entry)
         elif not state.num_leases:
@@ -218,14 +231,17 @@ class EmbeddingCache:
         self._unpublish(next(iter(self._unused)))
         self.num_evictions += 1
 
-    def _publish(self, entry: EntryId, key: EmbeddingKey, now: float, *, replaces: bool) -> None:
+    def _publish(self, lease: _Lease, key: EmbeddingKey, now: float) -> None:
         known = self._index.get(key.digest)
-        if known is not None and not replaces:
+        if known is not None and not lease.is_transient:
+            self._entries[known].is_transient = False
+        if known is not None and not lease.replaces:
             return
         if known is not None:
             self._unpublish(known)
-        self._index[key.digest] = entry
-        self._entries[entry].key, self._entries[entry].published_at = key, now
+        self._index[key.digest] = lease.entry
+        state = self._entries[lease.entry]
+        state.key, state.published_at, state.is_transient = key, now, lease.is_transient
 
     def _unpublish(self, entry: EntryId) -> None:
         state = self._entries[entry]

@@ -13,6 +13,7 @@ Invariants
       after the decode steps of sequences that have left.
   B5  Eviction takes cached pages only: least recently used first, and the end of a chain before its beginning.
   B6  No page is pinned: when all sequences have left and all steps are complete, every page can be allocated.
+  B7  Cached pages that were published as transient are evicted before all others, so they take the place of none.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class _Page:
     """The namespace and images of its content, if it has keys."""
     published_at: float = 0.0
     """The time at which the page got the first of its keys."""
+    is_transient: bool = False
+    """True if all that have published the page did so as transient."""
     writing: set[StepId] = field(default_factory=set)
     """Prefill steps in flight: the page is quarantined until they are complete."""
 
@@ -76,6 +79,8 @@ class _Owner:
     """Full pages that have been published or were found published."""
     sources: list[PageId] = field(default_factory=list)
     """Sources of copies that no launched step makes yet."""
+    is_transient: bool = False
+    """True if the sequence has published pages as transient."""
 
 
 class PageManager:
@@ -208,23 +213,26 @@ class PageManager:
         num_positions: int,
         *,
         replaces: bool = False,
+        is_transient: bool = False,
         now: float = 0.0,
     ) -> None:
         """Publishes the sequence's pages up to `num_positions` positions, all of which completed steps have
         written.
 
         If the same content is already published, its pages stay findable; with `replaces` the sequence's pages
-        replace them. `now`: in seconds of any clock.
+        replace them. With `is_transient` they are the first to be evicted. `now`: in seconds of any clock.
         """
         own = self._owners[owner]
+        own.is_transient = is_transient
         first = own.num_published * self.page_size
         for place in range(own.num_published, min(num_positions // self.page_size, len(keys.pages))):
-            self._publish_page(own.pages[place], keys.pages[place], keys.scope, now, replaces=replaces)
+            page, key = own.pages[place], keys.pages[place]
+            self._publish_page(page, key, keys.scope, now, replaces=replaces, is_transient=is_transient)
             own.num_published = place + 1
         for share_point, key in keys.boundaries.items():
             if first <= share_point <= num_positions:
                 page = own.pages[share_point // self.page_size]
-                self._publish_page(page, key, keys.scope, now, replaces=replaces)
+                self._publish_page(page, key, keys.scope, now, replaces=replaces, is_transient=is_transient)
 
     def release(self, owner: SequenceId, writing: Collection[StepId] = ()) -> None:
         """Releases all pages of a sequence. Has no effect if it holds none.
@@ -245,6 +253,10 @@ class PageManager:
                 state.references -= 1
             else:
                 self._drop(page)
+        if own.is_transient:  # again the end of the chain first
+            for page in own.pages:
+                if page in self._cached and self._pages[page].is_transient:
+                    self._cached.move_to_end(page, last=False)
 
     def complete(self, step: StepId) -> None:
         """Ends the quarantines and copy references that wait for a step, which is complete."""
@@ -290,12 +302,16 @@ class PageManager:
             del self._index[key]
         state.keys.clear()
         self.num_findable -= 1
-        self.num_evictions += 1
+        self.num_evictions += not state.is_transient
         return page
 
-    def _publish_page(self, page: PageId, key: Digest, scope: CacheScope, now: float, *, replaces: bool) -> None:
+    def _publish_page(
+        self, page: PageId, key: Digest, scope: CacheScope, now: float, *, replaces: bool, is_transient: bool
+    ) -> None:
         # Two sequences may have computed the same content: the pages that were published first are found.
         known = self._index.get(key)
+        if known is not None and not is_transient:
+            self._pages[known].is_transient = False
         if known == page or (known is not None and not replaces):
             return
         if known is not None:
@@ -305,7 +321,7 @@ class PageManager:
         state = self._pages[page]
         if not state.keys:
             self.num_findable += 1
-            state.published_at = now
+            state.published_at, state.is_transient = now, is_transient
         state.keys.append(key)
         state.scope = scope
 
@@ -327,7 +343,10 @@ class PageManager:
 
     def _settle(self, page: PageId) -> None:
         """Caches a page without references and quarantine if it is published, and frees it otherwise."""
-        if self._pages[page].keys:
+        state = self._pages[page]
+        if state.keys:
             self._cached[page] = None
+            if state.is_transient:
+                self._cached.move_to_end(page, last=False)
         else:
             self._free.append(page)

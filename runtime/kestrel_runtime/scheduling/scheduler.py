@@ -451,7 +451,12 @@ class Scheduler:
         is_cached = not computes_anew and image.key in embeddings
         if waiting is not None and not is_cached:
             self._release_embeddings(waiting)
-        lease = embeddings.lease(_lease_id(sequence, image), image.key, computes_anew=computes_anew)
+        lease = embeddings.lease(
+            _lease_id(sequence, image),
+            image.key,
+            computes_anew=computes_anew,
+            is_transient=sequence.request.is_transient,
+        )
         image.entry, image.has_cached_embeddings = lease
         if waiting is not None and is_cached:  # now, since it may have taken the place of these embeddings
             self._release_embeddings(waiting)
@@ -639,7 +644,15 @@ class Scheduler:
         if keys is None:
             return
         keys.extend(sequence.tokens, num_positions, self._pages.page_size)
-        self._pages.publish(sequence.id, keys, num_positions, replaces=sequence.request.computes_anew, now=now)
+        request = sequence.request
+        self._pages.publish(
+            sequence.id,
+            keys,
+            num_positions,
+            replaces=request.computes_anew,
+            is_transient=request.is_transient,
+            now=now,
+        )
         if sequence.spans:
             share_point = sequence.missing_share_point(num_positions, self._pages.page_size)
             if self._shared_prefills.key_of(sequence) != share_point:

@@ -168,6 +168,8 @@ class SequenceRequest:
     """The tenant that sent the request; "" if tenants are not distinguished."""
     computes_anew: bool = False
     """True if the sequence uses no cached data, and replaces it."""
+    is_transient: bool = False
+    """True if what the sequence publishes takes the place of nothing that others have published."""
 
 
 @dataclass(slots=True, eq=False)

@@ -28,6 +28,7 @@ from kestrel_runtime.api.errors import (
     SkillUnsupported,
 )
 from kestrel_runtime.api.events import Finished, FinishReason, Started, TextDelta
+from kestrel_runtime.api.images import PixelFormat, RawImage
 from kestrel_runtime.api.requests import (
     Caption,
     Detect,
@@ -173,6 +174,31 @@ async def test_several_objects_share_their_image_and_are_answered_as_single_ones
         for name, answer in zip(names, together, strict=True):
             alone = await own.submit(Detect(name, SMALL_IMAGE, max_objects=3)).result()
             assert (alone.output, alone.finish_reason) == (answer.output, answer.finish_reason)
+    finally:
+        own.close()
+
+
+async def test_transient_requests_compute_an_image_once_and_leave_the_entries_of_others_in_the_caches(
+    loaded: LoadedModel,
+) -> None:
+    lasting = Detect("hello", IMAGE_OF_SEVERAL_CROPS, max_objects=3)
+    names, options = ("license", "copy", "a"), RequestOptions(is_transient=True)
+    own = LocalEngine(loaded, EngineConfig(model="", num_kv_pages=200, image_cache_bytes=1))
+    try:
+        before = await own.submit(lasting).result()
+        for number in range(10):  # more than fit into the pages
+            frame = RawImage(bytes([number]) * 12, 2, 2, PixelFormat.RGB8, 6)
+            streams = own.submit_samples(Detect("", frame, max_objects=3, objects=names, options=options))
+            finished = [await stream.result() for stream in streams]
+            first, *others = sorted(item.usage.num_cached_tokens for item in finished)
+            assert first == 0
+            assert min(others) >= finished[0].usage.num_image_tokens
+        after = await own.submit(lasting).result()
+        assert after.usage.num_cached_tokens >= after.usage.num_image_tokens > before.usage.num_cached_tokens == 0
+        assert after.output == before.output
+        load = own.load()
+        assert load.num_used_pages == 0
+        assert (load.prefix_cache.num_evictions, load.image_cache.num_evictions) == (0, 0)
     finally:
         own.close()
 

@@ -198,6 +198,7 @@ class Schedule:
             answer_ends=tuple(answer_ends),
         )
         sequence.request.computes_anew = random.random() < 0.1
+        sequence.request.is_transient = random.random() < 0.1
         left_out: list[SequenceImage] = []
         if random.random() < 0.95:
             if random.random() < 0.95:

@@ -225,3 +225,29 @@ def test_what_nobody_uses_makes_room_for_what_must_be_encoded():
     encode(cache, 5, None)
     assert DOG not in cache
     assert COW in cache
+
+
+def test_a_transient_entry_is_found_while_it_is_leased_and_takes_the_place_of_no_other():
+    cache = EmbeddingCache(2, 1)
+    encode(cache, 1, CAT)
+    cache.release(1)
+    for owner in range(2, 7):
+        entry = encode(cache, owner, DOG, is_transient=True)
+        assert cache.lease(owner + 10, DOG, is_transient=True) == (entry, True)
+        cache.release(owner)
+        assert DOG in cache
+        cache.release(owner + 10)
+        assert DOG not in cache
+    assert CAT in cache
+    assert (cache.num_published, cache.num_evictions, cache.num_leases_left) == (1, 0, 2)
+
+
+def test_an_entry_that_a_lasting_request_would_publish_too_stays():
+    cache = EmbeddingCache(2, 1)
+    first, second = cache.lease(1, CAT, is_transient=True), cache.lease(2, CAT)
+    assert first.entry != second.entry
+    for owner in (1, 2):
+        cache.fill(owner, StepId(owner))
+        cache.complete(StepId(owner))
+        cache.release(owner)
+    assert CAT in cache

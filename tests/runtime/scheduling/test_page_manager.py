@@ -210,3 +210,46 @@ def test_the_oldest_page_is_that_which_was_published_first_and_not_replaced():
         manager.allocate(owner, NOTHING, 2)
         manager.publish(owner, keys_of(tokens, 2), 2, replaces=owner is C, now=now)
     assert manager.oldest_published_at() == 101.0, "that of 100.0 was replaced"
+
+
+def test_transient_pages_are_evicted_before_all_others_their_end_first():
+    manager, kept, passing = PageManager(8, 4), keys_of(list(range(10)), 4), keys_of(list(range(50, 70)), 4)
+    published(manager, A, kept, 10)
+    manager.release(A)
+    pages = manager.allocate(B, NOTHING, 16).pages
+    manager.publish(B, passing, 16, is_transient=True)
+    manager.release(B)
+    assert manager.match(passing, 16).pages == pages
+    manager.allocate(C, NOTHING, 12)
+    assert manager.match(passing, 16).pages == pages[:3]
+    manager.append(C, 24)
+    assert manager.match(passing, 16) == NOTHING
+    assert manager.match(kept, 10).num_positions == 8
+    assert manager.num_evictions == 0
+    check_books(manager)
+
+
+def test_transient_pages_in_quarantine_are_evicted_first_once_their_step_is_complete():
+    manager, kept, passing = PageManager(5, 4), keys_of(list(range(8)), 4), keys_of(list(range(50, 58)), 4)
+    manager.allocate(A, NOTHING, 8)
+    manager.publish(A, passing, 8, is_transient=True)
+    manager.release(A, writing=[ONE])
+    published(manager, B, kept, 8)
+    manager.release(B)
+    manager.complete(ONE)
+    manager.allocate(C, NOTHING, 12)
+    assert manager.match(passing, 8) == NOTHING
+    assert manager.match(kept, 8).num_positions == 8
+    check_books(manager)
+
+
+def test_pages_that_a_lasting_request_would_publish_too_stay():
+    manager, keys = PageManager(8, 4), keys_of(list(range(8)), 4)
+    manager.allocate(A, NOTHING, 8)
+    manager.allocate(B, NOTHING, 8)
+    manager.publish(A, keys, 8, is_transient=True)
+    manager.publish(B, keys, 8)
+    manager.release(A)
+    manager.release(B)
+    assert manager.match(keys, 8).num_positions == 8
+    check_books(manager)

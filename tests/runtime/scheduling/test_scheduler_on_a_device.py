@@ -127,10 +127,10 @@ class WithoutQuarantine(PageManager):
 class PublishesUnwrittenPositions(PageManager):
     """A page is found before it is full."""
 
-    def publish(self, owner, keys, num_positions, *, replaces=False, now=0.0):
+    def publish(self, owner, keys, num_positions, **how):
         capacity = min(len(self._owners[owner].pages), len(keys.pages)) * self.page_size
         num_positions = max(num_positions, min(num_positions + self.page_size - 1, capacity))
-        super().publish(owner, keys, num_positions, replaces=replaces, now=now)
+        super().publish(owner, keys, num_positions, **how)
 
 
 class PublishesEntriesAtLaunch(EmbeddingCache):
@@ -144,8 +144,8 @@ class PublishesEntriesAtLaunch(EmbeddingCache):
 class FreesLeasedEntries(EmbeddingCache):
     """An entry has one lease, however many sequences have it."""
 
-    def lease(self, owner, key, *, computes_anew=False):
-        lease = super().lease(owner, key, computes_anew=computes_anew)
+    def lease(self, owner, key, **how):
+        lease = super().lease(owner, key, **how)
         self._entries[lease.entry].num_leases = 1
         return lease
 
