@@ -40,6 +40,7 @@ from kestrel_runtime.api.events import (
     Event,
     Finished,
     FinishReason,
+    FoundObject,
     Grounding,
     Location,
     OutlineBox,
@@ -93,6 +94,10 @@ def answers(request: Request) -> list[Event]:
             path = mask.svg_path
             pieces = [TextDelta(path[:5], TextChannel.PATH, 0, 3), TextDelta(path[5:], TextChannel.PATH, 3, 4)]
             deltas += [OutlineBox(mask.box), *pieces]
+    if isinstance(output, DetectOutput):
+        deltas += map(FoundObject, output.boxes)
+    if isinstance(output, PointOutput):
+        deltas += map(FoundObject, output.points)
     return [Started(Usage(735, 729)), *deltas, Finished(output, FinishReason.STOP, usage, TIMING)]
 
 

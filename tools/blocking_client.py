@@ -27,7 +27,7 @@ REPLACED = {
         "of the blocking client and reads the responses. `client` says"
     ),
     "which the asyncio client awaits or reads": "or its response if the request has one",
-    "from kestrel_client.async_calls import AsyncCalls": "from kestrel_client.blocking_calls import BlockingCalls",
+    "from kestrel_client.async_calls import (": "from kestrel_client.blocking_calls import (",
     "from the event loop it was made in.": "from any thread.",
     "The call begins with the first piece asked for. Cancelling it": "Cancelling it",
     "`async with`": "`with`",
@@ -36,6 +36,8 @@ REPLACED = {
     "AsyncCalls": "BlockingCalls",
     "AsyncTextStream": "TextStream",
     "AsyncSegmentStream": "SegmentStream",
+    "AsyncPointStream": "PointStream",
+    "AsyncDetectStream": "DetectStream",
     "AsyncStream": "Stream",
     "AsyncClient": "Client",
     "AsyncGenerator[Outcome, None]": "Generator[Outcome, None, None]",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType, TracebackType
 from typing import TypeVar
@@ -17,7 +17,7 @@ from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, ImageR
 from kestrel_runtime.api.adapters import AdapterName
 from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import InvalidRequest, KestrelError, ModelNotFound, did_you_mean
-from kestrel_runtime.api.events import Finished, FinishReason, Usage
+from kestrel_runtime.api.events import Event, Finished, FinishReason, FoundObject, Started, Usage
 from kestrel_runtime.api.images import Image
 from kestrel_runtime.api.requests import Request, locate, objects_of
 from kestrel_runtime.api.stream import Stream
@@ -110,21 +110,51 @@ class Submission:
 
         Raises the error of the first object if none has an answer.
         """
-        answers: list[ObjectAnswer] = []
-        first_error: KestrelError | None = None
+        outcomes: list[Finished | KestrelError] = []
         with ending_with(*streams):
-            for index, (name, stream) in enumerate(zip(objects, streams, strict=True)):
+            for stream in streams:
                 try:
-                    answers.append(ObjectAnswer(name, await stream.result()))
+                    outcomes.append(await stream.result())
                 except KestrelError as error:
-                    if isinstance(error, InvalidRequest):
-                        error.rename(lambda field, index=index: f"objects[{index}]" if field == "object" else field)
-                    first_error = first_error or error
-                    answers.append(ObjectAnswer(name, None, describe(error, self._engine.status)))
-        given = [answer.finished for answer in answers if answer.finished is not None]
+                    outcomes.append(error)
+        return self._by_object(objects, outcomes, call)
+
+    async def events_by_object(
+        self, objects: Sequence[str], streams: Sequence[Stream], call: CallContext
+    ) -> AsyncGenerator[tuple[int, Started | FoundObject] | list[ObjectAnswer], None]:
+        """Yields the first `Started` of all streams, one for each object, then what is found with the index of its
+        object, and last the answers that `answers_by_object` returns.
+
+        Raises the error of the first object if none has an answer. Closing the generator cancels the requests.
+        """
+        outcomes: dict[int, Finished | KestrelError] = {}
+        has_started = False
+        with ending_with(*streams):
+            async with aclosing(numbered(streams)) as events:
+                async for index, event in events:
+                    if isinstance(event, Finished | KestrelError):
+                        outcomes[index] = event
+                    elif isinstance(event, FoundObject):
+                        yield index, event
+                    elif isinstance(event, Started) and not has_started:
+                        has_started = True
+                        yield index, event
+        yield self._by_object(objects, [outcomes[index] for index in range(len(objects))], call)
+
+    def _by_object(
+        self, objects: Sequence[str], outcomes: Sequence[Finished | KestrelError], call: CallContext
+    ) -> list[ObjectAnswer]:
+        answers: list[ObjectAnswer] = []
+        for index, (name, outcome) in enumerate(zip(objects, outcomes, strict=True)):
+            if isinstance(outcome, Finished):
+                answers.append(ObjectAnswer(name, outcome))
+                continue
+            if isinstance(outcome, InvalidRequest):
+                outcome.rename(lambda field, index=index: f"objects[{index}]" if field == "object" else field)
+            answers.append(ObjectAnswer(name, None, describe(outcome, self._engine.status)))
+        given = [outcome for outcome in outcomes if isinstance(outcome, Finished)]
         if not given:
-            assert first_error is not None, "a request has at least one object"
-            raise first_error
+            raise next(outcome for outcome in outcomes if isinstance(outcome, KestrelError))
         call.finished = _joined_answers(given)
         return answers
 
@@ -271,6 +301,40 @@ def with_alternatives(first: Finished, others: Sequence[Finished]) -> Finished:
     num_output_tokens = sum(finished.usage.num_output_tokens for finished in (first, *others))
     usage = replace(first.usage, num_output_tokens=num_output_tokens)
     return replace(first, usage=usage, alternatives=tuple(others))
+
+
+async def numbered(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Event | KestrelError], None]:
+    """Yields the events of all streams in the order of their arrival, each with the number of its stream.
+
+    An error of a stream is its last item: it is not raised, and ends no other stream.
+    """
+    if len(streams) == 1:  # saves a task for each event
+        try:
+            async for event in streams[0]:
+                yield 0, event
+        except KestrelError as error:
+            yield 0, error
+        return
+    iterators = [aiter(stream) for stream in streams]
+    waiting = {asyncio.ensure_future(anext(iterator)): number for number, iterator in enumerate(iterators)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                number = waiting.pop(task)
+                try:
+                    event = task.result()
+                except StopAsyncIteration:
+                    continue
+                except KestrelError as error:
+                    yield number, error
+                    continue
+                waiting[asyncio.ensure_future(anext(iterators[number]))] = number
+                yield number, event
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 @contextmanager

@@ -226,12 +226,26 @@ def _caption(client: Client, arguments: argparse.Namespace, image: str) -> None:
 
 def _point(client: Client, arguments: argparse.Namespace, image: str) -> int:
     options, wanted = options_of(arguments), _wanted(arguments)
-    return _show(arguments, image, client.point(image, wanted, max_objects=arguments.max_objects, **options))
+    if arguments.json:
+        return _show(arguments, image, client.point(image, wanted, max_objects=arguments.max_objects, **options))
+    with client.stream_point(image, wanted, max_objects=arguments.max_objects, **options) as stream:
+        _print_found(wanted, ((name, found.point) for name, found in stream))
+        return _show(arguments, image, stream.result(), are_shown=True)
 
 
 def _detect(client: Client, arguments: argparse.Namespace, image: str) -> int:
     options, wanted = options_of(arguments), _wanted(arguments)
-    return _show(arguments, image, client.detect(image, wanted, max_objects=arguments.max_objects, **options))
+    if arguments.json:
+        return _show(arguments, image, client.detect(image, wanted, max_objects=arguments.max_objects, **options))
+    with client.stream_detect(image, wanted, max_objects=arguments.max_objects, **options) as stream:
+        _print_found(wanted, ((name, found.box) for name, found in stream))
+        return _show(arguments, image, stream.result(), are_shown=True)
+
+
+def _print_found(wanted: str | list[str], found: Iterator[tuple[str, Point | Box]]) -> None:
+    """Prints a line for each object as soon as it is found; of several, the line begins with its name."""
+    for name, place in found:
+        show(_numbers(place) if isinstance(wanted, str) else f"{name}: {_numbers(place)}")
 
 
 def _wanted(arguments: argparse.Namespace) -> str | list[str]:
@@ -448,15 +462,25 @@ def _lines(result: Result) -> list[str]:
             raise TypeError(f"no lines for {type(result).__name__}")
 
 
-def _show(arguments: argparse.Namespace, image: str, result: PointResult | DetectResult | GazeResult) -> int:
-    """Prints and draws a result; returns 1 if one of several objects has no answer, else 0."""
+def _show(
+    arguments: argparse.Namespace,
+    image: str,
+    result: PointResult | DetectResult | GazeResult,
+    *,
+    are_shown: bool = False,
+) -> int:
+    """Prints and draws a result; returns 1 if one of several objects has no answer, else 0.
+
+    With `are_shown` its lines have been printed.
+    """
     from kestrel_client import GazeResult
 
     lines, has_groups = _lines(result), not isinstance(result, GazeResult) and bool(result.groups)
     if arguments.json:
         _print_json(result)
     elif lines:
-        show(*lines)
+        if not are_shown:
+            show(*lines)
     elif not has_groups:
         print_error(f"no {'target' if isinstance(result, GazeResult) else result.object} found")
     _draw(arguments.draw, image, result)

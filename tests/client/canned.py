@@ -93,6 +93,17 @@ def group(object: str) -> dict[str, Any]:
     return {"object": object, "finish_reason": generation_pb2.FINISH_REASON_STOP}
 
 
+def found(response: Any, whole: Any, items: list[Any]) -> Iterator[Any]:
+    """The events of objects being found, one object of the request after the other."""
+    yield response(started=STARTED)
+    for index, of_object in enumerate(items):
+        for item in of_object:
+            is_point = isinstance(item, media_pb2.NormalizedPoint)
+            one = vision_service_pb2.PointedObject(point=item) if is_point else item
+            yield response(found=one, object_index=index)
+    yield response(completed=whole)
+
+
 def outline(object: str) -> Iterator[Any]:
     """The events of an outline."""
     response = vision_service_pb2.StreamSegmentResponse
@@ -179,19 +190,43 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
 
     def Point(self, request: Any, context: Any) -> Any:
         self._receive(request, context)
+        return self._points(request)
+
+    def StreamPoint(self, request: Any, context: Any) -> Any:
+        self._receive(request, context)
+        whole = self._points(request)
+        places = [group.points for group in whole.groups] or [whole.points]
+        yield from self._until_cancelled(found(vision_service_pb2.StreamPointResponse, whole, places), context)
+
+    def _points(self, request: Any) -> Any:
         points = [media_pb2.NormalizedPoint(x=0.25, y=0.5), media_pb2.NormalizedPoint(x=0.75, y=1.0)]
         if request.objects:
             return vision_service_pb2.PointResponse(
-                groups=[vision_service_pb2.PointGroup(points=points, **group(name)) for name in request.objects],
+                groups=[
+                    vision_service_pb2.PointGroup(points=points if name != "unicorn" else (), **group(name))
+                    for name in request.objects
+                ],
                 info=INFO,
             )
         return vision_service_pb2.PointResponse(points=points, info=INFO)
 
     def Detect(self, request: Any, context: Any) -> Any:
         self._receive(request, context)
+        return self._boxes(request)
+
+    def StreamDetect(self, request: Any, context: Any) -> Any:
+        self._receive(request, context)
+        whole = self._boxes(request)
+        boxes = [group.objects for group in whole.groups] or [whole.objects]
+        yield from self._until_cancelled(found(vision_service_pb2.StreamDetectResponse, whole, boxes), context)
+
+    def _boxes(self, request: Any) -> Any:
         objects = [vision_service_pb2.DetectedObject(box=BOX)]
         if request.objects:
-            groups = [vision_service_pb2.DetectGroup(objects=objects, **group(name)) for name in request.objects]
+            groups = [
+                vision_service_pb2.DetectGroup(objects=objects if name != "unicorn" else (), **group(name))
+                for name in request.objects
+            ]
             return vision_service_pb2.DetectResponse(groups=groups, info=INFO)
         return vision_service_pb2.DetectResponse(objects=objects, info=INFO)
 

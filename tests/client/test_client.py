@@ -133,6 +133,23 @@ def test_several_objects_have_a_group_each_and_an_error_of_one_is_an_exception(
     assert client.detect(PICTURE, "car").groups == ()
 
 
+def test_what_is_found_comes_one_by_one_with_what_was_looked_for(client: Client) -> None:
+    boxes = client.stream_detect(PICTURE, ["car", "unicorn", "dog"])
+    assert [(name, found.box) for name, found in boxes] == [
+        ("car", Box(0.25, 0.125, 0.75, 0.5)),
+        ("dog", Box(0.25, 0.125, 0.75, 0.5)),
+    ]
+    whole = client.detect(PICTURE, ["car", "unicorn", "dog"])
+    assert [group.objects for group in boxes.result().groups] == [group.objects for group in whole.groups]
+    assert isinstance(boxes.result().groups[1].error, RequestRefused)
+    with client.stream_point(PICTURE, "car") as points:
+        assert [(name, found.point) for name, found in points] == [
+            ("car", Point(0.25, 0.5)),
+            ("car", Point(0.75, 1.0)),
+        ]
+    assert points.result() == client.point(PICTURE, "car")
+
+
 @pytest.mark.parametrize("object", [[], ["car", 3], 3, {"car": 1}, None])
 def test_what_is_neither_a_text_nor_texts_is_refused_before_it_is_sent(
     client: Client, vision: CannedVision, object: Any

@@ -18,7 +18,7 @@ def test_what_is_left_out_stays_out_of_the_message() -> None:
         assert not message.sampling.HasField(name)
     assert message.options.model == ""
     assert not message.options.HasField("max_queue_duration")
-    assert not requests.point("kite", None, (), {}).HasField("max_objects")
+    assert not requests.point(vision_service_pb2.PointRequest, "kite", None, (), {}).HasField("max_objects")
 
 
 def test_zero_and_false_are_values() -> None:
@@ -32,6 +32,7 @@ def test_zero_and_false_are_values() -> None:
 
 def test_every_option_reaches_its_field() -> None:
     message = requests.detect(
+        vision_service_pb2.DetectRequest,
         "kite",
         7,
         [Point(0.5, 0.25)],
@@ -80,7 +81,9 @@ def test_every_setting_of_sampling_reaches_its_field() -> None:
 
 @pytest.mark.parametrize(("policy", "number"), [(None, 0), ("use", 1), ("refresh", 2), ("bypass", 3)])
 def test_a_cache_policy_is_sent_by_its_number(policy: Any, number: int) -> None:
-    assert requests.point("kite", None, (), {"cache": policy}).options.cache == number
+    assert (
+        requests.point(vision_service_pb2.PointRequest, "kite", None, (), {"cache": policy}).options.cache == number
+    )
 
 
 def test_references_keep_their_order_and_kind() -> None:
@@ -100,14 +103,17 @@ def test_a_length_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="length: is one of short, normal, long, not 'endless'"):
         requests.caption(vision_service_pb2.CaptionRequest, endless, {})
     with pytest.raises(InvalidRequest, match="priority: is one of interactive, normal, batch, not 'endless'"):
-        requests.point("kite", None, (), {"priority": endless})
+        requests.point(vision_service_pb2.PointRequest, "kite", None, (), {"priority": endless})
     with pytest.raises(InvalidRequest, match="cache: is one of use, refresh, bypass, not 'endless'"):
-        requests.point("kite", None, (), {"cache": endless})
+        requests.point(vision_service_pb2.PointRequest, "kite", None, (), {"cache": endless})
 
 
 @pytest.mark.parametrize(("priority", "number"), [(None, 0), ("interactive", 1), ("normal", 2), ("batch", 3)])
 def test_a_priority_is_sent_by_its_number(priority: Any, number: int) -> None:
-    assert requests.point("kite", None, (), {"priority": priority}).options.priority == number
+    assert (
+        requests.point(vision_service_pb2.PointRequest, "kite", None, (), {"priority": priority}).options.priority
+        == number
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +132,7 @@ def test_a_priority_is_sent_by_its_number(priority: Any, number: int) -> None:
 def test_an_option_of_a_wrong_type_or_size_is_named(name: str, value: Any) -> None:
     options: Any = {name: value}
     with pytest.raises(InvalidRequest) as caught:
-        requests.point("kite", None, (), options)
+        requests.point(vision_service_pb2.PointRequest, "kite", None, (), options)
     assert caught.value.violations[0].field == name
 
 
@@ -134,8 +140,8 @@ def test_an_argument_in_the_wrong_place_is_named_and_not_printed() -> None:
     picture: Any = b"secret" * 1000
     for build in (
         lambda: requests.query(vision_service_pb2.QueryRequest, picture, None, (), {}),
-        lambda: requests.point(picture, None, (), {}),
-        lambda: requests.detect("kite", picture, (), {}),
+        lambda: requests.point(vision_service_pb2.PointRequest, picture, None, (), {}),
+        lambda: requests.detect(vision_service_pb2.DetectRequest, "kite", picture, (), {}),
         lambda: requests.segment(vision_service_pb2.SegmentRequest, "kite", [picture], {}),
         lambda: requests.image_id(picture),
     ):
@@ -184,7 +190,7 @@ def test_a_constraint_is_for_queries() -> None:
     assert not requests.query(vision_service_pb2.QueryRequest, "what?", None, (), {}).HasField("constraint")
     for refused in (
         lambda: requests.caption(vision_service_pb2.CaptionRequest, None, options),
-        lambda: requests.point("kite", None, (), {"regex": "a"}),
+        lambda: requests.point(vision_service_pb2.PointRequest, "kite", None, (), {"regex": "a"}),
         lambda: requests.gaze(Point(0.5, 0.5), {"json_schema": {}}),
     ):
         with pytest.raises(InvalidRequest, match="is for queries"):

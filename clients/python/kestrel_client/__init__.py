@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from kestrel_client import _version
 from kestrel_client.aio import AsyncClient
-from kestrel_client.async_calls import AsyncSegmentStream, AsyncTextStream
+from kestrel_client.async_calls import AsyncDetectStream, AsyncPointStream, AsyncSegmentStream, AsyncTextStream
 from kestrel_client.batches import Job, Outcome, Progress
-from kestrel_client.blocking_calls import SegmentStream, TextStream
+from kestrel_client.blocking_calls import DetectStream, PointStream, SegmentStream, TextStream
 from kestrel_client.client import Client
 from kestrel_client.drawing import draw
 from kestrel_client.errors import (
@@ -63,6 +63,7 @@ from kestrel_client.results import (
     MemoryPlan,
     Model,
     Point,
+    PointedObject,
     PointGroup,
     PointResult,
     QueryAlternative,
@@ -92,6 +93,8 @@ __all__ = [
     "AdapterInvalid",
     "AdapterNotFound",
     "AsyncClient",
+    "AsyncDetectStream",
+    "AsyncPointStream",
     "AsyncSegmentStream",
     "AsyncTextStream",
     "Box",
@@ -108,6 +111,7 @@ __all__ = [
     "DeadlineExceeded",
     "DetectGroup",
     "DetectResult",
+    "DetectStream",
     "DetectedObject",
     "EngineInfo",
     "EngineLoad",
@@ -133,6 +137,8 @@ __all__ = [
     "Point",
     "PointGroup",
     "PointResult",
+    "PointStream",
+    "PointedObject",
     "Priority",
     "Progress",
     "QueryAlternative",

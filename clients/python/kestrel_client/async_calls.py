@@ -26,14 +26,25 @@ from kestrel_client.images import (
     put_reference,
 )
 from kestrel_client.requests import CallOptions
-from kestrel_client.results import Segment, SegmentResult, TextChannel, TextDelta
+from kestrel_client.results import (
+    DetectedObject,
+    DetectResult,
+    PointedObject,
+    PointResult,
+    Segment,
+    SegmentResult,
+    TextChannel,
+    TextDelta,
+)
 from kestrel_client.sending import (
     AnyPiece,
     AnyResult,
     Asyncio,
     Delivery,
+    DetectEvents,
     Events,
     OutlineEvents,
+    PointEvents,
     Retries,
     SentImages,
     TextEvents,
@@ -97,6 +108,28 @@ class AsyncCalls:
     ) -> AsyncSegmentStream:
         """Returns the stream of an outline, as `stream` returns one of text."""
         return AsyncSegmentStream(self._attempts(rpc, build, options, (image,)), OutlineEvents(object))
+
+    def points(
+        self,
+        rpc: Any,
+        build: Callable[[], Any],
+        options: CallOptions,
+        image: ImageInput,
+        object: str | Sequence[str],
+    ) -> AsyncPointStream:
+        """Returns the stream of points, as `stream` returns one of text."""
+        return AsyncPointStream(self._attempts(rpc, build, options, (image,)), PointEvents(object))
+
+    def boxes(
+        self,
+        rpc: Any,
+        build: Callable[[], Any],
+        options: CallOptions,
+        image: ImageInput,
+        object: str | Sequence[str],
+    ) -> AsyncDetectStream:
+        """Returns the stream of boxes, as `stream` returns one of text."""
+        return AsyncDetectStream(self._attempts(rpc, build, options, (image,)), DetectEvents(object))
 
     async def image_bytes(self, image: ImageInput) -> bytes:
         """Returns the file of an image."""
@@ -346,3 +379,33 @@ class AsyncSegmentStream(AsyncStream[Segment, SegmentResult]):
         if segment is None:
             raise StopAsyncIteration
         return segment
+
+
+class AsyncPointStream(AsyncStream[tuple[str, PointedObject], PointResult]):
+    """A stream of points: iterate over what is found, each with the object that was looked for, then read the
+    `result`."""
+
+    def __aiter__(self) -> AsyncIterator[tuple[str, PointedObject]]:
+        return self
+
+    async def __anext__(self) -> tuple[str, PointedObject]:
+        """Returns the object that was looked for, and what was found next."""
+        found = await self._next_piece()
+        if found is None:
+            raise StopAsyncIteration
+        return found
+
+
+class AsyncDetectStream(AsyncStream[tuple[str, DetectedObject], DetectResult]):
+    """A stream of boxes: iterate over what is found, each with the object that was looked for, then read the
+    `result`."""
+
+    def __aiter__(self) -> AsyncIterator[tuple[str, DetectedObject]]:
+        return self
+
+    async def __anext__(self) -> tuple[str, DetectedObject]:
+        """Returns the object that was looked for, and what was found next."""
+        found = await self._next_piece()
+        if found is None:
+            raise StopAsyncIteration
+        return found

@@ -26,13 +26,24 @@ from kestrel_client.images import (
     put_reference,
 )
 from kestrel_client.requests import CallOptions
-from kestrel_client.results import Segment, SegmentResult, TextChannel, TextDelta
+from kestrel_client.results import (
+    DetectedObject,
+    DetectResult,
+    PointedObject,
+    PointResult,
+    Segment,
+    SegmentResult,
+    TextChannel,
+    TextDelta,
+)
 from kestrel_client.sending import (
     AnyPiece,
     AnyResult,
     Delivery,
+    DetectEvents,
     Events,
     OutlineEvents,
+    PointEvents,
     Retries,
     SentImages,
     TextEvents,
@@ -94,6 +105,28 @@ class BlockingCalls:
     ) -> SegmentStream:
         """Returns the stream of an outline, as `stream` returns one of text."""
         return SegmentStream(self._attempts(rpc, build, options, (image,)), OutlineEvents(object))
+
+    def points(
+        self,
+        rpc: Any,
+        build: Callable[[], Any],
+        options: CallOptions,
+        image: ImageInput,
+        object: str | Sequence[str],
+    ) -> PointStream:
+        """Returns the stream of points, as `stream` returns one of text."""
+        return PointStream(self._attempts(rpc, build, options, (image,)), PointEvents(object))
+
+    def boxes(
+        self,
+        rpc: Any,
+        build: Callable[[], Any],
+        options: CallOptions,
+        image: ImageInput,
+        object: str | Sequence[str],
+    ) -> DetectStream:
+        """Returns the stream of boxes, as `stream` returns one of text."""
+        return DetectStream(self._attempts(rpc, build, options, (image,)), DetectEvents(object))
 
     def image_bytes(self, image: ImageInput) -> bytes:
         """Returns the file of an image."""
@@ -343,3 +376,33 @@ class SegmentStream(Stream[Segment, SegmentResult]):
         if segment is None:
             raise StopIteration
         return segment
+
+
+class PointStream(Stream[tuple[str, PointedObject], PointResult]):
+    """A stream of points: iterate over what is found, each with the object that was looked for, then read the
+    `result`."""
+
+    def __iter__(self) -> Iterator[tuple[str, PointedObject]]:
+        return self
+
+    def __next__(self) -> tuple[str, PointedObject]:
+        """Returns the object that was looked for, and what was found next."""
+        found = self._next_piece()
+        if found is None:
+            raise StopIteration
+        return found
+
+
+class DetectStream(Stream[tuple[str, DetectedObject], DetectResult]):
+    """A stream of boxes: iterate over what is found, each with the object that was looked for, then read the
+    `result`."""
+
+    def __iter__(self) -> Iterator[tuple[str, DetectedObject]]:
+        return self
+
+    def __next__(self) -> tuple[str, DetectedObject]:
+        """Returns the object that was looked for, and what was found next."""
+        found = self._next_piece()
+        if found is None:
+            raise StopIteration
+        return found

@@ -15,7 +15,13 @@ import grpc
 
 from kestrel_client import requests, results
 from kestrel_client.batches import DEFAULT_CONCURRENCY, Job, Outcome, Progress, blocking_map
-from kestrel_client.blocking_calls import BlockingCalls, SegmentStream, TextStream
+from kestrel_client.blocking_calls import (
+    BlockingCalls,
+    DetectStream,
+    PointStream,
+    SegmentStream,
+    TextStream,
+)
 from kestrel_client.connection import (
     DEFAULT_MAX_RETRIES,
     DEFAULT_MAX_RETRY_S,
@@ -276,11 +282,41 @@ class Client:
         """
         response = self._calls.call(
             self._calls.vision.Point,
-            lambda: requests.point(object, max_objects, spatial_refs, options),
+            lambda: requests.point(vision_pb2.PointRequest, object, max_objects, spatial_refs, options),
             options,
             image,
         )
         return results.point_result(response, object)
+
+    def stream_point(
+        self,
+        image: ImageInput,
+        object: str | Sequence[str],
+        *,
+        max_objects: int | None = None,
+        spatial_refs: Sequence[SpatialRef] = (),
+        **options: Unpack[CallOptions],
+    ) -> PointStream:
+        """Finds the place of each object of a kind, as a stream: each as soon as the model has read it.
+
+        Args:
+            image: The image, in any form of `ImageInput`.
+            object: What to look for, as of `point`.
+            max_objects: The most objects to find, 1 to 1000; None means 150.
+            spatial_refs: Points and boxes of the image that `object` speaks about, in order.
+            **options: As of `point`.
+
+        Returns:
+            The stream: iterate over pairs of the object that was looked for and what was found, or take its
+            `result()`. Of several objects, pairs of one come between those of others.
+        """
+        return self._calls.points(
+            self._calls.vision.StreamPoint,
+            lambda: requests.point(vision_pb2.StreamPointRequest, object, max_objects, spatial_refs, options),
+            options,
+            image,
+            object,
+        )
 
     def detect(
         self,
@@ -308,11 +344,41 @@ class Client:
         """
         response = self._calls.call(
             self._calls.vision.Detect,
-            lambda: requests.detect(object, max_objects, spatial_refs, options),
+            lambda: requests.detect(vision_pb2.DetectRequest, object, max_objects, spatial_refs, options),
             options,
             image,
         )
         return results.detect_result(response, object)
+
+    def stream_detect(
+        self,
+        image: ImageInput,
+        object: str | Sequence[str],
+        *,
+        max_objects: int | None = None,
+        spatial_refs: Sequence[SpatialRef] = (),
+        **options: Unpack[CallOptions],
+    ) -> DetectStream:
+        """Finds a box around each object of a kind, as a stream: each as soon as the model has read it.
+
+        Args:
+            image: The image, in any form of `ImageInput`.
+            object: What to look for, as of `detect`.
+            max_objects: The most objects to find, 1 to 1000; None means 150.
+            spatial_refs: Points and boxes of the image that `object` speaks about, in order.
+            **options: As of `detect`.
+
+        Returns:
+            The stream: iterate over pairs of the object that was looked for and what was found, or take its
+            `result()`. Of several objects, pairs of one come between those of others.
+        """
+        return self._calls.boxes(
+            self._calls.vision.StreamDetect,
+            lambda: requests.detect(vision_pb2.StreamDetectRequest, object, max_objects, spatial_refs, options),
+            options,
+            image,
+            object,
+        )
 
     def segment(
         self,

@@ -57,6 +57,8 @@ class ChatMessage:
 AnyQuery = TypeVar("AnyQuery", vision_service_pb2.QueryRequest, vision_service_pb2.CompleteQueryRequest)
 AnyChat = TypeVar("AnyChat", vision_service_pb2.ChatRequest, vision_service_pb2.CompleteChatRequest)
 AnyCaption = TypeVar("AnyCaption", vision_service_pb2.CaptionRequest, vision_service_pb2.CompleteCaptionRequest)
+AnyPoint = TypeVar("AnyPoint", vision_service_pb2.PointRequest, vision_service_pb2.StreamPointRequest)
+AnyDetect = TypeVar("AnyDetect", vision_service_pb2.DetectRequest, vision_service_pb2.StreamDetectRequest)
 AnySegment = TypeVar("AnySegment", vision_service_pb2.SegmentRequest, vision_service_pb2.StreamSegmentRequest)
 
 
@@ -182,23 +184,27 @@ def caption(kind: type[AnyCaption], length: Length | None, options: CallOptions)
 
 
 def point(
-    object: str | Sequence[str], max_objects: int | None, spatial_refs: Sequence[SpatialRef], options: CallOptions
-) -> vision_service_pb2.PointRequest:
-    """Returns the request to point at objects."""
-    message = vision_service_pb2.PointRequest(
-        **_objects(object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options)
-    )
+    kind: type[AnyPoint],
+    object: str | Sequence[str],
+    max_objects: int | None,
+    spatial_refs: Sequence[SpatialRef],
+    options: CallOptions,
+) -> AnyPoint:
+    """Returns the request to point at objects, as a message of `kind`."""
+    message = kind(**_objects(object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options))
     _put(message, "max_objects", max_objects)
     return message
 
 
 def detect(
-    object: str | Sequence[str], max_objects: int | None, spatial_refs: Sequence[SpatialRef], options: CallOptions
-) -> vision_service_pb2.DetectRequest:
-    """Returns the request for boxes around objects."""
-    message = vision_service_pb2.DetectRequest(
-        **_objects(object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options)
-    )
+    kind: type[AnyDetect],
+    object: str | Sequence[str],
+    max_objects: int | None,
+    spatial_refs: Sequence[SpatialRef],
+    options: CallOptions,
+) -> AnyDetect:
+    """Returns the request for boxes around objects, as a message of `kind`."""
+    message = kind(**_objects(object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options))
     _put(message, "max_objects", max_objects)
     return message
 

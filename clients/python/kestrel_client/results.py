@@ -104,6 +104,13 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
+class PointedObject:
+    """An object found, and its place."""
+
+    point: Point
+
+
+@dataclass(frozen=True, slots=True)
 class DetectedObject:
     """An object found, and the box around it."""
 
@@ -635,8 +642,18 @@ def detect_result(message: vision_service_pb2.DetectResponse, object: str | Sequ
     )
 
 
+def pointed_object(message: vision_service_pb2.PointedObject) -> PointedObject:
+    """Reads an object pointed at."""
+    return PointedObject(_point(message.point))
+
+
+def detected_object(message: vision_service_pb2.DetectedObject) -> DetectedObject:
+    """Reads an object with its box."""
+    return DetectedObject(box(message.box))
+
+
 def _detected(items: Iterable[vision_service_pb2.DetectedObject]) -> tuple[DetectedObject, ...]:
-    return tuple(DetectedObject(box(item.box)) for item in items)
+    return tuple(map(detected_object, items))
 
 
 def _one(object: str | Sequence[str]) -> str:

@@ -19,7 +19,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -38,7 +38,18 @@ from kestrel_client.errors import (
     ServerError,
     Unavailable,
 )
-from kestrel_client.results import Box, CaptionResult, QueryResult, Segment, SegmentResult, TextDelta
+from kestrel_client.results import (
+    Box,
+    CaptionResult,
+    DetectedObject,
+    DetectResult,
+    PointedObject,
+    PointResult,
+    QueryResult,
+    Segment,
+    SegmentResult,
+    TextDelta,
+)
 from kestrel_client.v1 import image_service_pb2, media_pb2, vision_service_pb2
 
 _FIRST_WAIT_S = 0.1
@@ -47,8 +58,8 @@ DEFAULT_STORE_FROM_BYTES = 2**20
 """Below this, sending an image again takes hardly longer than naming it, see `bench/NOTES.md`."""
 _MAX_REMEMBERED = 4096
 _IN_MESSAGE, _STORE_FIRST, _BY_NAME = "in message", "store first", "by name"
-AnyResult = TypeVar("AnyResult", QueryResult, CaptionResult, SegmentResult)
-AnyPiece = TypeVar("AnyPiece", TextDelta, Segment)
+AnyResult = TypeVar("AnyResult", QueryResult, CaptionResult, SegmentResult, PointResult, DetectResult)
+AnyPiece = TypeVar("AnyPiece", TextDelta, Segment, tuple[str, PointedObject], tuple[str, DetectedObject])
 AnyReturned = TypeVar("AnyReturned")
 TextResponse = (
     vision_service_pb2.QueryResponse | vision_service_pb2.CaptionResponse | vision_service_pb2.ChatResponse
@@ -277,6 +288,36 @@ class OutlineEvents(Events[Segment, SegmentResult]):
         else:
             return None
         return None if self._box is None else Segment(self._path, self._box, is_partial=True)
+
+
+class PointEvents(Events[tuple[str, PointedObject], PointResult]):
+    """Reads the stream of points: its pieces are the places with the object that was looked for."""
+
+    def __init__(self, object: str | Sequence[str]) -> None:
+        super().__init__(lambda message: results.point_result(message, object))
+        self._names = _names(object)
+
+    def piece(self, response: vision_service_pb2.StreamPointResponse) -> tuple[str, PointedObject] | None:
+        if not response.HasField("found"):
+            return None
+        return self._names[response.object_index], results.pointed_object(response.found)
+
+
+class DetectEvents(Events[tuple[str, DetectedObject], DetectResult]):
+    """Reads the stream of boxes: its pieces are the boxes with the object that was looked for."""
+
+    def __init__(self, object: str | Sequence[str]) -> None:
+        super().__init__(lambda message: results.detect_result(message, object))
+        self._names = _names(object)
+
+    def piece(self, response: vision_service_pb2.StreamDetectResponse) -> tuple[str, DetectedObject] | None:
+        if not response.HasField("found"):
+            return None
+        return self._names[response.object_index], results.detected_object(response.found)
+
+
+def _names(object: str | Sequence[str]) -> Sequence[str]:
+    return (object,) if isinstance(object, str) else tuple(object)
 
 
 def cancelled_here(request_id: str) -> Cancelled:

@@ -7,6 +7,7 @@ one that converts the events of that request to its response.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -24,6 +25,8 @@ from kestrel_runtime.api.events import (
     DetectOutput,
     Event,
     Finished,
+    FoundObject,
+    Location,
     OutlineBox,
     PointOutput,
     QueryOutput,
@@ -47,6 +50,7 @@ from kestrel_runtime.api.requests import (
 )
 
 ObjectRequestT = TypeVar("ObjectRequestT", Point, Detect, Segment)
+_ObjectsMessage = wire.PointRequest | wire.DetectRequest | wire.StreamPointRequest | wire.StreamDetectRequest
 
 _CAPTION_LENGTHS: Mapping[int, str] = MappingProxyType(
     {
@@ -99,12 +103,19 @@ class VisionService:
         async def events(message: Any, call: CallContext) -> AsyncGenerator[Any, None]:
             asked = parsing.parsed(parse, message)
             del message
-            names = naming(asked.field_name)
+            names, objects = naming(asked.field_name), objects_of(asked.request)
             with names:
-                stream = await self._submission.submit(asked.request, asked.references, call)
+                streams = await self._submission.submit_samples(asked.request, asked.references, call)
             del asked
             assert call.request is not None
             model = call.request.model(self._model)
+            if objects:
+                with names:
+                    async with aclosing(self._submission.events_by_object(objects, streams, call)) as of_objects:
+                        async for item in of_objects:
+                            yield self._response_of_objects(binding, item, call, model)
+                return
+            (stream,) = streams
             with names, ending_with(stream):
                 async for event in stream:
                     if isinstance(event, Finished):
@@ -115,6 +126,22 @@ class VisionService:
                         yield render(event, call.request_id, model)
 
         return events
+
+    def _response_of_objects(
+        self,
+        binding: Binding,
+        item: tuple[int, Started | FoundObject] | list[ObjectAnswer],
+        call: CallContext,
+        model: str,
+    ) -> Any:
+        if isinstance(item, list):
+            assert binding.render_groups is not None, "requests about several objects have groups"
+            assert call.finished is not None
+            return binding.render_groups(item, rendering.info(call.finished, call.request_id, model))
+        index, event = item
+        response = binding.render(event, call.request_id, model)
+        response.object_index = index if isinstance(event, FoundObject) else 0
+        return response
 
 
 def query(message: wire.QueryRequest | wire.CompleteQueryRequest) -> Query:
@@ -245,8 +272,8 @@ def _caption_alternative(finished: Finished) -> wire.CaptionAlternative:
     )
 
 
-def point(message: wire.PointRequest) -> Point:
-    """Returns the request for the positions of objects."""
+def point(message: wire.PointRequest | wire.StreamPointRequest) -> Point:
+    """Returns the request for the positions of objects, streamed or not."""
     return _about_objects(Point, message, max_objects=_max_objects(message), objects=_objects(message))
 
 
@@ -265,8 +292,26 @@ def point_groups(answers: Sequence[ObjectAnswer], info: generation_pb2.ResponseI
     return wire.PointResponse(groups=groups, info=info)
 
 
-def detect(message: wire.DetectRequest) -> Detect:
-    """Returns the request for boxes around objects."""
+def point_event(event: Event, request_id: str, model: str) -> wire.StreamPointResponse:
+    """Returns one message of a `StreamPoint` stream."""
+    if isinstance(event, FoundObject):
+        assert isinstance(event.place, Location), "points are found"
+        (place,) = rendering.points((event.place,))
+        return wire.StreamPointResponse(found=wire.PointedObject(point=place))
+    if isinstance(event, Started):
+        return wire.StreamPointResponse(started=rendering.started(event, request_id, model))
+    return wire.StreamPointResponse(completed=point_response(_last(event), request_id, model))
+
+
+def last_point_event(
+    answers: Sequence[ObjectAnswer], info: generation_pb2.ResponseInfo
+) -> wire.StreamPointResponse:
+    """Returns the last message of a `StreamPoint` stream about several objects."""
+    return wire.StreamPointResponse(completed=point_groups(answers, info))
+
+
+def detect(message: wire.DetectRequest | wire.StreamDetectRequest) -> Detect:
+    """Returns the request for boxes around objects, streamed or not."""
     return _about_objects(Detect, message, max_objects=_max_objects(message), objects=_objects(message))
 
 
@@ -283,6 +328,24 @@ def detect_groups(answers: Sequence[ObjectAnswer], info: generation_pb2.Response
         for answer in answers
     ]
     return wire.DetectResponse(groups=groups, info=info)
+
+
+def detect_event(event: Event, request_id: str, model: str) -> wire.StreamDetectResponse:
+    """Returns one message of a `StreamDetect` stream."""
+    if isinstance(event, FoundObject):
+        assert isinstance(event.place, Box), "boxes are found"
+        (found,) = _detected((event.place,))
+        return wire.StreamDetectResponse(found=found)
+    if isinstance(event, Started):
+        return wire.StreamDetectResponse(started=rendering.started(event, request_id, model))
+    return wire.StreamDetectResponse(completed=detect_response(_last(event), request_id, model))
+
+
+def last_detect_event(
+    answers: Sequence[ObjectAnswer], info: generation_pb2.ResponseInfo
+) -> wire.StreamDetectResponse:
+    """Returns the last message of a `StreamDetect` stream about several objects."""
+    return wire.StreamDetectResponse(completed=detect_groups(answers, info))
 
 
 def _detected(boxes: Iterable[Box]) -> list[wire.DetectedObject]:
@@ -328,7 +391,7 @@ def segment_event(event: Event, request_id: str, model: str) -> wire.StreamSegme
         return wire.StreamSegmentResponse(started=rendering.started(event, request_id, model))
     if isinstance(event, OutlineBox):
         return wire.StreamSegmentResponse(box=rendering.region(event.box))
-    return wire.StreamSegmentResponse(completed=segment_response(event, request_id, model))
+    return wire.StreamSegmentResponse(completed=segment_response(_last(event), request_id, model))
 
 
 def gaze(message: wire.GazeRequest) -> Gaze:
@@ -356,13 +419,18 @@ def _about_objects(kind: type[ObjectRequestT], message: Any, **own: Any) -> Obje
     return parsing.new_request(kind, message, violations, object=message.object, spatial_refs=refs, **own)
 
 
-def _objects(message: wire.PointRequest | wire.DetectRequest) -> tuple[str, ...]:
+def _objects(message: _ObjectsMessage) -> tuple[str, ...]:
     """Returns the names of the objects; of too many, which are refused, no more than show it."""
     return tuple(message.objects[: MAX_OBJECT_NAMES + 1])
 
 
-def _max_objects(message: wire.PointRequest | wire.DetectRequest) -> int | None:
+def _max_objects(message: _ObjectsMessage) -> int | None:
     return message.max_objects if message.HasField("max_objects") else None
+
+
+def _last(event: Event) -> Finished:
+    assert isinstance(event, Finished), f"the engine sent {type(event)}"
+    return event
 
 
 def _expect(finished: Finished, output_type: type[Any]) -> Any:
@@ -383,7 +451,8 @@ class Binding:
     render: Callable[[Any, str, str], Any]
     is_streamed: bool = False
     render_groups: Callable[[Sequence[ObjectAnswer], generation_pb2.ResponseInfo], Any] | None = None
-    """Converts the answers about several objects to a response; None if requests have no `objects`."""
+    """Converts the answers about several objects to a response, in a stream the last; None if requests have no
+    `objects`."""
 
 
 BINDINGS = (
@@ -393,6 +462,8 @@ BINDINGS = (
     Binding("CompleteCaption", caption, complete_caption),
     Binding("Point", point, point_response, render_groups=point_groups),
     Binding("Detect", detect, detect_response, render_groups=detect_groups),
+    Binding("StreamPoint", point, point_event, is_streamed=True, render_groups=last_point_event),
+    Binding("StreamDetect", detect, detect_event, is_streamed=True, render_groups=last_detect_event),
     Binding("Segment", segment, segment_response),
     Binding("StreamSegment", segment, segment_event, is_streamed=True),
     Binding("Gaze", gaze, gaze_response),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -16,9 +16,11 @@ from kestrel_grpc.calls.submission import (
     ending_with,
     last_event,
     naming,
+    numbered,
     with_alternatives,
 )
 from kestrel_grpc.images.stored_images import ImageReference
+from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Event, Finished
 from kestrel_runtime.api.requests import Request, objects_of
 from kestrel_runtime.api.stream import Stream
@@ -45,7 +47,7 @@ class Renderer(Protocol):
         ...
 
     def events(self, event: Event, sample: int) -> bytes:
-        """Returns the server-sent events for an event of a sample; empty if there are none."""
+        """Returns the server-sent events for an event of a sample or an object; empty if there are none."""
         ...
 
     def end(self, finished: Finished) -> bytes:
@@ -58,6 +60,17 @@ class Renderer(Protocol):
 
 
 AnyRenderer = TypeVar("AnyRenderer", bound=Renderer)
+Rendering = TypeVar("Rendering", bound=Renderer, contravariant=True)
+
+
+class RenderGroups(Protocol[Rendering]):
+    """Formats the whole answer about several objects."""
+
+    def __call__(
+        self, renderer: Rendering, answers: Sequence[ObjectAnswer], finished: Finished, /, *, is_streamed: bool
+    ) -> bytes:
+        """Returns JSON or, of a stream, the last server-sent event; `finished` has the sums of all objects."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +90,11 @@ class ParsedRequest:
 def serving(
     submission: Submission,
     new_renderer: Callable[[str, RequestSummary, Any], AnyRenderer],
-    render_groups: Callable[[AnyRenderer, Sequence[ObjectAnswer], Finished], bytes] | None = None,
+    render_groups: RenderGroups[AnyRenderer] | None = None,
 ) -> Callable[[ParsedRequest, CallContext], Awaitable[Answer]]:
     """Makes the `serve` of an operation. `new_renderer` takes the id of a request, its summary and its style.
 
-    `render_groups` returns the whole answer about several objects; None if no request has any.
+    With `render_groups` None no request has several objects.
     """
 
     async def serve(parsed: ParsedRequest, call: CallContext) -> Answer:
@@ -92,13 +105,16 @@ def serving(
             assert call.request is not None
             renderer = new_renderer(call.request_id, call.request, style)
             del parsed  # it holds the image
+            if objects:
+                assert render_groups is not None, "requests about several objects have groups"
+                if is_streamed:
+                    pieces = _events_by_object(submission, objects, streams, renderer, render_groups, call, names)
+                    return Events(pieces, renderer.failure)
+                answers = await submission.answers_by_object(objects, streams, call)
+                assert call.finished is not None
+                return render_groups(renderer, answers, call.finished, is_streamed=False)
             if is_streamed:
                 return Events(_rendered_events(submission, streams, renderer, call, names), renderer.failure)
-            if objects:
-                answers = await submission.answers_by_object(objects, streams, call)
-                assert render_groups is not None, "requests about several objects have groups"
-                assert call.finished is not None
-                return render_groups(renderer, answers, call.finished)
             finished = await last_event(streams, call)
             return await submission.rendered(finished, partial(renderer.answer, finished))
 
@@ -111,40 +127,38 @@ async def _rendered_events(
     """Yields the server-sent events of the samples of a request. Closing the generator cancels the request."""
     finished: dict[int, Finished] = {}
     with names, ending_with(*streams):
-        async for sample, event in _numbered(streams):
-            if not isinstance(event, Finished):
-                written = renderer.events(event, sample)
-            else:
-                written = await submission.rendered(event, partial(renderer.events, event, sample))
-                finished[sample] = event
-                if len(finished) == len(streams):
-                    first, *others = (finished[number] for number in range(len(streams)))
-                    call.finished = with_alternatives(first, others)
-                    written += renderer.end(call.finished)
-            if written:
-                yield written
+        async with aclosing(numbered(streams)) as events:
+            async for sample, event in events:
+                if isinstance(event, KestrelError):
+                    raise event
+                if not isinstance(event, Finished):
+                    written = renderer.events(event, sample)
+                else:
+                    written = await submission.rendered(event, partial(renderer.events, event, sample))
+                    finished[sample] = event
+                    if len(finished) == len(streams):
+                        first, *others = (finished[number] for number in range(len(streams)))
+                        call.finished = with_alternatives(first, others)
+                        written += renderer.end(call.finished)
+                if written:
+                    yield written
 
 
-async def _numbered(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Event], None]:
-    """Yields the events of all streams in the order of their arrival, each with the number of its stream."""
-    if len(streams) == 1:  # saves a task for each event
-        async for event in streams[0]:
-            yield 0, event
-        return
-    iterators = [aiter(stream) for stream in streams]
-    waiting = {asyncio.ensure_future(anext(iterator)): number for number, iterator in enumerate(iterators)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                number = waiting.pop(task)
-                try:
-                    event = task.result()
-                except StopAsyncIteration:
-                    continue
-                waiting[asyncio.ensure_future(anext(iterators[number]))] = number
-                yield number, event
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+async def _events_by_object(
+    submission: Submission,
+    objects: Sequence[str],
+    streams: Sequence[Stream],
+    renderer: AnyRenderer,
+    render_groups: RenderGroups[AnyRenderer],
+    call: CallContext,
+    names: naming,
+) -> AsyncGenerator[bytes, None]:
+    """Yields the same of a request about several objects. An error of one of them ends no other."""
+    with names:
+        async with aclosing(submission.events_by_object(objects, streams, call)) as events:
+            async for item in events:
+                if isinstance(item, list):
+                    assert call.finished is not None
+                    yield render_groups(renderer, item, call.finished, is_streamed=True)
+                elif written := renderer.events(item[1], item[0]):
+                    yield written

@@ -23,7 +23,18 @@ from kestrel_grpc.frontends.http.output_json import (
     to_json,
 )
 from kestrel_grpc.frontends.rest.requests import Format
-from kestrel_runtime.api.events import Event, Finished, OutlineBox, Output, SegmentOutput, TextChannel, TextDelta
+from kestrel_runtime.api.events import (
+    Box,
+    CaptionOutput,
+    Event,
+    Finished,
+    FoundObject,
+    OutlineBox,
+    Output,
+    QueryOutput,
+    TextChannel,
+    TextDelta,
+)
 
 
 class Renderer:
@@ -33,23 +44,24 @@ class Renderer:
         self._request_id = request_id
         self._model = model
         self._is_kestrel = format == "kestrel"
+        self._points = pairs if self._is_kestrel else objects
 
     def answer(self, finished: Finished) -> bytes:
         """Returns the whole answer."""
         return encoder_for(finished)(self._facts(finished))
 
-    def groups(self, answers: Sequence[ObjectAnswer], finished: Finished) -> bytes:
-        """Returns the whole answer about several objects; `finished` has the sums of all."""
+    def groups(self, answers: Sequence[ObjectAnswer], finished: Finished, *, is_streamed: bool) -> bytes:
+        """Returns the whole answer about several objects, or the last event with it; `finished` has the sums of
+        all."""
         metrics = self._metrics(finished)
-        return to_json(
-            {
-                "request_id": self._request_id,
-                "model": self._model,
-                "groups": [self._group(answer) for answer in answers],
-                **ending(finished),
-                **(metrics if self._is_kestrel else {"metrics": metrics}),
-            }
-        )
+        facts = {
+            "request_id": self._request_id,
+            "model": self._model,
+            "groups": [self._group(answer) for answer in answers],
+            **ending(finished),
+            **(metrics if self._is_kestrel else {"metrics": metrics}),
+        }
+        return sent_event({"type": "final", **facts, "completed": True}) if is_streamed else to_json(facts)
 
     def _group(self, answer: ObjectAnswer) -> dict[str, Any]:
         if answer.finished is not None:
@@ -66,7 +78,10 @@ class Renderer:
         return sent_event({**failure_body(failure, self._request_id), "completed": True})
 
     def events(self, event: Event, sample: int) -> bytes:
-        """Returns the server-sent events for an event; empty if there are none."""
+        """Returns the server-sent events for an event; empty if there are none.
+
+        `sample` is the index of the object, where several are looked for.
+        """
         if isinstance(event, TextDelta):
             if event.channel is TextChannel.PATH:
                 return sent_event({"type": "path_delta", "chunk": event.text, "completed": False})
@@ -74,10 +89,19 @@ class Renderer:
             return sent_event({_CHUNKS[event.channel]: event.text, **logged, "completed": False})
         if isinstance(event, OutlineBox):
             return sent_event({"type": "bbox", "bbox": box(event.box), "completed": False})
+        if isinstance(event, FoundObject):
+            return sent_event({**self._found(event), "index": sample, "completed": False})
         if not isinstance(event, Finished):
             return b""
-        kind = {"type": "final"} if isinstance(event.output, SegmentOutput) else {}
+        is_text = isinstance(event.output, QueryOutput | CaptionOutput)
+        kind = {} if is_text else {"type": "final"}
         return sent_event({**kind, **self._facts(event), "completed": True}, encoder_for(event))
+
+    def _found(self, found: FoundObject) -> dict[str, Any]:
+        if isinstance(found.place, Box):
+            return {"type": "bbox", "bbox": box(found.place)}
+        (place,) = self._points((found.place,))
+        return {"type": "point", "point": place}
 
     def _facts(self, finished: Finished) -> dict[str, Any]:
         metrics, others = self._metrics(finished), finished.alternatives
@@ -94,7 +118,7 @@ class Renderer:
         return {**self._result(finished.output), **ending(finished)}
 
     def _result(self, output: Output) -> dict[str, Any]:
-        return result(output, pairs if self._is_kestrel else objects, pairs)
+        return result(output, self._points, pairs)
 
     def _metrics(self, finished: Finished) -> dict[str, Any]:
         usage, timing = finished.usage, finished.timing

@@ -202,7 +202,7 @@ class CaptionBody(_ImageBody, _StreamBody):
         return Caption(images[0], length=self.length, **shared)
 
 
-class _ObjectsBody(_ImageBody, _PlacesBody):
+class _ObjectsBody(_ImageBody, _PlacesBody, _StreamBody):
     """Has one object to look for, or several."""
 
     object: Text = Field(

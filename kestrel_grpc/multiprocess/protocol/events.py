@@ -14,11 +14,14 @@ import msgspec
 from kestrel_grpc.multiprocess.protocol.errors import WireError, decode_error, encode_error
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import (
+    Box,
     CaptionOutput,
     DetectOutput,
     Event,
     Finished,
     FinishReason,
+    FoundObject,
+    Location,
     OutlineBox,
     Output,
     PointOutput,
@@ -79,6 +82,14 @@ class _Box(_Tagged):
     box: OutlineBox
 
 
+class _FoundBox(_Tagged):
+    place: Box
+
+
+class _FoundPoint(_Tagged):
+    place: Location
+
+
 class _Finished(_Tagged):
     output: _WireOutput
     finish_reason: FinishReason
@@ -88,7 +99,7 @@ class _Finished(_Tagged):
     image_size_px: tuple[int, int] | None
 
 
-_WireEvent = _Started | _Delta | _Box | _Finished
+_WireEvent = _Started | _Delta | _Box | _FoundBox | _FoundPoint | _Finished
 
 
 def _to_wire(event: Event) -> _WireEvent:
@@ -98,6 +109,8 @@ def _to_wire(event: Event) -> _WireEvent:
         return _Started(event.usage)
     if isinstance(event, OutlineBox):
         return _Box(event)
+    if isinstance(event, FoundObject):
+        return _FoundBox(event.place) if isinstance(event.place, Box) else _FoundPoint(event.place)
     assert not event.alternatives, "an engine answers with one sample"
     output = _WIRE_OUTPUTS[type(event.output)](event.output)
     return _Finished(
@@ -112,6 +125,8 @@ def _from_wire(event: _WireEvent) -> Event:
         return Started(event.usage)
     if isinstance(event, _Box):
         return event.box
+    if isinstance(event, _FoundBox | _FoundPoint):
+        return FoundObject(event.place)
     return Finished(
         event.output.output,
         event.finish_reason,

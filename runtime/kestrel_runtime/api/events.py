@@ -1,6 +1,7 @@
 """Defines the events of a stream: one `Started`, the answer in pieces, one `Finished`. All are plain values.
 
-The pieces are `TextDelta`s; those of an outline follow its `OutlineBox`.
+The pieces are `TextDelta`s; those of an outline follow its `OutlineBox`. Objects are `FoundObject`s,
+one by one.
 """
 
 from __future__ import annotations
@@ -180,6 +181,14 @@ class DetectOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class FoundObject:
+    """One object of the answer, as soon as it is complete."""
+
+    place: Location | Box
+    """The place of the object, or the box around it, as the skill finds them."""
+
+
+@dataclass(frozen=True, slots=True)
 class OutlineBox:
     """The box of an outline, whose path follows in pieces."""
 
@@ -247,7 +256,7 @@ class Finished:
         return sum(len(tokens) * (1 + len(tokens[0].top)) for tokens in texts if tokens)
 
 
-Piece = TextDelta | OutlineBox
+Piece = TextDelta | OutlineBox | FoundObject
 TextEvent = Started | TextDelta | Finished
 """The events of a request whose answer is text."""
-Event = TextEvent | OutlineBox
+Event = TextEvent | OutlineBox | FoundObject

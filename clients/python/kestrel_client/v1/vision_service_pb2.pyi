@@ -227,6 +227,12 @@ class DetectGroup(_message.Message):
     error: ObjectError
     def __init__(self, object: _Optional[str] = ..., objects: _Optional[_Iterable[_Union[DetectedObject, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., error: _Optional[_Union[ObjectError, _Mapping]] = ...) -> None: ...
 
+class PointedObject(_message.Message):
+    __slots__ = ("point",)
+    POINT_FIELD_NUMBER: _ClassVar[int]
+    point: _media_pb2.NormalizedPoint
+    def __init__(self, point: _Optional[_Union[_media_pb2.NormalizedPoint, _Mapping]] = ...) -> None: ...
+
 class PointResponse(_message.Message):
     __slots__ = ("points", "groups", "info")
     POINTS_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +242,36 @@ class PointResponse(_message.Message):
     groups: _containers.RepeatedCompositeFieldContainer[PointGroup]
     info: _generation_pb2.ResponseInfo
     def __init__(self, points: _Optional[_Iterable[_Union[_media_pb2.NormalizedPoint, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[PointGroup, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
+
+class StreamPointRequest(_message.Message):
+    __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects")
+    OBJECT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    object: str
+    image: _media_pb2.Image
+    max_objects: int
+    spatial_refs: _containers.RepeatedCompositeFieldContainer[_media_pb2.SpatialRef]
+    sampling: _generation_pb2.SamplingParams
+    options: _generation_pb2.RequestOptions
+    objects: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., objects: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class StreamPointResponse(_message.Message):
+    __slots__ = ("started", "found", "completed", "object_index")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    OBJECT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    started: _generation_pb2.StreamStarted
+    found: PointedObject
+    completed: PointResponse
+    object_index: int
+    def __init__(self, started: _Optional[_Union[_generation_pb2.StreamStarted, _Mapping]] = ..., found: _Optional[_Union[PointedObject, _Mapping]] = ..., completed: _Optional[_Union[PointResponse, _Mapping]] = ..., object_index: _Optional[int] = ...) -> None: ...
 
 class DetectRequest(_message.Message):
     __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects")
@@ -270,6 +306,36 @@ class DetectResponse(_message.Message):
     groups: _containers.RepeatedCompositeFieldContainer[DetectGroup]
     info: _generation_pb2.ResponseInfo
     def __init__(self, objects: _Optional[_Iterable[_Union[DetectedObject, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[DetectGroup, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
+
+class StreamDetectRequest(_message.Message):
+    __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects")
+    OBJECT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    object: str
+    image: _media_pb2.Image
+    max_objects: int
+    spatial_refs: _containers.RepeatedCompositeFieldContainer[_media_pb2.SpatialRef]
+    sampling: _generation_pb2.SamplingParams
+    options: _generation_pb2.RequestOptions
+    objects: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., objects: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class StreamDetectResponse(_message.Message):
+    __slots__ = ("started", "found", "completed", "object_index")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    OBJECT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    started: _generation_pb2.StreamStarted
+    found: DetectedObject
+    completed: DetectResponse
+    object_index: int
+    def __init__(self, started: _Optional[_Union[_generation_pb2.StreamStarted, _Mapping]] = ..., found: _Optional[_Union[DetectedObject, _Mapping]] = ..., completed: _Optional[_Union[DetectResponse, _Mapping]] = ..., object_index: _Optional[int] = ...) -> None: ...
 
 class SegmentRequest(_message.Message):
     __slots__ = ("object", "image", "spatial_refs", "sampling", "options")

@@ -73,6 +73,16 @@ class VisionServiceStub(object):
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.DetectRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.DetectResponse.FromString,
                 _registered_method=True)
+        self.StreamPoint = channel.unary_stream(
+                '/kestrel.v1.VisionService/StreamPoint',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamPointRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamPointResponse.FromString,
+                _registered_method=True)
+        self.StreamDetect = channel.unary_stream(
+                '/kestrel.v1.VisionService/StreamDetect',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamDetectRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamDetectResponse.FromString,
+                _registered_method=True)
         self.Segment = channel.unary_unary(
                 '/kestrel.v1.VisionService/Segment',
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.SegmentRequest.SerializeToString,
@@ -157,6 +167,24 @@ class VisionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StreamPoint(self, request, context):
+        """Finds the place of each object of a kind, and sends each as soon as it is read. The stream is `started`, then one
+        `found` for each place, then exactly one `completed`, equal to the response of `Point`. Of several objects, places
+        of each come in the order of its group, mixed with those of the others; an error of one is in its group. A failure
+        of the call ends the stream with a gRPC status and without `completed`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamDetect(self, request, context):
+        """Finds a box around each object of a kind, and sends each as soon as it is read. The stream is as that of
+        `StreamPoint`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Segment(self, request, context):
         """Finds the outline of an object.
         """
@@ -228,6 +256,16 @@ def add_VisionServiceServicer_to_server(servicer, server):
                     servicer.Detect,
                     request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.DetectRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.DetectResponse.SerializeToString,
+            ),
+            'StreamPoint': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamPoint,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamPointRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamPointResponse.SerializeToString,
+            ),
+            'StreamDetect': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamDetect,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamDetectRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamDetectResponse.SerializeToString,
             ),
             'Segment': grpc.unary_unary_rpc_method_handler(
                     servicer.Segment,
@@ -426,6 +464,60 @@ class VisionService(object):
             '/kestrel.v1.VisionService/Detect',
             kestrel_dot_v1_dot_vision__service__pb2.DetectRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.DetectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamPoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kestrel.v1.VisionService/StreamPoint',
+            kestrel_dot_v1_dot_vision__service__pb2.StreamPointRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.StreamPointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamDetect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kestrel.v1.VisionService/StreamDetect',
+            kestrel_dot_v1_dot_vision__service__pb2.StreamDetectRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.StreamDetectResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,81 @@ async def test_names_that_make_no_sense_are_refused_with_everything_else(message
     details: Any = details_of(caught.value)
     assert [item.field for item in details["BadRequest"].field_violations] == fields
     assert rig.engine.requests == []
+
+
+async def events_of(stream: Any) -> list[Any]:
+    return [message async for message in stream]
+
+
+async def test_each_find_is_sent_when_it_is_read_and_the_last_message_is_the_whole_answer() -> None:
+    metadata = (("x-request-id", "same"),)
+    async with serving(FakeEngine(answers)) as rig:
+        fields: Any = {"image": IMAGE, "max_objects": 3}
+        for kind, find, names in (("Point", 2, ()), ("Point", 2, NAMES), ("Detect", 1, ()), ("Detect", 1, NAMES)):
+            fields |= {"object": "" if names else "bird", "objects": names}
+            whole = await getattr(rig.vision, kind)(getattr(wire, f"{kind}Request")(**fields), metadata=metadata)
+            message = getattr(wire, f"Stream{kind}Request")(**fields)
+            events = await events_of(getattr(rig.vision, f"Stream{kind}")(message, metadata=metadata))
+            kinds = [event.WhichOneof("event") for event in events]
+            assert kinds == ["started", *["found"] * find * max(len(names), 1), "completed"]
+            assert events[0].started.request_id == "same"
+            assert events[-1].completed == whole
+            groups = whole.groups or [whole]
+            sent: list[list[Any]] = [[] for _ in groups]
+            for event in events[1:-1]:
+                sent[event.object_index].append(event.found.point if kind == "Point" else event.found)
+            assert sent == [list(group.points if kind == "Point" else group.objects) for group in groups]
+
+
+@pytest.mark.one_process("events come one by one")
+async def test_the_first_box_comes_while_other_objects_are_still_looked_for() -> None:
+    gate = asyncio.Event()
+
+    def script(request: Request) -> list[object]:
+        started, *finds, end = answers(request)
+        return [gate, started, *finds, end] if request.text == "car" else [started, *finds, HOLD, end]
+
+    async with serving(FakeEngine(script)) as rig:
+        stream = rig.vision.StreamDetect(wire.StreamDetectRequest(objects=["car", "dog"], image=IMAGE))
+        assert (await stream.read()).HasField("started")
+        first = await stream.read()
+        assert (first.WhichOneof("event"), first.object_index) == ("found", 1)
+        gate.set()
+        second = await stream.read()
+        assert (second.WhichOneof("event"), second.object_index) == ("found", 0)
+        rig.engine.release()
+        assert [group.object for group in (await stream.read()).completed.groups] == ["car", "dog"]
+
+
+async def test_an_error_of_one_object_ends_no_other_in_a_stream() -> None:
+    script = failing(person=ContextLengthExceeded("object", 5000, 4096), cat=QueueTimeout(0.5))
+    async with serving(FakeEngine(script)) as rig:
+        stream = rig.vision.StreamDetect(wire.StreamDetectRequest(objects=NAMES, image=IMAGE))
+        *events, last = await events_of(stream)
+        whole = await rig.vision.Detect(detect(*NAMES))
+    assert sorted(event.object_index for event in events if event.HasField("found")) == [0, 2, 4]
+    assert list(last.completed.groups) == list(whole.groups)
+
+
+async def test_a_stream_fails_if_no_object_has_an_answer() -> None:
+    errors = [QueueTimeout(0.5), ContextLengthExceeded("object", 5000, 4096)]
+    async with serving(FakeEngine(failing(car=errors[1], dog=errors[0]))) as rig:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await events_of(rig.vision.StreamPoint(wire.StreamPointRequest(objects=["car", "dog"], image=IMAGE)))
+    assert reason_of(caught.value) == "CONTEXT_LENGTH_EXCEEDED"
+    details: Any = details_of(caught.value)
+    assert [item.field for item in details["BadRequest"].field_violations] == ["objects[0]"]
+
+
+async def test_a_stream_that_is_left_ends_the_requests_of_all_its_objects() -> None:
+    async with serving(FakeEngine(lambda request: [*answers(request)[:-1], HOLD])) as rig:
+        stream = rig.vision.StreamPoint(wire.StreamPointRequest(objects=NAMES, image=IMAGE))
+        for _ in NAMES:
+            await rig.engine.num_submitted.acquire()
+        assert (await stream.read()).HasField("started")
+        stream.cancel()
+        await rig.engine.is_idle.wait()
+    assert rig.engine.num_cancelled == len(NAMES)
 
 
 async def test_a_cancelled_call_ends_the_requests_of_all_its_objects() -> None:

@@ -33,6 +33,7 @@ from kestrel_runtime.api.requests import (
     PointRef,
     Priority,
     Query,
+    Request,
     Segment,
 )
 from tests.fakes import HOLD, TIMING, FakeEngine, answers, fails
@@ -193,6 +194,42 @@ async def test_a_streamed_outline_has_the_three_kinds_of_events_of_the_client(ri
     assert [event["type"] for event in events] == ["bbox", "path_delta", "final"]
     assert events[0]["bbox"] == BOX
     assert events[1]["chunk"] == events[2]["path"]
+
+
+@pytest.mark.one_process("events come one by one")
+@pytest.mark.parametrize("names", [(), ("bird", "branch")])
+async def test_streamed_objects_come_one_by_one_and_then_the_whole_answer(rig: HttpServing, names: tuple[str, ...]):
+    wanted = {"objects": list(names)} if names else {"object": "bird"}
+    for skill, kind, style in (
+        ("point", "point", "kestrel"),
+        ("point", "point", "moondream"),
+        ("detect", "bbox", ""),
+    ):
+        body = {**wanted, "image_url": IMAGE_URL, **({"format": style} if style else {})}
+        whole = (await rig.ask(f"/v1/{skill}", body)).json
+        *finds, last = (await rig.ask(f"/v1/{skill}", {**body, "stream": True})).events
+        assert (last["type"], last["completed"]) == ("final", True)
+        name = {"point": "points", "detect": "objects"}[skill]
+        groups = [group[name] for group in whole["groups"]] if names else [whole[name]]
+        assert {event["type"] for event in finds} == {kind}
+        assert not any(event["completed"] for event in finds)
+        sent = [[event[kind] for event in finds if event["index"] == index] for index in range(len(groups))]
+        assert sent == groups
+        assert last["groups" if names else name] == whole["groups" if names else name]
+
+
+async def test_an_object_without_an_answer_ends_no_other_in_a_stream():
+    def script(request: Request) -> list[object]:
+        return [ContextLengthExceeded("object", 5, 4)] if request.text == "a" else list(answers(request))
+
+    async with serving_http(FakeEngine(script)) as rig:
+        body = {"image_url": IMAGE_URL, "stream": True}
+        *_, last = (await rig.ask("/v1/detect", {**body, "objects": ["a", "b"]})).events
+        alone = await rig.ask("/v1/detect", {**body, "objects": ["a"]})
+    assert last["groups"][0]["error"]["code"] == "CONTEXT_LENGTH_EXCEEDED"
+    assert last["groups"][1]["objects"] == [BOX]
+    assert alone.status == 400
+    assert alone.json["error"]["violations"][0]["field"] == "objects[0]"
 
 
 async def test_every_violation_is_told_by_the_name_of_its_field(rig: HttpServing):

@@ -43,6 +43,7 @@ from kestrel_runtime.api.events import (
     Event,
     Finished,
     FinishReason,
+    FoundObject,
     Grounding,
     Location,
     OutlineBox,
@@ -145,7 +146,9 @@ def test_a_conversation_with_all_its_fields_arrives_whole() -> None:
 def test_answers_arrive_as_they_were(output: Any) -> None:
     finished = Finished(output, FinishReason.STOP_SEQUENCE, USAGE, TIMING, "stop", (640, 481))
     delta = TextDelta("ä", TextChannel.REASONING, 3, 2, LOGPROBS)
-    events: list[Event] = [Started(USAGE), delta, OutlineBox(Box(0.0, 0.25, 0.5, 1.0)), finished]
+    box = Box(0.0, 0.25, 0.5, 1.0)
+    found = (FoundObject(box), FoundObject(Location(0.25, 0.75)))
+    events: list[Event] = [Started(USAGE), delta, OutlineBox(box), *found, finished]
     sent = CODEC.encode([Events((events_of(2**40, events),))])
     (message,) = CODEC.decode(sent)
     assert isinstance(message, Events)

@@ -36,9 +36,10 @@ class _DetectParser(ObjectParser):
         super().__init__(config, value_ids, request.max_objects, request.sampling.max_tokens)
         self._boxes: list[Box] = []
 
-    def add(self, values: list[tuple[float, ...]]) -> None:
+    def add(self, values: list[tuple[float, ...]]) -> Box:
         (x,), (y,), (width, height) = values
         self._boxes.append(box_around(x, y, width, height))
+        return self._boxes[-1]
 
     def output(self) -> DetectOutput:
         return DetectOutput(tuple(self._boxes))

@@ -7,7 +7,7 @@ README. The public reference uses another prompt, in an older format.
 from __future__ import annotations
 
 from kestrel_runtime.api.engine import SkillDefaults
-from kestrel_runtime.api.events import FinishReason, TextDelta
+from kestrel_runtime.api.events import FinishReason, FoundObject
 from kestrel_runtime.api.requests import Gaze
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.family import Prompt
@@ -36,8 +36,8 @@ class GazeSkill(Skill):
 class _GazeParser(PointParser):
     """Parses one point; the answer is complete after it."""
 
-    def parse(self, token: Token) -> list[TextDelta]:
-        deltas = super().parse(token)
+    def parse(self, token: Token) -> list[FoundObject]:
+        found = super().parse(token)
         if self.finish_reason is FinishReason.MAX_OBJECTS:
             self.finish_reason = FinishReason.STOP
-        return deltas
+        return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from kestrel_runtime.api.engine import SkillDefaults
-from kestrel_runtime.api.events import FinishReason, Location, PointOutput, TextDelta
+from kestrel_runtime.api.events import Box, FinishReason, FoundObject, Location, PointOutput
 from kestrel_runtime.api.requests import Detect, Point
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.family import Prompt
@@ -62,24 +62,25 @@ class ObjectParser(OutputParser):
         )
 
     @abstractmethod
-    def add(self, values: list[tuple[float, ...]]) -> None:
-        """Adds one complete object to the answer."""
+    def add(self, values: list[tuple[float, ...]]) -> Location | Box:
+        """Adds one complete object to the answer; returns its place."""
 
-    def parse(self, token: Token) -> list[TextDelta]:
+    def parse(self, token: Token) -> list[FoundObject]:
         if token.id == self._eos_id:
             self.finish_reason = FinishReason.STOP
             return []
+        found: list[FoundObject] = []
         self._num_tokens += 1
         self._values.append(token.value)
         if len(self._values) == self._values_per_object:
-            self.add(self._values)
+            found.append(FoundObject(self.add(self._values)))
             self._num_objects += 1
             self._values = []
         if self._num_objects == self._max_objects:
             self.finish_reason = FinishReason.MAX_OBJECTS
         elif self._num_tokens == self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
-        return []
+        return found
 
 
 class PointParser(ObjectParser):
@@ -89,9 +90,10 @@ class PointParser(ObjectParser):
         super().__init__(config, (config.tokenizer.coord_id,) * 2, max_objects, max_tokens)
         self._points: list[Location] = []
 
-    def add(self, values: list[tuple[float, ...]]) -> None:
+    def add(self, values: list[tuple[float, ...]]) -> Location:
         (x,), (y,) = values
         self._points.append(Location(x, y))
+        return self._points[-1]
 
     def output(self) -> PointOutput:
         return PointOutput(tuple(self._points))

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kestrel_runtime.api.events import Box, DetectOutput, FinishReason
+from kestrel_runtime.api.events import Box, DetectOutput, FinishReason, FoundObject
 from kestrel_runtime.api.requests import Detect, SamplingParams
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS
 from kestrel_runtime.models.moondream.skills.detect import DetectSkill, box_around
@@ -53,7 +53,8 @@ def test_a_prompt_has_one_space_before_the_object(config):
 @BOTH
 def test_a_box_reaches_half_its_size_to_each_side_of_its_centre(config):
     detect = parser(config)
-    assert consume(detect, [*OBJECT, END]) == []
+    assert consume(detect, OBJECT[:2]) == []
+    assert consume(detect, [*OBJECT[2:], END]) == [FoundObject(OBJECT_BOX)]
     assert detect.output() == DetectOutput((OBJECT_BOX,))
     assert detect.finish_reason is FinishReason.STOP
 

@@ -1,6 +1,6 @@
 import pytest
 
-from kestrel_runtime.api.events import FinishReason, Location, PointOutput
+from kestrel_runtime.api.events import FinishReason, FoundObject, Location, PointOutput
 from kestrel_runtime.api.requests import Point, SamplingParams
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS
 from kestrel_runtime.models.moondream.skills.point import PointSkill
@@ -57,8 +57,9 @@ def test_references_stand_before_the_object(config):
 @BOTH
 def test_places_come_in_the_models_order(config):
     point = parser(config)
-    assert consume(point, [*place(0.5, 0.25), *place(0.125, 0.75), END]) == []
-    assert point.output() == PointOutput((Location(0.5, 0.25), Location(0.125, 0.75)))
+    places = (Location(0.5, 0.25), Location(0.125, 0.75))
+    assert consume(point, [*place(0.5, 0.25), *place(0.125, 0.75), END]) == [*map(FoundObject, places)]
+    assert point.output() == PointOutput(places)
     assert point.finish_reason is FinishReason.STOP
 
 

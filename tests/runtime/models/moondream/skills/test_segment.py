@@ -212,6 +212,7 @@ def test_500_hostile_answers_end_in_valid_outlines_that_say_what_they_lack():
                     boxes.append(piece.box)
                 else:
                     assert boxes
+                    assert isinstance(piece, TextDelta)
                     path += piece.text
                     assert SVG_PATH.fullmatch(path), (seed, path)
             if segment.finish_reason is not None:
