@@ -1,10 +1,11 @@
 """How right are a model's answers about 600 scenes that it never saw?
 
-Every skill is asked about every scene, at temperature 0, and answers are scored against the scene's truth. Prints a
-table with 95 % intervals and writes JSON. Asks over gRPC: the server at `--address`, or else one of its own on a
-free port with any model, device and type that the engine takes. Some scores move by a point or two with a single
-answer; `--only detect --scenes 2000` tells more about boxes in the same time. Run as `python -m bench.quality`,
-with the training extra installed.
+Every skill is asked about every scene, at temperature 0, and answers are scored against the scene's truth; also
+conversations, pairs of pictures, instructions and JSON. `--held-out` takes scenes of fonts, colour values and
+layouts that no training scene has. Prints a table with 95 % intervals and writes JSON. Asks over gRPC: the server
+at `--address`, or else one of its own on a free port with any model, device and type that the engine takes. Some
+scores move by a point or two with a single answer; `--only detect --scenes 2000` says more about boxes in the same
+time. Run as `python -m bench.quality`, with the training extra installed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,22 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kestrel_client import AsyncClient, CaptionResult, DetectResult, Point, PointResult, QueryResult, SegmentResult
+from kestrel_client import (
+    AsyncClient,
+    CaptionResult,
+    ChatMessage,
+    DetectResult,
+    Point,
+    PointResult,
+    QueryResult,
+    SegmentResult,
+)
 from kestrel_grpc.config.options import ServerConfig, named_values
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.config import BUILT_IN_MODEL
@@ -32,17 +43,33 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.models.moondream.skills import SKILLS
 from training import scoring
 from training.captions import normal_caption
+from training.dialogues import Turn, dialogue
 from training.drawing import encode_scene
 from training.examples import object_phrase
 from training.exchange import Exchange
 from training.facts import FACTS
+from training.instructions import HELD_OUT_SYSTEM, SHORT_KINDS
+from training.pairs import ask_pair, which
 from training.palette import COLORS
 from training.phrases import absent, groups, present, unique
 from training.questions import KINDS, ask
-from training.scenes import HELD_OUT_SEED, Scene, Thing, make_scene
+from training.records import Record, is_true, record
+from training.scenes import HELD_OUT, HELD_OUT_SEED, TRAINED, Scene, Thing, World, make_scene
 from training.shapes import SHAPES
 
 _QUESTIONS_PER_SCENE = 3
+_SECOND = 500_000  # from a scene's seed to that of the second picture
+_CONVERSATIONS = (
+    "which of two",
+    "which of two, constrained",
+    "pair",
+    "second turn",
+    "system",
+    "instructed",
+    "json",
+    "json constrained",
+    "json written",
+)
 _THRESHOLDS = tuple(0.5 + 0.05 * step for step in range(10))
 Answer = Any  # one of the client's results, by the skill asked
 
@@ -74,9 +101,9 @@ class Task:
     score: Callable[[Tally, Answer], None]
 
 
-def tasks(seed: int) -> Iterator[Task]:
-    """What is asked about the scene of a seed."""
-    scene, rng = make_scene(seed), random.Random(f"quality {seed}")
+def tasks(seed: int, world: World = TRAINED) -> Iterator[Task]:
+    """Yields what is asked about the scene of a seed."""
+    scene, rng = make_scene(seed, world), random.Random(f"quality {seed}")
     image = encode_scene(scene)
     kinds = [*KINDS]
     rng.shuffle(kinds)
@@ -94,6 +121,95 @@ def tasks(seed: int) -> Iterator[Task]:
         thing = rng.choice(solid)
         yield _segment(unique(scene, thing, rng) or thing.name, thing, image, seed)
     yield _absent(scene, image, rng)
+    yield from _conversations(scene, image, world)
+
+
+def _conversations(scene: Scene, image: bytes, world: World) -> Iterator[Task]:
+    """Yields conversations, pairs of pictures, instructions and JSON."""
+    seed, rng = scene.seed, random.Random(f"conversations {scene.seed}")
+    second = make_scene(seed + _SECOND, world)
+    images = [image, encode_scene(second)]
+    scenes = (scene, second)
+    asked = which(scenes, rng)
+    if asked is not None:
+        turns = (Turn(asked.question, asked.answer, num_images=2),)
+        if seed % 2:
+            turns = (Turn("What color is the background?", "", 1), Turn(asked.question, asked.answer, 1))
+        yield _turns("which of two", turns, images, seed)
+        yield _chosen(asked.answer, turns, images, seed)
+    asked = ask_pair(scenes, rng)
+    if asked is not None:
+        yield _turns("pair", (Turn(asked.question, asked.answer, num_images=2),), images, seed)
+    if turns := dialogue(scene, rng):
+        yield _turns("second turn", turns[:2], images[:1], seed)
+    asked = ask(scene, rng.choice(SHORT_KINDS), rng)
+    if asked is not None:
+        turns = (Turn(asked.question, asked.answer, num_images=1),)
+        yield _turns("system", turns, images[:1], seed, rng.choice(HELD_OUT_SYSTEM))
+        instruction = "Answer with a single word, number or short phrase."  # that of `kestrel-grpc evaluate`
+        turns = (Turn(f"{asked.question}\n{instruction}", asked.answer, num_images=1),)
+        yield _turns("instructed", turns, images[:1], seed)
+    found = next((found for _ in range(9) if (found := record(scene, rng)) is not None), None)
+    if found is not None:
+        yield _json(found, image, seed)
+
+
+def _turns(name: str, turns: Sequence[Turn], images: Sequence[bytes], seed: int, system: str = "") -> Task:
+    """A conversation in which each turn has the model's own answers of those before; the last one is scored."""
+
+    async def converse(client: AsyncClient) -> QueryResult:
+        messages = [ChatMessage("system", system)] if system else []
+        left = iter(images)
+        for turn in turns:
+            messages.append(ChatMessage("user", turn.question, list(islice(left, turn.num_images))))
+            answered = await client.complete_chat(messages, reasoning=False, temperature=0.0)
+            messages.append(ChatMessage("assistant", answered.answer))
+        return answered
+
+    def score(tally: Tally, output: QueryResult) -> None:
+        truth = turns[-1].answer
+        texts = (truth, output.answer)
+        named = [scoring.normalised(text) for text in texts]
+        if " and " in truth:  # a list, in any order
+            named = [",".join(sorted(text.replace(" and ", ", ").split(", "))) for text in named]
+        details = {"asked": [turn.question for turn in turns], "truth": truth, "got": output.answer}
+        tally.note(name, named[0] == named[1], seed=seed, **details)
+
+    return Task("chat", converse, score)
+
+
+def _chosen(answer: str, turns: Sequence[Turn], images: Sequence[bytes], seed: int) -> Task:
+    """The same question where a constraint leaves the words of the answer."""
+    words = ["first", "second", "both", "neither"]
+    truth = answer.removeprefix("the ").replace("1", "first").replace("2", "second")
+
+    async def converse(client: AsyncClient) -> QueryResult:
+        message = ChatMessage("user", turns[-1].question, list(images))
+        return await client.complete_chat([message], reasoning=False, temperature=0.0, choices=words)
+
+    def score(tally: Tally, output: QueryResult) -> None:
+        details = {"asked": turns[-1].question, "truth": truth, "got": output.answer}
+        tally.note("which of two, constrained", output.answer == truth, seed=seed, **details)
+
+    return Task("chat", converse, score)
+
+
+def _json(found: Record, image: bytes, seed: int) -> Task:
+    """A question for JSON, whose form a constraint gives if the question does not."""
+    messages = [ChatMessage("system", found.system)] if found.system else []
+    messages.append(ChatMessage("user", found.question, [image] if found.needs_image else []))
+
+    async def converse(client: AsyncClient) -> QueryResult:
+        schema: dict[str, Any] = {"json_schema": found.schema} if found.is_hidden else {}
+        return await client.complete_chat(messages, reasoning=False, temperature=0.0, max_tokens=256, **schema)
+
+    def score(tally: Tally, output: QueryResult) -> None:
+        right = is_true(output.answer, found.answer)
+        details = {"asked": found.question, "truth": found.answer, "got": output.answer}
+        for name in ("json", "json constrained" if found.is_hidden else "json written"):
+            tally.note(name, right, seed=seed, **details)
+
+    return Task("chat", converse, score)
 
 
 def _question(exchange: Exchange, image: bytes | None, seed: int) -> Task:
@@ -227,7 +343,12 @@ def _covers(thing: Thing, x: float, y: float) -> bool:
 
 
 async def run(
-    client: AsyncClient, num_passed_over: int, num_scenes: int, num_at_once: int, skills: Sequence[str]
+    client: AsyncClient,
+    num_passed_over: int,
+    num_scenes: int,
+    num_at_once: int,
+    skills: Sequence[str],
+    world: World = TRAINED,
 ) -> Tally:
     """Ask all there is to ask of the skills and score it."""
     tally, gate = Tally(), asyncio.Semaphore(num_at_once)
@@ -239,7 +360,7 @@ async def run(
 
     for place in range(0, num_scenes, 20):  # pictures are made as they are needed
         some = seeds[place : place + 20]
-        prepared = await asyncio.to_thread(lambda some=some: [task for seed in some for task in tasks(seed)])
+        prepared = await asyncio.to_thread(lambda some=some: [task for seed in some for task in tasks(seed, world)])
         await asyncio.gather(*(one(task) for task in prepared if task.skill in skills))
         print(f"\r{place + len(some)}/{num_scenes} scenes", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
@@ -267,6 +388,7 @@ def summary(tally: Tally) -> dict[str, dict[str, Any]]:
         "point",
         "point count",
         "detect",
+        *_CONVERSATIONS,
         *sorted(n for n in tally.shares if n.startswith("absent")),
     ):
         share(name, sum(tally.shares[name]), len(tally.shares[name]))
@@ -304,6 +426,7 @@ def main() -> None:
         "--only", nargs="+", choices=list(SKILLS), default=list(SKILLS), help="skills to ask (default: all)"
     )
     parser.add_argument("--first", type=int, default=0, help="held-out scenes to pass over, for a fresh set (0)")
+    parser.add_argument("--held-out", action="store_true", help="fonts, colour values and layouts never trained on")
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--out", type=Path, default=Path("bench/out/quality.json"))
     arguments = parser.parse_args()
@@ -318,9 +441,10 @@ def main() -> None:
 
 
 async def _score(arguments: argparse.Namespace) -> tuple[Tally, dict[str, Any]]:
+    world = HELD_OUT if arguments.held_out else TRAINED
     if arguments.address:
         async with AsyncClient(arguments.address) as client:
-            tally = await run(client, arguments.first, arguments.scenes, arguments.at_once, arguments.only)
+            tally = await run(client, arguments.first, arguments.scenes, arguments.at_once, arguments.only, world)
             info = await client.server_info()
             return tally, {"address": arguments.address, "server": str(info)}
     given = {"model": arguments.model, "device": arguments.device, "dtype": arguments.dtype, "port": "0"}
@@ -328,7 +452,7 @@ async def _score(arguments: argparse.Namespace) -> tuple[Tally, dict[str, Any]]:
     config = ServerConfig.parse({**given, **named_values(arguments.set)}, {})
     engine = await asyncio.to_thread(LocalEngine.start, config.engine_config())
     async with Server(engine, config) as server, AsyncClient(f"127.0.0.1:{server.port}", timeout_s=600) as client:
-        tally = await run(client, arguments.first, arguments.scenes, arguments.at_once, arguments.only)
+        tally = await run(client, arguments.first, arguments.scenes, arguments.at_once, arguments.only, world)
     info = engine.info
     return tally, {
         "model": info.model,

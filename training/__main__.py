@@ -1,4 +1,4 @@
-"""`python -m training`: prepare, train, polish, export, or all four; or train the example adapter."""
+"""`python -m training`: prepare, train, polish, converse, export, or all five; or train the example adapter."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from training.corpus import corpus
 from training.export import export
 from training.model import config_dict
 from training.tokens import train_tokenizer
-from training.train import POLISH, Recipe, train
+from training.train import CONVERSE, POLISH, Recipe, train
 
 
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m training", description=__doc__)
-    parser.add_argument("task", choices=("prepare", "train", "polish", "export", "all", "adapter"))
+    parser.add_argument("task", choices=("prepare", "train", "polish", "converse", "export", "all", "adapter"))
     parser.add_argument("--folder", type=Path, default=Path("build/nano"), help="where everything is kept")
     parser.add_argument("--steps", type=int, help="steps of the whole run")
     parser.add_argument("--scenes", type=int, help="new pictures per step")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="pause with a checkpoint after these")
+    parser.add_argument("--within", type=float, default=float("inf"), help="fewer steps where all take longer")
+    parser.add_argument("--start", type=Path, help="converse: the exported weights to start from (those of polish)")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--plain", action="store_true", help="do not compile")
     parser.add_argument("--log-every", type=int, default=50)
@@ -39,18 +41,28 @@ def main() -> None:
             1
         )  # the order of sums, and so each byte of the file, does not depend on the machine's cores
         train_adapter(arguments.folder / "adapters", AdapterRecipe())
-    polished = arguments.folder / "polished"
+    polished, conversing = arguments.folder / "polished", arguments.folder / "conversing"
     if arguments.task in ("train", "all"):
         _train(arguments, arguments.folder, Recipe(), None)
     if arguments.task in ("polish", "all"):
         first = arguments.folder / "first"
         export(arguments.folder, first)
-        polished.mkdir(exist_ok=True)
-        for name in ("config.json", "tokenizer.json"):
-            shutil.copy(first / name, polished / name)
-        _train(arguments, polished, POLISH, first / "model.safetensors")
+        _go_on(arguments, first, polished, POLISH)
+    if arguments.task in ("converse", "all"):
+        second = arguments.start or arguments.folder / "second"
+        if arguments.start is None:
+            export(polished, second)
+        _go_on(arguments, second, conversing, CONVERSE)
     if arguments.task in ("export", "all"):
-        export(polished, arguments.folder / "export")
+        export(conversing, arguments.folder / "export")
+
+
+def _go_on(arguments: argparse.Namespace, start: Path, folder: Path, recipe: Recipe) -> None:
+    """Trains in `folder`, from an exported model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(start / name, folder / name)
+    _train(arguments, folder, recipe, start / "model.safetensors")
 
 
 def _train(arguments: argparse.Namespace, folder: Path, recipe: Recipe, start: Path | None) -> None:
@@ -61,6 +73,7 @@ def _train(arguments: argparse.Namespace, folder: Path, recipe: Recipe, start: P
         start=start,
         num_workers=arguments.workers,
         seconds=arguments.seconds,
+        within=arguments.within,
         compiled=not arguments.plain,
         log_every=arguments.log_every,
         score_every=arguments.score_every,

@@ -1,14 +1,15 @@
 """Scenes to arrays: crops of the pictures, and rows of examples that share a picture.
 
-A row holds many examples of one picture one after another; none sees another. Knows the vocabulary and the
-vision configuration, no weights.
+A row holds many examples of one picture one after another; none sees another. A row of a pair may hold a second
+picture too: before all examples, which then may see it, or within one of them, between its turns. Knows the
+vocabulary and the vision configuration, no weights.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,15 +17,21 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from kestrel_runtime.api.requests import Role
 from kestrel_runtime.models.moondream.config import VisionConfig
 from kestrel_runtime.models.moondream.region import SIZE_OCTAVES
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
+from kestrel_runtime.output.output_parser import Token
+from training.conversing import ConversingTeacher
 from training.drawing import draw_scene
 from training.examples import Example, Teacher
-from training.scenes import Scene, make_scene
+from training.scenes import TRAINED, Scene, World, make_scene
 
 ROW_TOKENS = 383  # with BOS and 256 image tokens 640, a length that kernels like
+PAIR_ROW_TOKENS = 639  # one picture more: 896
 MAX_EXAMPLES = 48
+SHARED = MAX_EXAMPLES
+"""The number that stands for a second picture which precedes all examples."""
 _DRAWN_AREA_PX = 430**2
 _INPUT_JITTER = 2.0  # bins by which a given coordinate may be off, as generated ones are
 
@@ -32,21 +39,25 @@ KINDS = (
     "count", "color", "shape", "relation", "size", "reading", "presence", "contents", "place", "background",
     "pointed", "arithmetic", "opposite", "counting", "language", "self", "reasoning", "caption short",
     "caption normal", "caption long", "point", "point absent", "detect", "detect absent", "segment",
-    "segment absent",
+    "segment absent", "instructed", "record", "dialogue", "pair", "later picture",
 )  # fmt: skip
 
 
 @dataclass(slots=True)
 class Rows:
-    """Examples in rows: [rows, ROW_TOKENS] each, `values` and `size_bins` with two columns more."""
+    """Examples in rows: [rows, tokens] each, `values` and `size_bins` with two columns more."""
 
     ids: Tensor
     values: Tensor
     """What a coordinate (first column) or size token (both) is worth."""
     example: Tensor
-    """Number of the example in its row from 1; 0 is filling."""
+    """Number of the example in its row from 1; 0 is filling, and `SHARED` a picture for several examples."""
     position: Tensor
     sees_image: Tensor
+    sees_second: Tensor
+    """True if the token sees the second picture that precedes all examples."""
+    patch: Tensor
+    """The number of the second picture's token that is here, else -1."""
     target: Tensor
     """The next token where it is to be learnt, else -100."""
     weight: Tensor
@@ -55,6 +66,8 @@ class Rows:
     size_bins: Tensor
     kind: Tensor
     """[rows, MAX_EXAMPLES + 1]: the kind of each example, -1 where there is none."""
+    partner: Tensor
+    """[rows]: how many rows further the picture is that is the second one here."""
 
     def to(self, device: torch.device) -> Rows:
         return Rows(*(getattr(self, name).to(device, non_blocking=True) for name in self.__slots__))
@@ -86,6 +99,7 @@ class GroupMaker:
     num_scenes: int
     num_visits: int
     jitter: bool = True
+    world: World = TRAINED
 
     def __call__(self, index: int) -> Group:
         first = self.first_seed + index * self.num_scenes
@@ -95,23 +109,30 @@ class GroupMaker:
         """A group of the scenes of these seeds."""
         crops, grids = [], []
         rows: list[list[dict[str, np.ndarray]]] = [[] for _ in range(self.num_visits)]
-        for seed in seeds:
-            scene = make_scene(seed)
+        scenes = [make_scene(seed, self.world) for seed in seeds]
+        for index, scene in enumerate(scenes):
             pixels, grid = scene_crops(scene, self.teacher.config.vision)
             crops.append(pixels)
             grids.append(grid)
             for visit in range(self.num_visits):
-                rows[visit].append(self._row(scene, random.Random(f"{seed} {visit}")))
+                partner = (index + 1 + visit) % len(scenes)
+                rng = random.Random(f"{scene.seed} {visit}")
+                rows[visit].append(self._row(scene, scenes[partner], partner - index, rng))
         visits = [
             Rows(*(torch.from_numpy(np.stack([row[name] for row in part])) for name in Rows.__slots__))
             for part in rows
         ]
         return Group(torch.from_numpy(np.concatenate(crops)), grids, visits)
 
-    def _row(self, scene: Scene, rng: random.Random) -> dict[str, np.ndarray]:
-        row = _Row(self.teacher, rng if self.jitter else None)
+    def _row(self, scene: Scene, second: Scene, partner: int, rng: random.Random) -> dict[str, np.ndarray]:
+        row = Row(self.teacher, rng if self.jitter else None)
+        if isinstance(self.teacher, ConversingTeacher):
+            has_both, examples = self.teacher.pair_examples((scene, second), rng)
+            row.begin_pair(partner, has_both=has_both)
+        else:
+            examples = self.teacher.examples(scene, rng)
         num_misfits = 0
-        for example in self.teacher.examples(scene, rng):
+        for example in examples:
             if not row.add(example):
                 num_misfits += 1
                 if num_misfits == 3:
@@ -119,7 +140,7 @@ class GroupMaker:
         return row.arrays
 
 
-class _Row:
+class Row:
     """Fills one row with examples."""
 
     def __init__(self, teacher: Teacher, jitter: random.Random | None) -> None:
@@ -127,45 +148,74 @@ class _Row:
         self._jitter = jitter
         self._length = 0
         self._count = 0
-        shape = (ROW_TOKENS,)
-        self.arrays = {
-            "ids": np.zeros(shape, np.int16),
-            "values": np.zeros((*shape, 2), np.float32),
-            "example": np.zeros(shape, np.int8),
-            "position": np.zeros(shape, np.int16),
-            "sees_image": np.zeros(shape, bool),
-            "target": np.full(shape, -100, np.int16),
-            "weight": np.zeros(shape, np.float32),
-            "coord_bin": np.full(shape, -1, np.int16),
-            "size_bins": np.full((*shape, 2), -1, np.int16),
-            "kind": np.full(MAX_EXAMPLES + 1, -1, np.int8),
-        }
+        self._has_second = False
+        self.arrays = _empty(ROW_TOKENS)
+
+    def begin_pair(self, partner: int, *, has_both: bool) -> None:
+        """Makes the empty row one of a pair, with the second picture before all examples or only room for it."""
+        self.arrays = arrays = _empty(PAIR_ROW_TOKENS)
+        arrays["partner"][...] = partner
+        self._has_second = has_both
+        if has_both:
+            self._length = count = self._teacher.config.vision.num_image_tokens
+            arrays["patch"][:count] = range(count)
+            arrays["position"][:count] = range(1 + count, 1 + 2 * count)
+            arrays["example"][:count] = SHARED
+            arrays["sees_image"][:count] = True
 
     def add(self, example: Example) -> bool:
-        """Append an example; False where it does not fit any more."""
+        """Appends an example; returns False where it does not fit any more."""
         config, arrays = self._teacher.config, self.arrays
-        ids = config.tokenizer
+        ids, num_patches = config.tokenizer, config.vision.num_image_tokens
         prompt = self._teacher.prompt(example.request)
-        sees_image = bool(example.request.images)
-        tokens = (
-            [*prompt, *example.answer] if sees_image else [type(prompt[0])(ids.bos_id), *prompt, *example.answer]
-        )
-        num_given = len(tokens) - len(example.answer)
-        start, end = self._length, self._length + len(tokens)
-        if end > ROW_TOKENS or self._count == MAX_EXAMPLES:
+        places = prompt.image_places[: len(example.request.images)]
+        sees_image, sees_second = places[:1] == (0,), places == (0, 0)
+        within = [place for place in places[1 if sees_image else 0 :] if not sees_second]
+        slots: list[Token | None] = [*prompt.tokens, *example.answer]
+        ends = [*prompt.answer_ends, len(slots)]
+        for place in within:
+            slots[place:place] = [None] * num_patches
+            ends = [end + num_patches if end > place else end for end in ends]
+        if not sees_image:
+            slots.insert(0, Token(ids.bos_id))
+            ends = [end + 1 for end in ends]
+        start, end = self._length, self._length + len(slots)
+        if end > len(arrays["ids"]) or self._count + 1 == SHARED or len(within) > (not self._has_second):
             return False
         self._length, self._count = end, self._count + 1
-        arrays["ids"][start:end] = [token.id for token in tokens]
+        arrays["ids"][start:end] = [0 if slot is None else slot.id for slot in slots]
         arrays["example"][start:end] = self._count
-        first = 1 + config.vision.num_image_tokens if sees_image else 0
-        arrays["position"][start:end] = range(first, first + len(tokens))
+        first = sum(1 + num_patches if index == 0 else num_patches for index in range(sees_image + sees_second))
+        arrays["position"][start:end] = range(first, first + len(slots))
         arrays["sees_image"][start:end] = sees_image
-        learnt = slice(start + num_given - 1, end)
-        arrays["target"][learnt] = [token.id for token in example.answer] + [ids.eos_id]
-        arrays["weight"][learnt] = 1 / math.sqrt(len(example.answer) + 1)
+        arrays["sees_second"][start:end] = sees_second
+        if within:
+            self._has_second = True
+            begin = slots.index(None)
+            arrays["patch"][start + begin : start + begin + num_patches] = range(num_patches)
+        for answer, num_given, end_of_answer in self._learnt(example, ends):
+            last = start + end_of_answer
+            learnt = slice(last - len(answer) + num_given - 1, last)
+            arrays["target"][learnt] = [*answer[num_given:], ids.eos_id]
+            arrays["weight"][learnt] = 1 / math.sqrt(len(answer) - num_given + 1)
         arrays["kind"][self._count] = KINDS.index(example.kind)
+        self._fill_values(slots, start, len(slots) - len(example.answer))
+        return True
+
+    def _learnt(self, example: Example, ends: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
+        """Yields of each answer that is learnt its ids, the number of those that are given, and its end."""
+        earlier = [
+            message.text for message in getattr(example.request, "messages", ()) if message.role is Role.ASSISTANT
+        ]
+        for text, is_learnt, end in zip(earlier, example.learnt_turns, ends, strict=False):
+            if is_learnt:
+                yield self._teacher.tokenizer.encode(text), 0, end
+        yield [token.id for token in example.answer], example.num_given, ends[-1]
+
+    def _fill_values(self, tokens: Sequence[Token | None], start: int, num_given: int) -> None:
+        config, arrays = self._teacher.config, self.arrays
         for place, token in enumerate(tokens):
-            if not token.value:
+            if token is None or not token.value:
                 continue
             is_learnt = place >= num_given
             bins = coord_bins(token.value, config.region.coord_out_dim)
@@ -176,7 +226,6 @@ class _Row:
             elif is_learnt:
                 arrays["coord_bin"][start + place - 1] = bins[0]
             arrays["values"][start + place, : len(bins)] = self._given(token.value, bins)
-        return True
 
     def _given(self, value: tuple[float, ...], bins: list[int]) -> list[float]:
         """What the model is told that a token was worth, which while generating is its own guess."""
@@ -190,6 +239,24 @@ class _Row:
             ]
         last = region.coord_out_dim - 1
         return [min(last, max(0, round(bins[0] + off[0]))) / region.coord_out_dim]
+
+
+def _empty(num_tokens: int) -> dict[str, np.ndarray]:
+    return {
+        "ids": np.zeros(num_tokens, np.int16),
+        "values": np.zeros((num_tokens, 2), np.float32),
+        "example": np.zeros(num_tokens, np.int8),
+        "position": np.zeros(num_tokens, np.int16),
+        "sees_image": np.zeros(num_tokens, bool),
+        "sees_second": np.zeros(num_tokens, bool),
+        "patch": np.full(num_tokens, -1, np.int16),
+        "target": np.full(num_tokens, -100, np.int16),
+        "weight": np.zeros(num_tokens, np.float32),
+        "coord_bin": np.full(num_tokens, -1, np.int16),
+        "size_bins": np.full((num_tokens, 2), -1, np.int16),
+        "kind": np.full(MAX_EXAMPLES + 1, -1, np.int8),
+        "partner": np.zeros((), np.int16),
+    }
 
 
 def coord_bins(values: tuple[float, ...], num_bins: int) -> list[int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kestrel_runtime.api.requests import Caption, Detect, Point, PointRef, Query, Request, Segment
 from kestrel_runtime.loading.tokenizer import Tokenizer
+from kestrel_runtime.models.family import Prompt
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.output.output_parser import Token
@@ -23,7 +24,7 @@ from training.questions import ask
 from training.scenes import Scene, Thing
 from training.words import with_article
 
-_IMAGE = b"-"  # stands for the picture, which reaches the model by another way
+IMAGE = b"-"  # stands for the picture, which reaches the model by another way
 _SKILL_WEIGHTS = {"query": 56, "caption": 8, "point": 11, "detect": 13, "segment": 12}
 _KIND_WEIGHTS = {
     "count": 10, "color": 7, "shape": 7, "relation": 11, "size": 7, "reading": 14, "presence": 10,
@@ -42,6 +43,10 @@ class Example:
     request: Request
     answer: tuple[Token, ...]
     kind: str
+    num_given: int = 0
+    """The number of the answer's first tokens that a constraint gives, and that are not learnt."""
+    learnt_turns: tuple[bool, ...] = ()
+    """Of each earlier answer of a conversation whether it is learnt too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +67,18 @@ class Teacher:
             if example is not None:
                 yield example
 
-    def prompt(self, request: Request) -> list[Token]:
-        """The prompt's tokens after BOS and image."""
-        return list(SKILLS[request.skill].prompt(request, self.tokenizer, self.config).tokens)
+    def prompt(self, request: Request) -> Prompt:
+        """Returns the prompt behind BOS, as the runtime makes it."""
+        return SKILLS[request.skill].prompt(request, self.tokenizer, self.config)
 
     def _query(self, scene: Scene, rng: random.Random) -> Example | None:
         if rng.random() < _FACT_SHARE:
             exchange: Exchange | None = ask_fact(rng)
-            image = None if rng.random() < 0.8 else _IMAGE
+            image = None if rng.random() < 0.8 else IMAGE
         else:
             shares = _POLISHING_KIND_WEIGHTS if self.polishing else _KIND_WEIGHTS
             kind = rng.choices(tuple(shares), tuple(shares.values()))[0]
-            exchange, image = ask(scene, kind, rng), _IMAGE
+            exchange, image = ask(scene, kind, rng), IMAGE
         if exchange is None:
             return None
         reasoning = rng.random() < _REASONING_SHARE
@@ -111,17 +116,17 @@ class Teacher:
         if length == "long" and scene.shapes and not scene.shapes[0].size:
             length = "normal"
         write = {"short": short_caption, "normal": normal_caption, "long": long_caption}[length]
-        return Example(Caption(_IMAGE, length), tuple(self._text(write(scene))), f"caption {length}")
+        return Example(Caption(IMAGE, length), tuple(self._text(write(scene))), f"caption {length}")
 
     def _point(self, scene: Scene, rng: random.Random) -> Example:
         phrase, things, refs = _asked_for(scene, rng)
         answer = [token for thing in _in_order(things) for token in self._coordinates(thing.mark)]
-        return Example(Point(phrase, _IMAGE, spatial_refs=refs), tuple(answer), _kind("point", things))
+        return Example(Point(phrase, IMAGE, spatial_refs=refs), tuple(answer), _kind("point", things))
 
     def _detect(self, scene: Scene, rng: random.Random) -> Example:
         phrase, things, refs = _asked_for(scene, rng)
         answer = [token for thing in _in_order(things) for token in self._box(thing)]
-        return Example(Detect(phrase, _IMAGE, spatial_refs=refs), tuple(answer), _kind("detect", things))
+        return Example(Detect(phrase, IMAGE, spatial_refs=refs), tuple(answer), _kind("detect", things))
 
     def _segment(self, scene: Scene, rng: random.Random) -> Example | None:
         phrase, things, refs = _asked_for(scene, rng, segment=True)
@@ -133,7 +138,7 @@ class Teacher:
             if thing.is_hollow:
                 return None
             answer = [*self._box(thing), *(Token(self._word_id(word)) for word in thing.path)]
-        return Example(Segment(phrase, _IMAGE, spatial_refs=refs), tuple(answer), _kind("segment", things))
+        return Example(Segment(phrase, IMAGE, spatial_refs=refs), tuple(answer), _kind("segment", things))
 
     def _text(self, text: str) -> list[Token]:
         return [Token(id) for id in self.tokenizer.encode(text)]

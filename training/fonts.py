@@ -31,12 +31,29 @@ FACES: tuple[tuple[str, str], ...] = (
     ("font_source_serif_pro", "SourceSerifPro-Regular.ttf"),
     ("font_source_serif_pro", "SourceSerifPro-Bold.ttf"),
 )
+# Never trained on: italics and weights of the same packages, for scores.
+HELD_OUT_FACES: tuple[tuple[str, str], ...] = (
+    ("font_caladea", "Caladea-Italic.ttf"),
+    ("font_caladea", "Caladea-BoldItalic.ttf"),
+    ("font_source_serif_pro", "SourceSerifPro-It.ttf"),
+    ("font_source_serif_pro", "SourceSerifPro-Black.ttf"),
+    ("font_source_sans_pro", "SourceSansPro-SemiboldIt.ttf"),
+    ("font_source_sans_pro", "SourceSansPro-Black.ttf"),
+    ("font_rhd", "RedHatDisplay-MediumItalic.ttf"),
+    ("font_rhd", "RedHatDisplay-Black.ttf"),
+    ("font_hanken_grotesk", "HankenGrotesk-BoldItalic.otf"),
+    ("font_manrope", "Manrope-ExtraBold.ttf"),
+    ("font_roboto", "Roboto-LightItalic.ttf"),
+)
 
 
 @functools.lru_cache(maxsize=512)
 def load_font(face: int, size_px: int) -> ImageFont.FreeTypeFont:
-    """Face number `face` at a size. Raises `ModuleNotFoundError` where its package is not installed."""
-    package, file = FACES[face]
+    """Returns face number `face` of both lists at a size.
+
+    Raises `ModuleNotFoundError` where its package is not installed.
+    """
+    package, file = (FACES + HELD_OUT_FACES)[face]
     if not package:
         font = ImageFont.load_default(size_px)
         assert isinstance(font, ImageFont.FreeTypeFont), "Pillow was built without FreeType"

@@ -18,7 +18,7 @@ from kestrel_runtime.models.moondream.adapters.slabs import BlockAdapters
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.text.decoder import MixtureOfExperts
 from kestrel_runtime.models.moondream.vision.encoder import VisionModel
-from training.batches import Rows
+from training.batches import SHARED, Rows
 from training.quantise import fake_quantised
 
 
@@ -52,7 +52,8 @@ class DenseExperts(MixtureOfExperts):
 
 
 class RowAttention:
-    """How the tokens of a batch attend: the picture's to each other, an example's to the picture and itself."""
+    """How the tokens of a batch attend: a picture's to each other and to all before, an example's to its pictures
+    and to its own before."""
 
     def __init__(self) -> None:
         self.num_prefix = 0
@@ -63,7 +64,10 @@ class RowAttention:
         self.num_prefix = num_prefix
         length = rows.ids.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=rows.ids.device).tril()
-        own = (rows.example[:, :, None] == rows.example[:, None, :]) & causal
+        is_patch = rows.patch >= 0
+        visible = causal | (is_patch[:, :, None] & is_patch[:, None, :])
+        own = (rows.example[:, :, None] == rows.example[:, None, :]) & visible
+        own |= rows.sees_second[:, :, None] & (rows.example == SHARED)[:, None, :]
         prefix = rows.sees_image[:, :, None].expand(-1, -1, num_prefix)
         self.mask = torch.cat((prefix, own), dim=2)[:, None]
 
@@ -147,6 +151,8 @@ class Network(nn.Module):
             sizes = region.encode_sizes(rows.values[is_size])
         embedded = embedded.masked_scatter(is_coordinate[..., None], coordinates.to(embedded))
         embedded = embedded.masked_scatter(is_size[..., None], sizes.to(embedded))
+        patches = self._second_pictures(images, rows)
+        embedded = torch.where((rows.patch >= 0)[..., None], patches.to(embedded), embedded)
         start = text.wte[config.tokenizer.bos_id].expand(len(ids), 1, -1)
         hidden = torch.cat((start, images.to(embedded), embedded), dim=1)
         num_prefix = 1 + images.shape[1]
@@ -162,6 +168,12 @@ class Network(nn.Module):
             region.size_logits(hidden[rows.size_bins[..., 0] >= 0]),
             torch.stack(balances).mean(),
         )
+
+    @staticmethod
+    def _second_pictures(images: Tensor, rows: Rows) -> Tensor:
+        """Returns each row's second picture where its tokens are, [rows, tokens, dim]; arbitrary elsewhere."""
+        own = torch.arange(len(images), device=images.device)
+        return images[(own + rows.partner.long())[:, None], rows.patch.long().clamp(min=0)]
 
 
 @functools.lru_cache(maxsize=64)

@@ -24,6 +24,21 @@ ANCHORS: dict[str, tuple[Rgb, ...]] = {
 COLORS = tuple(ANCHORS)
 _JITTER = 6
 
+# Values that people call by the same names and that `sample_color` never gives, for scores.
+HELD_OUT_VALUES: dict[str, tuple[Rgb, ...]] = {
+    "red": ((255, 60, 70), (196, 0, 0)),
+    "orange": ((225, 150, 20), (255, 120, 60)),
+    "yellow": ((225, 205, 30), (255, 235, 140)),
+    "green": ((0, 100, 0), (60, 179, 113), (120, 200, 60)),
+    "blue": ((30, 144, 255), (0, 0, 205)),
+    "purple": ((186, 85, 211), (102, 51, 153)),
+    "pink": ((221, 160, 221), (240, 128, 160)),
+    "brown": ((125, 85, 70), (90, 45, 20)),
+    "black": ((30, 30, 55), (45, 40, 40)),
+    "white": ((240, 255, 255), (230, 230, 250)),
+    "gray": ((169, 169, 169), (112, 128, 144), (85, 85, 85)),
+}
+
 
 def sample_color(name: str, rng: random.Random) -> Rgb:
     """A value that the name covers."""
@@ -34,6 +49,11 @@ def sample_color(name: str, rng: random.Random) -> Rgb:
         for a, b in zip(first, second, strict=True)
     )
     return red, green, blue
+
+
+def held_out_color(name: str, rng: random.Random) -> Rgb:
+    """Returns a value that the name covers and that no training scene has."""
+    return rng.choice(HELD_OUT_VALUES[name])
 
 
 def distance(first: Rgb, second: Rgb) -> float:

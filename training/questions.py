@@ -278,7 +278,7 @@ def _contents(scene: Scene, rng: random.Random) -> Exchange | None:
             "What is shown here?",
             "What is this?",
         )
-        return Exchange("contents", worded(rng, templates), _inventory_answer(scene))
+        return Exchange("contents", worded(rng, templates), inventory(scene))
     if not scene.shapes:
         return None
     ordered = sorted(scene.shapes, key=lambda thing: thing.center[0])
@@ -364,7 +364,8 @@ def ask(scene: Scene, kind: str, rng: random.Random) -> Exchange | None:
     return KINDS[kind](scene, rng) or None
 
 
-def _inventory_answer(scene: Scene) -> str:
+def inventory(scene: Scene) -> str:
+    """Returns everything in a scene, from left to right, shapes of one colour and kind counted together."""
     parts = [
         with_article(full_name(thing))
         if count == 1

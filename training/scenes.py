@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import math
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from training.fonts import FACES, load_font
-from training.palette import COLORS, Rgb, distance, nearest_name, sample_color
+from training.fonts import FACES, HELD_OUT_FACES, load_font
+from training.palette import COLORS, Rgb, distance, held_out_color, nearest_name, sample_color
 from training.shapes import FULL_BOX_PATH, SHAPES, Outline, outline
 from training.words import random_text
 
@@ -110,24 +111,48 @@ class Scene:
         return tuple(thing for thing in self.things if thing.is_text)
 
 
-def make_scene(seed: int) -> Scene:
-    """The scene of a seed."""
+@dataclass(frozen=True, slots=True)
+class World:
+    """Says which fonts, values of colours and layouts scenes are made of."""
+
+    color_value: Callable[[str, random.Random], Rgb]
+    faces: tuple[int, ...]
+    """Numbers of `load_font`."""
+    layouts: tuple[str, ...]
+    """Names of `_LAYOUTS`; without any, things are anywhere."""
+
+
+TRAINED = World(sample_color, tuple(range(len(FACES))), ())
+HELD_OUT = World(
+    held_out_color,
+    tuple(range(len(FACES), len(FACES) + len(HELD_OUT_FACES))),
+    ("row", "column", "grid", "circle", "diagonal"),
+)
+"""Faces, values and layouts that no training scene has."""
+
+
+def make_scene(seed: int, world: World = TRAINED) -> Scene:
+    """Returns the scene of a seed."""
     rng = random.Random(seed)
     width_px, height_px = _random_size(rng)
+    size_px = (width_px, height_px)
     background = _random_background(rng)
-    colors = {name: rgb for name in COLORS if (rgb := _standing_out(name, background, rng)) is not None}
-    plan = _random_plan(rng, list(colors))
+    colors = {name: rgb for name in COLORS if (rgb := _standing_out(name, background, rng, world)) is not None}
+    plan = _random_plan(rng, list(colors) or list(COLORS))
     overlapping, has_sizes = rng.random() < 0.2, rng.random() < 0.75
     things: list[Thing] = []
+    arrange = _LAYOUTS[rng.choice(world.layouts)] if world.layouts else None
     if rng.random() < 0.48:
         for _ in range(rng.choice((1, 1, 2))):
-            text = _random_text_thing(rng, rng.choice(list(colors)), width_px, height_px, background)
-            _add(things, text, rng, overlapping=False, unit=min(width_px, height_px), size=(width_px, height_px))
+            color = rng.choice(list(colors) or list(COLORS))
+            text = _random_text_thing(rng, color, width_px, height_px, background, world)
+            _add(things, text, rng, overlapping=False, unit=min(size_px), size=size_px)
         if things and rng.random() < 0.2:
             plan = []
+    places = arrange(len(plan)) if arrange is not None and plan else None
     for name, color, size in plan:
-        thing = _random_shape(rng, name, color, size, has_sizes, width_px, height_px, background)
-        _add(things, thing, rng, overlapping, unit=min(width_px, height_px), size=(width_px, height_px))
+        thing = _random_shape(rng, name, color, size, has_sizes, width_px, height_px, background, world)
+        _add(things, thing, rng, overlapping, unit=min(size_px), size=size_px, places=places)
     return Scene(seed, width_px, height_px, background, tuple(things), _random_wear(rng))
 
 
@@ -168,9 +193,9 @@ def _random_base(rng: random.Random) -> Rgb:
     return rng.randint(0, 255), rng.randint(0, 255), rng.randint(0, 255)
 
 
-def _standing_out(name: str, background: Background, rng: random.Random) -> Rgb | None:
+def _standing_out(name: str, background: Background, rng: random.Random, world: World) -> Rgb | None:
     for _ in range(3):
-        rgb = sample_color(name, rng)
+        rgb = world.color_value(name, rng)
         if all(distance(rgb, other) >= _MIN_CONTRAST for other in _backdrop(background)):
             return rgb
     return None
@@ -207,12 +232,13 @@ def _random_shape(
     width_px: int,
     height_px: int,
     background: Background,
+    world: World,
 ) -> Thing:
     form = outline(name, rng)
     longest = rng.uniform(*(_SIZE_BANDS if has_size else _ANY_SIZE)[size]) * min(width_px, height_px)
     size = size if has_size else ""
     width, height = (longest, longest / form.aspect) if form.aspect >= 1 else (longest * form.aspect, longest)
-    rgb = _standing_out(color, background, rng) or sample_color(color, rng)
+    rgb = _standing_out(color, background, rng, world) or world.color_value(color, rng)
     border, is_hollow, border_rgb = 0.0, False, (0, 0, 0)
     draw = rng.random()
     if draw < 0.1:
@@ -225,17 +251,17 @@ def _random_shape(
 
 
 def _random_text_thing(
-    rng: random.Random, color: str, width_px: int, height_px: int, background: Background
+    rng: random.Random, color: str, width_px: int, height_px: int, background: Background, world: World
 ) -> Thing:
     text, name = random_text(rng)
-    face = rng.randrange(len(FACES)) if rng.random() < 0.9 else 0
+    face = world.faces[rng.randrange(len(world.faces)) if rng.random() < 0.9 else 0]
     aspect = text_aspect(text, face)
     unit = min(width_px, height_px)
     height = rng.uniform(0.07, 0.2 if len(text) > 1 else 0.3) * unit
     width = height * aspect
     if width > 0.85 * width_px:
         width, height = 0.85 * width_px, 0.85 * width_px / aspect
-    rgb = _standing_out(color, background, rng) or sample_color(color, rng)
+    rgb = _standing_out(color, background, rng, world) or world.color_value(color, rng)
     return Thing(name, color, rgb, "", (0.0, 0.0, width / width_px, height / height_px), text=text, face=face)
 
 
@@ -247,20 +273,80 @@ def text_aspect(text: str, face: int) -> float:
 
 
 def _add(
-    things: list[Thing], thing: Thing, rng: random.Random, overlapping: bool, unit: int, size: tuple[int, int]
+    things: list[Thing],
+    thing: Thing,
+    rng: random.Random,
+    overlapping: bool,
+    unit: int,
+    size: tuple[int, int],
+    places: list[tuple[float, float]] | None = None,
 ) -> None:
-    """Place `thing` where it is clear of the others; leave it out where no such place is found."""
+    """Places `thing` where it is clear of the others, or leaves it out where no such place is found.
+
+    With `places` its centre is at one of them, which is then removed.
+    """
     width, height = thing.box[2], thing.box[3]
     margin_x, margin_y = 0.02 * unit / size[0], 0.02 * unit / size[1]
     if width > 1 - 2 * margin_x or height > 1 - 2 * margin_y:
         return
-    for _ in range(_NUM_TRIES):
-        left = rng.uniform(margin_x, 1 - margin_x - width)
-        top = rng.uniform(margin_y, 1 - margin_y - height)
+    if places is not None:
+        overlapping = False
+    for left, top in _corners(rng, places, (width, height), (margin_x, margin_y)):
         placed = _moved(thing, (left, top, left + width, top + height))
         if all(_is_clear(placed, other, overlapping, margin_x, margin_y) for other in things):
             things.append(placed)
+            if places is not None:
+                places.remove(min(places, key=lambda place: math.dist(place, placed.center)))
             return
+
+
+def _corners(
+    rng: random.Random,
+    places: list[tuple[float, float]] | None,
+    size: tuple[float, float],
+    margin: tuple[float, float],
+) -> Iterator[tuple[float, float]]:
+    """Yields corners to try: random ones, or those for centres at `places`."""
+    (width, height), (margin_x, margin_y) = size, margin
+    for _ in range(_NUM_TRIES if places is None else 0):
+        yield rng.uniform(margin_x, 1 - margin_x - width), rng.uniform(margin_y, 1 - margin_y - height)
+    for x, y in places or ():
+        left, top = x - width / 2, y - height / 2
+        if margin_x <= left <= 1 - margin_x - width and margin_y <= top <= 1 - margin_y - height:
+            yield left, top
+
+
+def _row(count: int) -> list[tuple[float, float]]:
+    return [((index + 0.5) / count, 0.5) for index in range(count)]
+
+
+def _column(count: int) -> list[tuple[float, float]]:
+    return [(0.5, y) for y, _ in _row(count)]
+
+
+def _grid(count: int) -> list[tuple[float, float]]:
+    columns = math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
+    return [((index % columns + 0.5) / columns, (index // columns + 0.5) / rows) for index in range(columns * rows)]
+
+
+def _circle(count: int) -> list[tuple[float, float]]:
+    turns = [2 * math.pi * index / count for index in range(count)]
+    return [(0.5 + 0.33 * math.cos(turn), 0.5 + 0.33 * math.sin(turn)) for turn in turns]
+
+
+def _diagonal(count: int) -> list[tuple[float, float]]:
+    return [(x, x) for x, _ in _row(count)]
+
+
+_LAYOUTS: dict[str, Callable[[int], list[tuple[float, float]]]] = {
+    "row": _row,
+    "column": _column,
+    "grid": _grid,
+    "circle": _circle,
+    "diagonal": _diagonal,
+}
+"""Centres of so many things, as fractions of the image."""
 
 
 def _moved(thing: Thing, box: tuple[float, float, float, float]) -> Thing:

@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from training.batches import Group, GroupMaker, Rows
+from training.conversing import ConversingTeacher
 from training.curves import draw_curves
 from training.examples import Teacher
 from training.export import trainable_state
@@ -48,6 +49,10 @@ class Recipe:
     seed: int = 0
     polishing: bool = False
     """Ask more of what is hardest: lists of everything, captions, reading."""
+    starts_full: bool = False
+    """The first step sees as many pictures as all others: each size of a batch is compiled by itself."""
+    conversing: bool = False
+    """Ask also about two pictures, several times, with instructions and for JSON."""
 
     def rate(self, step: int) -> float:
         """The learning rate's factor at a step."""
@@ -67,6 +72,23 @@ POLISH = Recipe(
     polishing=True,
 )
 """A second, shorter run that starts from what the first one exported."""
+
+CONVERSE = Recipe(
+    num_steps=1800,
+    delays=(0, 7, 17),
+    muon_lr=0.006,
+    adam_lr=0.0009,
+    num_warmup_steps=50,
+    constant_share=0.1,
+    quantised_share=1.0,
+    seed=3,
+    polishing=True,
+    starts_full=True,
+    conversing=True,
+)
+"""A third run, which starts from what the second one exported and teaches conversations."""
+_PACE_STEPS = (80, 140)
+"""The steps between which a run with a time limit measures how many more fit."""
 
 
 class _Groups(Dataset[Group]):
@@ -99,6 +121,7 @@ def train(
     start: Path | None,
     num_workers: int,
     seconds: float,
+    within: float = math.inf,
     compiled: bool,
     log_every: int,
     score_every: int,
@@ -107,13 +130,15 @@ def train(
 
     Without one the weights are those exported to `start`, or random.
 
-    Stops after `seconds` with a checkpoint, or at the end with `weights.pt`.
+    Stops after `seconds` with a checkpoint, or at the end with `weights.pt`. Where the recipe's steps take longer
+    than `within`, there are fewer, and the rate falls faster.
     """
     started = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     config, tokenizer = read_config(folder), Tokenizer.from_file(folder / "tokenizer.json")
-    teacher = Teacher(tokenizer, config, polishing=recipe.polishing)
+    kind = ConversingTeacher if recipe.conversing else Teacher
+    teacher = kind(tokenizer, config, polishing=recipe.polishing)
     make = GroupMaker(teacher, recipe.seed * 100_000_000, recipe.num_scenes, len(recipe.delays))
     model = new_model(config, recipe.seed)
     if start is not None:
@@ -123,12 +148,13 @@ def train(
     if checkpoint.exists():
         state.load(torch.load(checkpoint, map_location=device, weights_only=False))
     # The workers fork before anything runs on the device.
-    first = max(0, state.step - max(recipe.delays))
-    stream = _stream(make, first, recipe.num_steps, num_workers)
+    lead = max(recipe.delays) if recipe.starts_full else 0
+    first = max(0, state.step + lead - max(recipe.delays))
+    stream = _stream(make, first, recipe.num_steps + lead, num_workers)
     recent: deque[Group] = deque(maxlen=max(recipe.delays) + 1)
-    for index in range(first, state.step):
+    for index in range(first, state.step + lead):
         recent.append(_on(next(stream), device))
-        print(f"\rrecalling pictures {index + 1 - first}/{state.step - first}", end="", flush=True)
+        print(f"\rrecalling pictures {index + 1 - first}/{state.step + lead - first}", end="", flush=True)
     if compiled:
         torch._dynamo.config.recompile_limit = 64
         state.network.compile_blocks()
@@ -136,7 +162,7 @@ def train(
     held_out = GroupMaker(teacher, HELD_OUT_SEED + 1_000_000, num_tests, 1, jitter=False)
     tests = [_on(held_out(index), device) for index in range(3)] if score_every else []
     progress = Progress(recipe.num_steps)
-    waited = 0.0
+    waited, pace_from = 0.0, math.nan
     while state.step < recipe.num_steps and time.monotonic() - started < seconds:
         if state.step == round(recipe.num_steps * (1 - recipe.quantised_share)):
             state.network.quantise_experts()
@@ -144,6 +170,17 @@ def train(
         recent.append(_on(next(stream), device))
         waited += time.monotonic() - asked
         state.learn(_batch(recent, recipe.delays))
+        if state.step in _PACE_STEPS and within < math.inf:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if state.step == _PACE_STEPS[0]:
+                pace_from = time.monotonic()
+            elif not math.isnan(pace_from):
+                pace_s = (time.monotonic() - pace_from) / (_PACE_STEPS[1] - _PACE_STEPS[0])
+                fitting = state.step + int((within - (time.monotonic() - started)) / pace_s)
+                recipe = replace(recipe, num_steps=max(state.step + 1, min(recipe.num_steps, fitting)))
+                state.recipe = recipe
+                print(f"\n{pace_s:.3f} s a step: {recipe.num_steps} steps", flush=True)
         if state.step % log_every == 0:
             value = state.note_loss()
             progress.show(state.step, f"loss {value:.3f}, waited for data {waited:.0f} s")
@@ -166,7 +203,7 @@ class State:
     """What a checkpoint holds, and how a step changes it."""
 
     def __init__(self, network: Network, recipe: Recipe) -> None:
-        self.network, self._recipe = network, recipe
+        self.network, self.recipe = network, recipe
         matrices, others = split_parameters(network.model)
         self._optimizers: list[torch.optim.Optimizer] = [
             Muon(matrices, recipe.muon_lr, recipe.weight_decay),
@@ -180,7 +217,7 @@ class State:
 
     def learn(self, batch: tuple[torch.Tensor, list[tuple[int, int]], Rows]) -> None:
         """One step on one batch."""
-        rate = self._recipe.rate(self.step)
+        rate = self.recipe.rate(self.step)
         for optimizer, full in zip(self._optimizers, self._rates, strict=True):
             optimizer.param_groups[0]["lr"] = full * rate
         crops, grids, rows = batch
@@ -237,7 +274,7 @@ class State:
         self.network.model.load_state_dict(saved["model"])
         for optimizer, state in zip(self._optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        if self.step >= round(self._recipe.num_steps * (1 - self._recipe.quantised_share)):
+        if self.step >= round(self.recipe.num_steps * (1 - self.recipe.quantised_share)):
             self.network.quantise_experts()
 
 
