@@ -101,8 +101,15 @@ class Task:
     score: Callable[[Tally, Answer], None]
 
 
-def tasks(seed: int, world: World = TRAINED) -> Iterator[Task]:
-    """Yields what is asked about the scene of a seed."""
+def tasks(seed: int, world: World, skills: Sequence[str]) -> Iterator[Task]:
+    """Yields what is asked about the scene of a seed, of these skills."""
+    if "chat" in skills:
+        yield from _conversations(seed, world)
+    if set(skills) - {"chat"}:
+        yield from (task for task in _about_scene(seed, world) if task.skill in skills)
+
+
+def _about_scene(seed: int, world: World) -> Iterator[Task]:
     scene, rng = make_scene(seed, world), random.Random(f"quality {seed}")
     image = encode_scene(scene)
     kinds = [*KINDS]
@@ -121,15 +128,13 @@ def tasks(seed: int, world: World = TRAINED) -> Iterator[Task]:
         thing = rng.choice(solid)
         yield _segment(unique(scene, thing, rng) or thing.name, thing, image, seed)
     yield _absent(scene, image, rng)
-    yield from _conversations(scene, image, world)
 
 
-def _conversations(scene: Scene, image: bytes, world: World) -> Iterator[Task]:
+def _conversations(seed: int, world: World) -> Iterator[Task]:
     """Yields conversations, pairs of pictures, instructions and JSON."""
-    seed, rng = scene.seed, random.Random(f"conversations {scene.seed}")
-    second = make_scene(seed + _SECOND, world)
-    images = [image, encode_scene(second)]
-    scenes = (scene, second)
+    rng = random.Random(f"conversations {seed}")
+    scene, second = scenes = (make_scene(seed, world), make_scene(seed + _SECOND, world))
+    images = [encode_scene(scene), encode_scene(second)]
     asked = which(scenes, rng)
     if asked is not None:
         turns = (Turn(asked.question, asked.answer, num_images=2),)
@@ -151,7 +156,7 @@ def _conversations(scene: Scene, image: bytes, world: World) -> Iterator[Task]:
         yield _turns("instructed", turns, images[:1], seed)
     found = next((found for _ in range(9) if (found := record(scene, rng)) is not None), None)
     if found is not None:
-        yield _json(found, image, seed)
+        yield _json(found, images[0], seed)
 
 
 def _turns(name: str, turns: Sequence[Turn], images: Sequence[bytes], seed: int, system: str = "") -> Task:
@@ -360,8 +365,10 @@ async def run(
 
     for place in range(0, num_scenes, 20):  # pictures are made as they are needed
         some = seeds[place : place + 20]
-        prepared = await asyncio.to_thread(lambda some=some: [task for seed in some for task in tasks(seed, world)])
-        await asyncio.gather(*(one(task) for task in prepared if task.skill in skills))
+        prepared = await asyncio.to_thread(
+            lambda some=some: [task for seed in some for task in tasks(seed, world, skills)]
+        )
+        await asyncio.gather(*(one(task) for task in prepared))
         print(f"\r{place + len(some)}/{num_scenes} scenes", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return tally

@@ -74,12 +74,12 @@ POLISH = Recipe(
 """A second, shorter run that starts from what the first one exported."""
 
 CONVERSE = Recipe(
-    num_steps=1800,
+    num_steps=2600,
     delays=(0, 7, 17),
-    muon_lr=0.006,
-    adam_lr=0.0009,
+    muon_lr=0.008,
+    adam_lr=0.0012,
     num_warmup_steps=50,
-    constant_share=0.1,
+    constant_share=0.2,
     quantised_share=1.0,
     seed=3,
     polishing=True,
@@ -87,8 +87,8 @@ CONVERSE = Recipe(
     conversing=True,
 )
 """A third run, which starts from what the second one exported and teaches conversations."""
-_PACE_STEPS = (80, 140)
-"""The steps between which a run with a time limit measures how many more fit."""
+_PACE_STEPS = 100
+"""After so many steps a run with a time limit looks how many more fit."""
 
 
 class _Groups(Dataset[Group]):
@@ -162,7 +162,7 @@ def train(
     held_out = GroupMaker(teacher, HELD_OUT_SEED + 1_000_000, num_tests, 1, jitter=False)
     tests = [_on(held_out(index), device) for index in range(3)] if score_every else []
     progress = Progress(recipe.num_steps)
-    waited, pace_from = 0.0, math.nan
+    waited, asked_for_pace, most_steps = 0.0, math.nan, recipe.num_steps
     while state.step < recipe.num_steps and time.monotonic() - started < seconds:
         if state.step == round(recipe.num_steps * (1 - recipe.quantised_share)):
             state.network.quantise_experts()
@@ -170,17 +170,16 @@ def train(
         recent.append(_on(next(stream), device))
         waited += time.monotonic() - asked
         state.learn(_batch(recent, recipe.delays))
-        if state.step in _PACE_STEPS and within < math.inf:
+        if within < math.inf and state.step % _PACE_STEPS == 0:
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            if state.step == _PACE_STEPS[0]:
-                pace_from = time.monotonic()
-            elif not math.isnan(pace_from):
-                pace_s = (time.monotonic() - pace_from) / (_PACE_STEPS[1] - _PACE_STEPS[0])
-                fitting = state.step + int((within - (time.monotonic() - started)) / pace_s)
-                recipe = replace(recipe, num_steps=max(state.step + 1, min(recipe.num_steps, fitting)))
-                state.recipe = recipe
+            now = time.monotonic()
+            if not math.isnan(asked_for_pace):
+                pace_s = (now - asked_for_pace) / _PACE_STEPS
+                fitting = state.step + max(0, int((within - (now - started)) / pace_s))
+                state.recipe = recipe = replace(recipe, num_steps=min(most_steps, fitting))
                 print(f"\n{pace_s:.3f} s a step: {recipe.num_steps} steps", flush=True)
+            asked_for_pace = now
         if state.step % log_every == 0:
             value = state.note_loss()
             progress.show(state.step, f"loss {value:.3f}, waited for data {waited:.0f} s")
