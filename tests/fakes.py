@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import struct
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,6 +38,7 @@ from kestrel_runtime.api.events import (
     Box,
     CaptionOutput,
     DetectOutput,
+    EmbedOutput,
     Event,
     Finished,
     FinishReason,
@@ -45,6 +47,7 @@ from kestrel_runtime.api.events import (
     Location,
     OutlineBox,
     Output,
+    PatchEmbeddings,
     PointOutput,
     QueryOutput,
     Reasoning,
@@ -57,7 +60,7 @@ from kestrel_runtime.api.events import (
     Usage,
 )
 from kestrel_runtime.api.images import Image, RemoteImage, image_digest
-from kestrel_runtime.api.requests import Caption, Chat, Detect, Gaze, Point, Query, Request, parts_of
+from kestrel_runtime.api.requests import Caption, Chat, Detect, Embed, Gaze, Point, Query, Request, parts_of
 from kestrel_runtime.api.stream import Stream
 
 HOLD = object()
@@ -76,6 +79,7 @@ SKILLS = {
     "segment": SkillDefaults(temperature=0.0, top_p=1.0, max_tokens=768),
     "gaze": SkillDefaults(temperature=0.0, top_p=1.0),
     "chat": SkillDefaults(temperature=0.2, top_p=0.9, max_tokens=768),
+    "embed": SkillDefaults(temperature=0.0, top_p=1.0),
 }
 
 
@@ -98,6 +102,11 @@ def answers(request: Request) -> list[Event]:
         deltas += map(FoundObject, output.boxes)
     if isinstance(output, PointOutput):
         deltas += map(FoundObject, output.points)
+    if isinstance(request, Embed):
+        usage = Usage(729, 729)
+        if request.patches:
+            row = struct.pack("<3f" if request.dtype == "float32" else "<3e", 1, -2, 0.5)
+            deltas += [PatchEmbeddings(0, 2, 2 * row), PatchEmbeddings(2, 1, row)]
     return [Started(Usage(735, 729)), *deltas, Finished(output, FinishReason.STOP, usage, TIMING)]
 
 
@@ -353,4 +362,6 @@ def _output(request: Request) -> Output:
         return PointOutput((Location(0.25, 0.75),))
     if isinstance(request, Detect):
         return DetectOutput((box,))
+    if isinstance(request, Embed):
+        return EmbedOutput((0.25, -0.5, 1.0), 3)
     return SegmentOutput((SegmentMask("M 0 0 L 1 1 z", box),))

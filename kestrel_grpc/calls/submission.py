@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from kestrel_grpc.calls.call_context import CallContext, RequestSummary
 from kestrel_grpc.calls.errors import CallFailure, describe
+from kestrel_grpc.calls.message_gate import TooManyCalls
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_grpc.images.image_uris import ImageSource, is_embedded
 from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, ImageReference, ImageUri
@@ -19,11 +20,14 @@ from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import InvalidRequest, KestrelError, ModelNotFound, did_you_mean
 from kestrel_runtime.api.events import Event, Finished, FinishReason, FoundObject, Started, Usage
 from kestrel_runtime.api.images import Image
-from kestrel_runtime.api.requests import Request, locate, objects_of
+from kestrel_runtime.api.requests import Embed, Request, locate, objects_of
 from kestrel_runtime.api.stream import Stream
+from kestrel_runtime.fairness.fair_limit import FairLimit
 
 Rendered = TypeVar("Rendered")
 
+_MAX_PATCHES_AT_ONCE = 8
+"""The most streams of the embeddings of patches: each holds up to 6 MiB until its caller has read it."""
 _DEFAULT_MODEL_NAMES = ("moondream3-preview",)
 """The names that Moondream's client sends for a caller who names no model. Each stands for the served model."""
 _PUBLISHED_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -62,6 +66,7 @@ class Submission:
         self._images = images
         self._store = store
         self._large_answers = asyncio.Lock()
+        self._patches = FairLimit(_MAX_PATCHES_AT_ONCE)
 
     async def submit(
         self, request: Request, references: Sequence[ImageReference | None], call: CallContext
@@ -88,6 +93,8 @@ class Submission:
         if call.max_priority is not request.options.max_priority:
             request = replace(request, options=replace(request.options, max_priority=call.max_priority))
         call.request = RequestSummary(request)
+        if isinstance(request, Embed) and request.patches:
+            self._count_patches(call.principal)
         if any(references):
             request = await self._with_images(request, references, call)
             call.request = RequestSummary(request)
@@ -167,6 +174,15 @@ class Submission:
             return render()
         async with self._large_answers:
             return await asyncio.to_thread(render)
+
+    def _count_patches(self, principal: str) -> None:
+        """Counts a stream of the embeddings of patches until its call ends. Raises `TooManyCalls`."""
+        if not self._patches.take(principal):
+            limit = f"all of the {self._patches.limit} streams of embeddings that may be open"
+            raise TooManyCalls(f"{limit}, or this caller's share")
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(lambda _: self._patches.give_back(principal))
 
     async def adapter_of(self, model: str) -> str:
         """Returns the adapter of requests that name this model; "" for the served model itself.

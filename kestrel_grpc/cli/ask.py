@@ -1,5 +1,5 @@
-"""Implements the client commands query, caption, point, detect, segment, gaze and image, with `kestrel_client`
-alone.
+"""Implements the client commands, query, caption, point, detect, segment, gaze, embed and image, with
+`kestrel_client` alone.
 
 Answers are written to stdout, text as it arrives. Everything else, including the reasoning, is written to stderr.
 """
@@ -51,9 +51,10 @@ if TYPE_CHECKING:
 NO_IMAGE = "-"
 """The value of IMAGE for a question without an image."""
 LENGTHS = ("short", "normal", "long")
+EMBEDDING_TYPES = ("float16", "float32")
 CACHE_POLICIES = ("use", "refresh", "bypass")
 PRIORITIES = ("interactive", "normal", "batch")
-"""The values that the client takes for a length, a cache policy and a priority."""
+"""The values that the client takes for a length, a format of embeddings, a cache policy and a priority."""
 IMAGE_HELP = "an image file, its address (https://…), or the name of a stored one (sha256:…)"
 
 
@@ -104,7 +105,25 @@ def add_client_commands(subparsers: argparse._SubParsersAction[argparse.Argument
             help=f"{name} of an eye of the one who looks, from 0 to 1",
         )
     _add_draw(gaze)
+    _add_embed_command(subparsers)
     _add_image_commands(subparsers)
+
+
+def _add_embed_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    embed = _add(
+        subparsers, _embed, "compute the embedding of an image: a vector to compare images by", samples=False
+    )
+    embed.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="write the embedding to this .npy file; of several images one a row, and print their names",
+    )
+    embed.add_argument(
+        "--patches", action="store_true", help="the embeddings of all patches of one image; needs --out"
+    )
+    embed.add_argument("--normalize", action="store_true", help="scale each embedding to the length 1")
+    embed.add_argument("--dtype", choices=EMBEDDING_TYPES, help="format of the patches (float16)")
 
 
 def _add_image_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -158,6 +177,8 @@ def _add(
     command: AskingCommand,
     summary: str,
     image_help: str = IMAGE_HELP,
+    *,
+    samples: bool = True,
 ) -> argparse.ArgumentParser:
     name = command.__name__.removeprefix("_")
     parser = subparsers.add_parser(
@@ -165,7 +186,10 @@ def _add(
     )
     parser.add_argument("image", metavar="IMAGE", nargs="+", help=f"{image_help}; or a folder of image files")
     add_client_arguments(parser)
-    add_request_flags(parser)
+    if samples:
+        add_request_flags(parser)
+    else:
+        add_handling_flags(parser)
     parser.set_defaults(run=partial(run_with_client, partial(_ask, command)), skill=name)
     return parser
 
@@ -184,6 +208,11 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
         "--seed", metavar="N", type=int, help="seed of the sampling, for the same tokens every time"
     )
     parser.add_argument("--adapter", metavar="NAME", help="adapter (LoRA) to use, such as name or name@step")
+    add_handling_flags(parser)
+
+
+def add_handling_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say how a request is handled, also one that generates nothing."""
     parser.add_argument("--model", metavar="NAME", help="the model (the one that is served)")
     parser.add_argument(
         "--priority", choices=PRIORITIES, help="start before or after other requests that wait (normal)"
@@ -273,12 +302,45 @@ def _gaze(client: Client, arguments: argparse.Namespace, image: str) -> None:
     _show(arguments, image, client.gaze(image, Point(arguments.eye_x, arguments.eye_y), **options_of(arguments)))
 
 
+def _embed(client: Client, arguments: argparse.Namespace, image: str) -> None:
+    result = client.embed(
+        image,
+        patches=arguments.patches,
+        normalize=arguments.normalize,
+        dtype=arguments.dtype,
+        **options_of(arguments),
+    )
+    if arguments.out is not None:
+        import numpy as np
+
+        patches = np.frombuffer(result.patches, "<f4" if arguments.dtype == "float32" else "<f2")
+        whole = patches.reshape(result.patch_count, -1) if arguments.patches else np.array(result.mean, np.float32)
+        _write_array(arguments.out, whole)
+    if arguments.json:
+        _print_json(result)
+    elif arguments.out is None:
+        show(*_lines(result))
+
+
+def _write_array(target: Path, values: Any) -> None:
+    """Writes a file for NumPy."""
+    import numpy as np
+
+    with target.open("wb") as file:  # to a name NumPy adds a suffix
+        np.save(file, values)
+    print_error(f"written to {target}")
+
+
 def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) -> int:
     """Asks about one picture, or about several at a time; returns the exit status."""
-    from kestrel_client import DetectResult, GazeResult, PointResult, SegmentResult
+    from kestrel_client import DetectResult, EmbedResult, GazeResult, PointResult, SegmentResult
     from kestrel_client.images import is_on_server
 
     images = list(_images(arguments.image))
+    out: Path | None = getattr(arguments, "out", None)
+    if getattr(arguments, "patches", False) and (out is None or len(images) > 1):
+        raise ValueError("--patches needs --out, and one image")
+    rows: list[Sequence[float]] = []
     draws = getattr(arguments, "draw", None) is not None
     if draws and any(map(is_on_server, images)):
         raise ValueError("--draw needs an image file")
@@ -294,12 +356,18 @@ def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) 
             status = 1
             continue
         if arguments.json:
-            show_json({"image": image, **dataclasses.asdict(outcome.result)})
-        for line in () if arguments.json else _lines(outcome.result):
-            show(f"{image}: {line}")
+            show_json({"image": image, **_plain(outcome.result)})
+        elif out is not None:
+            show(image)
+        else:
+            show(*(f"{image}: {line}" for line in _lines(outcome.result)))
+        if isinstance(outcome.result, EmbedResult):
+            rows.append(outcome.result.mean)
         status |= _report_groups(outcome.result, f"{image}: ")
         if isinstance(outcome.result, PointResult | DetectResult | SegmentResult | GazeResult):
             _draw(target, image, outcome.result)
+    if out is not None:
+        _write_array(out, rows)
     return status
 
 
@@ -309,7 +377,7 @@ def _job(arguments: argparse.Namespace, image: str) -> Job:
 
     given = None if image == NO_IMAGE else image
     options: dict[str, Any] = {**options_of(arguments)}
-    for name in ("max_objects", "length", "reasoning"):
+    for name in ("max_objects", "length", "reasoning", "normalize", "dtype", "patches"):
         if getattr(arguments, name, None):
             options[name] = getattr(arguments, name)
     skill = arguments.skill
@@ -441,7 +509,15 @@ def _text(sample: QueryResult | CaptionResult | QueryAlternative | CaptionAltern
 
 def _lines(result: Result) -> list[str]:
     """Returns the lines that show a result."""
-    from kestrel_client import CaptionResult, DetectResult, GazeResult, PointResult, QueryResult, SegmentResult
+    from kestrel_client import (
+        CaptionResult,
+        DetectResult,
+        EmbedResult,
+        GazeResult,
+        PointResult,
+        QueryResult,
+        SegmentResult,
+    )
 
     match result:
         case QueryResult() | CaptionResult():
@@ -456,6 +532,8 @@ def _lines(result: Result) -> list[str]:
             return [*lines, *(f"{name}: {line}" for name, line in groups)]
         case SegmentResult():
             return [f"{_numbers(segment.box)} {segment.svg_path}" for segment in result.segments]
+        case EmbedResult():
+            return [" ".join(f"{number:.6g}" for number in result.mean)]
         case GazeResult():
             return [] if result.target is None else [_numbers(result.target)]
         case _:
@@ -515,7 +593,12 @@ def _warn_of_outline(arguments: argparse.Namespace, result: SegmentResult) -> No
 
 
 def _print_json(result: Result) -> None:
-    show_json(dataclasses.asdict(result))
+    show_json(_plain(result))
+
+
+def _plain(result: Result) -> dict[str, Any]:
+    """Returns the fields of a result; those with bytes are for files."""
+    return {name: value for name, value in dataclasses.asdict(result).items() if not isinstance(value, bytes)}
 
 
 def _numbers(place: Point | Box) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -243,6 +244,23 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
         target = media_pb2.NormalizedPoint(x=0.25, y=0.5) if request.eye.x < 0.5 else None
         return vision_service_pb2.GazeResponse(target=target, info=INFO)
 
+    def EmbedImage(self, request: Any, context: Any) -> Any:
+        self._receive(request, context)
+        return vision_service_pb2.EmbedImageResponse(mean=[0.5, -1.0, 0.25], patch_count=2, info=INFO)
+
+    def StreamEmbedImage(self, request: Any, context: Any) -> Any:
+        self._receive(request, context)
+        response = vision_service_pb2.StreamEmbedImageResponse
+        row = struct.pack("<3f" if request.type == vision_service_pb2.EMBEDDING_TYPE_FLOAT32 else "<3e", 1, -2, 0.5)
+        pieces = [vision_service_pb2.PatchEmbeddings(first_patch=n, patch_count=1, data=row) for n in range(2)]
+        mean = vision_service_pb2.EmbedImageResponse(mean=[1.0, -2.0, 0.5], patch_count=2, info=INFO)
+        events = [
+            response(started=STARTED),
+            *(response(patches=piece) for piece in pieces),
+            response(completed=mean),
+        ]
+        yield from self._until_cancelled(iter(events), context)
+
     def _receive(self, request: Any, context: Any) -> None:
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
@@ -476,4 +494,6 @@ def ask_with_every_call(client: Client, picture: bytes) -> int:
     client.segment(picture, "kite")
     client.stream_segment(picture, "kite").result()
     client.gaze(picture, Point(0.25, 0.25))
-    return 9
+    client.embed(picture)
+    client.embed(picture, patches=True)
+    return 11

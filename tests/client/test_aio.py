@@ -57,6 +57,8 @@ async def test_every_skill_returns_what_the_blocking_client_returns(
     assert [segment async for segment in outline] == list(client.stream_segment(PICTURE, "kite"))
     assert await outline.result() == await async_client.segment(PICTURE, "kite")
     assert await async_client.gaze(PICTURE, Point(0.25, 0.5)) == client.gaze(PICTURE, Point(0.25, 0.5))
+    assert await async_client.embed(PICTURE) == client.embed(PICTURE)
+    assert await async_client.embed(PICTURE, patches=True) == client.embed(PICTURE, patches=True)
     assert await async_client.server_info() == client.server_info()
     assert await async_client.list_models() == client.list_models()
     assert await async_client.load() == client.load()

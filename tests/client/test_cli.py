@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from google.protobuf import duration_pb2
 from google.rpc import code_pb2, error_details_pb2
@@ -122,6 +123,35 @@ def test_an_outline_that_is_partial_or_missing_is_told_apart(
         assert _run("segment", picture, object, "--address", address) == 0
     complaints = "kestrel-grpc: the outline is not complete\nkestrel-grpc: no unicorn found\n"
     assert capsys.readouterr() == (f"0.2500 0.1250 0.7500 0.5000 {canned.SVG_PATH}\n", complaints)
+
+
+def test_embeddings_are_printed_or_written_for_numpy(
+    address: str, picture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mean.npy"
+    assert _run("embed", picture, "--address", address) == 0
+    assert capsys.readouterr().out == "0.5 -1 0.25\n"
+    assert _run("embed", picture, "--json", "--normalize", "--address", address) == 0
+    assert json.loads(capsys.readouterr().out)["mean"] == [0.5, -1.0, 0.25]
+    assert _run("embed", picture, "--out", str(out), "--address", address) == 0
+    assert np.load(out).tolist() == [0.5, -1.0, 0.25]
+    assert _run("embed", picture, picture, "--out", str(out), "--address", address) == 0
+    assert np.load(out).tolist() == [[0.5, -1.0, 0.25]] * 2
+    printed = capsys.readouterr()
+    assert printed.out == f"{picture}\n" * 2
+    assert printed.err.count(f"written to {out}") == 2
+    for flags, dtype in (([], "<f2"), (["--dtype", "float32"], "<f4")):
+        assert _run("embed", picture, "--patches", *flags, "--out", str(out), "--address", address) == 0
+        assert np.load(out).tolist() == [[1.0, -2.0, 0.5]] * 2
+        assert np.load(out).dtype == dtype
+
+
+def test_patches_need_a_file_and_one_picture(
+    address: str, picture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run("embed", picture, "--patches", "--address", address) != 0
+    assert _run("embed", picture, picture, "--patches", "--out", "x.npy", "--address", address) != 0
+    assert capsys.readouterr().err.count("--patches needs --out, and one image") == 2
 
 
 def test_the_target_of_a_gaze_is_printed_and_drawn(

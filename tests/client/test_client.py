@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from kestrel_client import (
     FinishReason,
     FrontendLoad,
     InvalidRequest,
+    Job,
     KestrelClientError,
     Load,
     Point,
@@ -36,6 +38,7 @@ from kestrel_client import (
 )
 from kestrel_client.errors import ServerError
 from kestrel_client.sending import TextEvents
+from kestrel_client.v1 import generation_pb2
 from tests.client import canned
 from tests.client.canned import CannedVision
 
@@ -158,6 +161,34 @@ def test_what_is_neither_a_text_nor_texts_is_refused_before_it_is_sent(
         with pytest.raises(InvalidRequest, match="object: is a text, or texts in a list"):
             ask(PICTURE, object)
     assert vision.requests == []
+
+
+def test_an_embedding_has_its_mean_and_its_patches_where_they_are_asked_for(
+    client: Client, vision: CannedVision
+) -> None:
+    whole = client.embed(PICTURE, normalize=True, cache="bypass")
+    assert (whole.mean, whole.patch_count, whole.patches) == ((0.5, -1.0, 0.25), 2, b"")
+    assert vision.requests[-1].normalize
+    assert vision.requests[-1].options.cache == generation_pb2.CACHE_POLICY_BYPASS
+    half, exact = client.embed(PICTURE, patches=True), client.embed(PICTURE, patches=True, dtype="float32")
+    assert (half.mean, half.patch_count) == ((1.0, -2.0, 0.5), 2)
+    assert struct.unpack("<6e", half.patches) == struct.unpack("<6f", exact.patches) == (1.0, -2.0, 0.5) * 2
+    job = Job("embed", PICTURE, patches=True)
+    assert [outcome.result for outcome in client.map([job])] == [half]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": 0.0}, "temperature: has no meaning for embeddings"),
+        ({"adapter": "colours"}, "adapter: has no meaning for embeddings"),
+        ({"dtype": "int8", "patches": True}, "dtype: is one of float16, float32, not 'int8'"),
+        ({"normalize": "yes"}, "normalize: cannot be 'yes'"),
+    ],
+)
+def test_an_embedding_takes_no_settings_of_texts(client: Client, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        client.embed(PICTURE, **given)
 
 
 def test_a_gaze_has_a_target_or_none(client: Client, vision: CannedVision) -> None:

@@ -146,7 +146,7 @@ def test_a_gap_is_found_unless_it_is_reserved() -> None:
 
 def test_info_is_the_last_field_of_every_result() -> None:
     numbers = [field.number for message in _messages().values() for field in message.field if field.name == "info"]
-    assert numbers == [INFO_NUMBER] * 6
+    assert numbers == [INFO_NUMBER] * 7
 
 
 @pytest.mark.parametrize("skill", ["Query", "Caption"])

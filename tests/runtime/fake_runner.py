@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kestrel_runtime.output.embedding import ImageEmbeddings
 from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch
 from kestrel_runtime.scheduling.sequence import TokenSequence
@@ -27,6 +28,13 @@ class FakeHandle:
     def wait(self) -> list[Token]:
         self._runner.on_wait(self)
         return [self._runner.token_of(sequence) for sequence in self.batch.sampled]
+
+    def embeddings(self) -> list[ImageEmbeddings]:
+        """Two patches of one number, which is finite but for the request of that name."""
+        return [
+            ImageEmbeddings((0.5,), 2, bytes(4), sequence.request.fingerprint != "infinite")
+            for sequence in self.batch.read
+        ]
 
 
 class FakeRunner:

@@ -10,6 +10,7 @@ from kestrel_runtime.api.events import CaptionOutput, FinishReason, TextDelta
 from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.imaging.crops import Crops, DecodedImage
+from kestrel_runtime.output.embedding import EmbeddingForm, EmbeddingParser
 from kestrel_runtime.output.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
 from kestrel_runtime.scheduling.sequence import SequenceClock, SequenceImage, SequenceRequest, TokenSequence
 
@@ -70,6 +71,7 @@ def new_sequence(
     max_priority: Priority = Priority.NORMAL,
     tenant: str = "",
     submitted: float = 0.0,
+    embeddings: EmbeddingForm | None = None,
 ) -> TokenSequence:
     """A waiting sequence; a number as prompt stands for that many tokens. `image_places`: the tokens before each
     image, if images have tokens."""
@@ -79,7 +81,7 @@ def new_sequence(
         tokens=tokens,
         num_prompt_tokens=len(tokens),
         request=SequenceRequest(
-            parser=RuleParser(rule),
+            parser=RuleParser(rule) if embeddings is None else EmbeddingParser(embeddings),
             temperature=temperature,
             top_p=top_p,
             seed=seed,
@@ -88,6 +90,7 @@ def new_sequence(
             priority=priority,
             standing=max(priority, max_priority),
             tenant=tenant,
+            embeddings=embeddings,
         ),
         clock=SequenceClock(submitted=submitted),
         images=[

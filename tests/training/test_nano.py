@@ -1,12 +1,20 @@
 """The built-in model on pictures that plain Pillow draws, not the world that it was trained in."""
 
+import asyncio
 import io
+import itertools
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
+from kestrel_grpc.config.options import ServerConfig
+from kestrel_grpc.server import Server
 from kestrel_runtime.api.config import BUILT_IN_MODEL, EngineConfig
 from kestrel_runtime.api.events import CaptionOutput, DetectOutput, Output, PointOutput, QueryOutput, SegmentOutput
 from kestrel_runtime.api.requests import (
@@ -21,6 +29,7 @@ from kestrel_runtime.api.requests import (
     Segment,
 )
 from kestrel_runtime.engine.engine import LocalEngine
+from tests.reference_fixtures import CHECKOUT
 from training.scoring import box_iou
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -158,3 +167,28 @@ async def test_a_gaze_is_a_point_of_gaze_with_the_eye_as_reference(engine: Local
         assert gaze.usage.num_input_tokens == point.usage.num_input_tokens
         targets.append(gaze.output)
     assert len(set(targets)) > 1  # the eye matters, also to a model that has not learned to follow it
+
+
+async def test_the_example_of_embeddings_finds_the_pictures_that_look_alike(
+    engine: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The blocks of docs/embeddings.md, about pictures of three shapes in three colours."""
+    (tmp_path / "pictures").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for place, (shape, colour) in enumerate(itertools.product(("ellipse", "rectangle"), ("red", "green", "blue"))):
+        for number in range(3):
+            canvas = Image.new("RGB", (320, 240), "white")
+            left = 30 + 60 * number
+            getattr(ImageDraw.Draw(canvas), shape)((left, 40 + 9 * place, left + 110, 150 + 9 * place), fill=colour)
+            is_query = (shape, colour, number) == ("ellipse", "green", 0)
+            canvas.save("query.png" if is_query else f"pictures/{shape}-{colour}-{number}.png")
+    blocks = re.findall(r"```python\n(.*?)```", (CHECKOUT / "docs/embeddings.md").read_text(), re.DOTALL)
+    async with Server(engine, ServerConfig(port=0)) as server:
+        monkeypatch.setenv("KESTREL_GRPC_ADDRESS", f"127.0.0.1:{server.port}")
+        names: dict[str, Any] = {}
+        for block in blocks:
+            await asyncio.to_thread(exec, block, names)
+    found = re.findall(r"^(.+)-\d\.png", capsys.readouterr().out, re.MULTILINE)
+    assert found[:2] == ["ellipse-green"] * 2
+    assert names["patches"].shape == (256, 256)
+    assert np.allclose(names["patches"].astype(np.float32).mean(0), names["result"].mean, atol=1e-3)

@@ -40,7 +40,16 @@ from kestrel_client.errors import (
     Violation,
 )
 from kestrel_client.images import ImageInput, RawImage, StoredImage
-from kestrel_client.requests import CachePolicy, CallOptions, ChatMessage, Length, Priority, Role, SpatialRef
+from kestrel_client.requests import (
+    CachePolicy,
+    CallOptions,
+    ChatMessage,
+    EmbeddingType,
+    Length,
+    Priority,
+    Role,
+    SpatialRef,
+)
 from kestrel_client.results import (
     Adapter,
     Box,
@@ -51,6 +60,7 @@ from kestrel_client.results import (
     DetectedObject,
     DetectGroup,
     DetectResult,
+    EmbedResult,
     EngineInfo,
     EngineLoad,
     EngineStatus,
@@ -113,6 +123,8 @@ __all__ = [
     "DetectResult",
     "DetectStream",
     "DetectedObject",
+    "EmbedResult",
+    "EmbeddingType",
     "EngineInfo",
     "EngineLoad",
     "EngineStatus",

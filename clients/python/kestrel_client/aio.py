@@ -30,13 +30,14 @@ from kestrel_client.connection import (
     FileName,
 )
 from kestrel_client.images import ImageInput, StoredImage
-from kestrel_client.requests import CallOptions, ChatMessage, Length, SpatialRef
+from kestrel_client.requests import CallOptions, ChatMessage, EmbeddingType, Length, SpatialRef
 from kestrel_client.results import (
     Adapter,
     CallerUsage,
     CaptionResult,
     ClearedCache,
     DetectResult,
+    EmbedResult,
     GazeResult,
     Model,
     Point,
@@ -451,6 +452,43 @@ class AsyncClient:
             self._calls.vision.Gaze, lambda: requests.gaze(eye, options), options, image
         )
         return results.gaze_result(response)
+
+    async def embed(
+        self,
+        image: ImageInput,
+        *,
+        patches: bool = False,
+        normalize: bool = False,
+        dtype: EmbeddingType | None = None,
+        **options: Unpack[CallOptions],
+    ) -> EmbedResult:
+        """Embeds an image: computes a vector that is close to those of images which look alike. Texts have none.
+
+        Args:
+            image: The image, in any form of `ImageInput`.
+            patches: Whether to return the vectors of all patches, too, in addition to their mean.
+            normalize: Whether each vector is scaled to the length 1, so that dot products are cosines.
+            dtype: The format of the patches, "float16" or "float32"; None means float16.
+            **options: `model`, `priority`, `cache`, `max_queue_s`, `timeout_s`, `max_retry_s` and `request_id`; see
+                `CallOptions`.
+
+        Returns:
+            The vector of the image as `mean`, and those of its patches as `patches`.
+        """
+        if patches:
+            return await self._calls.patches(
+                self._calls.vision.StreamEmbedImage,
+                lambda: requests.embed_patches(normalize, dtype, options),
+                options,
+                image,
+            )
+        response = await self._calls.call(
+            self._calls.vision.EmbedImage,
+            lambda: requests.embed(vision_pb2.EmbedImageRequest, normalize, options),
+            options,
+            image,
+        )
+        return results.embed_result(response)
 
     def map(
         self,

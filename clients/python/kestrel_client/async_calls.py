@@ -29,6 +29,7 @@ from kestrel_client.requests import CallOptions
 from kestrel_client.results import (
     DetectedObject,
     DetectResult,
+    EmbedResult,
     PointedObject,
     PointResult,
     Segment,
@@ -44,6 +45,7 @@ from kestrel_client.sending import (
     DetectEvents,
     Events,
     OutlineEvents,
+    PatchEvents,
     PointEvents,
     Retries,
     SentImages,
@@ -130,6 +132,12 @@ class AsyncCalls:
     ) -> AsyncDetectStream:
         """Returns the stream of boxes, as `stream` returns one of text."""
         return AsyncDetectStream(self._attempts(rpc, build, options, (image,)), DetectEvents(object))
+
+    async def patches(
+        self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput
+    ) -> EmbedResult:
+        """Reads the whole stream of the embeddings of an image's patches."""
+        return await AsyncStream(self._attempts(rpc, build, options, (image,)), PatchEvents()).result()
 
     async def image_bytes(self, image: ImageInput) -> bytes:
         """Returns the file of an image."""

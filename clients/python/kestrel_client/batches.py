@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kestrel_client.client import Client
 
 DEFAULT_CONCURRENCY = 16
-Skill = Literal["query", "caption", "point", "detect", "segment", "gaze", "chat"]
+Skill = Literal["query", "caption", "point", "detect", "segment", "gaze", "chat", "embed"]
 """The skill that a job asks for."""
 
 # Of the skills that are streamed as text, the method for a whole answer.

@@ -29,6 +29,7 @@ from kestrel_client.requests import CallOptions
 from kestrel_client.results import (
     DetectedObject,
     DetectResult,
+    EmbedResult,
     PointedObject,
     PointResult,
     Segment,
@@ -43,6 +44,7 @@ from kestrel_client.sending import (
     DetectEvents,
     Events,
     OutlineEvents,
+    PatchEvents,
     PointEvents,
     Retries,
     SentImages,
@@ -127,6 +129,10 @@ class BlockingCalls:
     ) -> DetectStream:
         """Returns the stream of boxes, as `stream` returns one of text."""
         return DetectStream(self._attempts(rpc, build, options, (image,)), DetectEvents(object))
+
+    def patches(self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput) -> EmbedResult:
+        """Reads the whole stream of the embeddings of an image's patches."""
+        return Stream(self._attempts(rpc, build, options, (image,)), PatchEvents()).result()
 
     def image_bytes(self, image: ImageInput) -> bytes:
         """Returns the file of an image."""

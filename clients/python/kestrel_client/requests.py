@@ -31,6 +31,9 @@ CachePolicy = Literal["use", "refresh", "bypass"]
 Priority = Literal["interactive", "normal", "batch"]
 """The order in which a request starts, compared with others that wait: before them, as usual, or after them."""
 
+EmbeddingType = Literal["float16", "float32"]
+"""The format of the embeddings of patches."""
+
 SpatialRef = Point | Box
 """A part of the image that a request speaks about."""
 
@@ -60,6 +63,8 @@ AnyCaption = TypeVar("AnyCaption", vision_service_pb2.CaptionRequest, vision_ser
 AnyPoint = TypeVar("AnyPoint", vision_service_pb2.PointRequest, vision_service_pb2.StreamPointRequest)
 AnyDetect = TypeVar("AnyDetect", vision_service_pb2.DetectRequest, vision_service_pb2.StreamDetectRequest)
 AnySegment = TypeVar("AnySegment", vision_service_pb2.SegmentRequest, vision_service_pb2.StreamSegmentRequest)
+
+AnyEmbed = TypeVar("AnyEmbed", vision_service_pb2.EmbedImageRequest, vision_service_pb2.StreamEmbedImageRequest)
 
 
 class CallOptions(TypedDict, total=False):
@@ -128,6 +133,7 @@ IMAGE_DIGEST_KEY = "x-image-sha256"
 IMAGE_IS_STORED_KEY = "x-image-stored"
 
 _CONSTRAINT = ("choices", "regex", "json_schema")
+_HANDLING = ("model", "priority", "cache", "max_queue_s", "timeout_s", "max_retry_s", "request_id")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 _MAX_SHOWN = 40
 
@@ -232,6 +238,24 @@ def gaze(eye: Point, options: CallOptions) -> vision_service_pb2.GazeRequest:
     return vision_service_pb2.GazeRequest(eye=media_pb2.NormalizedPoint(x=eye.x, y=eye.y), **_shared(options))
 
 
+def embed(kind: type[AnyEmbed], normalize: bool, options: CallOptions, **own: Any) -> AnyEmbed:
+    """Returns the request for embeddings of an image, as a message of `kind`."""
+    for name, value in options.items():
+        if name in CallOptions.__annotations__ and name not in _HANDLING and value is not None:
+            raise invalid_argument(name, "has no meaning for embeddings")
+    message = kind(options=_handling(options), **own)
+    _put(message, "normalize", normalize)
+    return message
+
+
+def embed_patches(
+    normalize: bool, dtype: EmbeddingType | None, options: CallOptions
+) -> vision_service_pb2.StreamEmbedImageRequest:
+    """Returns the request for embeddings of an image's patches."""
+    label = _label("dtype", dtype, EmbeddingType, "EMBEDDING_TYPE")
+    return embed(vision_service_pb2.StreamEmbedImageRequest, normalize, options, type=label)
+
+
 def put_image(data: bytes, ttl_s: float | None, pin: bool) -> image_service_pb2.PutImageRequest:
     """Returns the request to store an image."""
     return image_service_pb2.PutImageRequest(data=data, ttl=_duration("ttl_s", ttl_s), pin=pin)
@@ -302,9 +326,7 @@ def _shared(options: CallOptions, unused: Sequence[str] = _CONSTRAINT) -> dict[s
 
     Options that are `unused` must be absent.
     """
-    unknown = options.keys() - CallOptions.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"unexpected keyword argument: {', '.join(map(_with_suggestion, sorted(unknown)))}")
+    handling = _handling(options)
     for name in unused:
         if options.get(name) is not None:
             raise invalid_argument(name, "is for queries and conversations")
@@ -317,6 +339,14 @@ def _shared(options: CallOptions, unused: Sequence[str] = _CONSTRAINT) -> dict[s
         added = sampling.logit_bias.add()
         _put(added, "token_id", token_id)
         _put(added, "bias", bias)
+    return {"sampling": sampling, "options": handling}
+
+
+def _handling(options: CallOptions) -> generation_pb2.RequestOptions:
+    """Returns the field `options`. Raises TypeError for an option that does not exist."""
+    unknown = options.keys() - CallOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"unexpected keyword argument: {', '.join(map(_with_suggestion, sorted(unknown)))}")
     handling = generation_pb2.RequestOptions(
         priority=_label("priority", options.get("priority"), Priority, "PRIORITY"),
         cache=_label("cache", options.get("cache"), CachePolicy, "CACHE_POLICY"),
@@ -324,7 +354,7 @@ def _shared(options: CallOptions, unused: Sequence[str] = _CONSTRAINT) -> dict[s
     )
     _put(handling, "model", options.get("model"))
     _put(handling, "adapter", options.get("adapter"))
-    return {"sampling": sampling, "options": handling}
+    return handling
 
 
 def _constraint(options: CallOptions) -> generation_pb2.Constraint | None:

@@ -381,6 +381,18 @@ class GazeResult(Result):
         return None if self.target is None else self.target.to_pixels(*self._size_px())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedResult(Result):
+    """The embeddings of an image, which has `patch_count` patches: in rows from the top, each from the left."""
+
+    mean: tuple[float, ...]
+    """The mean of the embeddings of all patches."""
+    patch_count: int
+    patches: bytes = field(default=b"", repr=False)
+    """The embeddings of the patches one after the other, as little-endian numbers of the format that was asked for:
+    `numpy.frombuffer(result.patches, "<f2").reshape(result.patch_count, -1)`. Empty unless they were asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The limits of a server."""
@@ -682,6 +694,13 @@ def gaze_result(message: vision_service_pb2.GazeResponse) -> GazeResult:
     """Reads a target."""
     target = _point(message.target) if message.HasField("target") else None
     return GazeResult(target=target, **_info(message.info))
+
+
+def embed_result(message: vision_service_pb2.EmbedImageResponse, patches: bytes = b"") -> EmbedResult:
+    """Reads embeddings; `patches` have come before the message."""
+    return EmbedResult(
+        mean=tuple(message.mean), patch_count=message.patch_count, patches=patches, **_info(message.info)
+    )
 
 
 def text_delta(message: generation_pb2.TextDelta) -> TextDelta:

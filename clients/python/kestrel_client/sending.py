@@ -43,6 +43,7 @@ from kestrel_client.results import (
     CaptionResult,
     DetectedObject,
     DetectResult,
+    EmbedResult,
     PointedObject,
     PointResult,
     QueryResult,
@@ -58,8 +59,8 @@ DEFAULT_STORE_FROM_BYTES = 2**20
 """Below this, sending an image again takes hardly longer than naming it, see `bench/NOTES.md`."""
 _MAX_REMEMBERED = 4096
 _IN_MESSAGE, _STORE_FIRST, _BY_NAME = "in message", "store first", "by name"
-AnyResult = TypeVar("AnyResult", QueryResult, CaptionResult, SegmentResult, PointResult, DetectResult)
-AnyPiece = TypeVar("AnyPiece", TextDelta, Segment, tuple[str, PointedObject], tuple[str, DetectedObject])
+AnyResult = TypeVar("AnyResult", QueryResult, CaptionResult, SegmentResult, PointResult, DetectResult, EmbedResult)
+AnyPiece = TypeVar("AnyPiece", TextDelta, Segment, tuple[str, PointedObject], tuple[str, DetectedObject], bytes)
 AnyReturned = TypeVar("AnyReturned")
 TextResponse = (
     vision_service_pb2.QueryResponse | vision_service_pb2.CaptionResponse | vision_service_pb2.ChatResponse
@@ -318,6 +319,20 @@ class DetectEvents(Events[tuple[str, DetectedObject], DetectResult]):
 
 def _names(object: str | Sequence[str]) -> Sequence[str]:
     return (object,) if isinstance(object, str) else tuple(object)
+
+
+class PatchEvents(Events[bytes, EmbedResult]):
+    """Reads the stream of the embeddings of patches, which all belong to its result."""
+
+    def __init__(self) -> None:
+        self._patches: list[bytes] = []
+        super().__init__(lambda message: results.embed_result(message, b"".join(self._patches)))
+
+    def piece(self, response: vision_service_pb2.StreamEmbedImageResponse) -> bytes | None:
+        if not response.HasField("patches"):
+            return None
+        self._patches.append(response.patches.data)
+        return response.patches.data
 
 
 def cancelled_here(request_id: str) -> Cancelled:

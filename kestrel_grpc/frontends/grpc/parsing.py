@@ -148,8 +148,10 @@ def _made(
     field_name: Callable[[str], str],
 ) -> RequestT:
     options = _options(message, violations)
+    if "sampling" in message.DESCRIPTOR.fields_by_name:
+        own["sampling"] = _sampling(message)
     try:
-        request = kind(sampling=_sampling(message), options=options, **own)
+        request = kind(options=options, **own)
     except InvalidRequest as error:
         error.rename(field_name)
         raise InvalidRequest((*violations, *map(_renamed, error.violations))) from None

@@ -23,11 +23,13 @@ from kestrel_runtime.api.events import (
     Box,
     CaptionOutput,
     DetectOutput,
+    EmbedOutput,
     Event,
     Finished,
     FoundObject,
     Location,
     OutlineBox,
+    PatchEmbeddings,
     PointOutput,
     QueryOutput,
     SegmentOutput,
@@ -36,10 +38,12 @@ from kestrel_runtime.api.events import (
     TextEvent,
 )
 from kestrel_runtime.api.requests import (
+    EMBEDDING_TYPES,
     MAX_OBJECT_NAMES,
     Caption,
     Chat,
     Detect,
+    Embed,
     Gaze,
     Point,
     PointRef,
@@ -58,6 +62,15 @@ _CAPTION_LENGTHS: Mapping[int, str] = MappingProxyType(
         wire.CAPTION_LENGTH_SHORT: "short",
         wire.CAPTION_LENGTH_NORMAL: "normal",
         wire.CAPTION_LENGTH_LONG: "long",
+    }
+)
+
+
+_EMBEDDING_TYPES: Mapping[int, str] = MappingProxyType(
+    {
+        wire.EMBEDDING_TYPE_UNSPECIFIED: "float16",
+        wire.EMBEDDING_TYPE_FLOAT16: "float16",
+        wire.EMBEDDING_TYPE_FLOAT32: "float32",
     }
 )
 
@@ -406,6 +419,37 @@ def gaze_response(finished: Finished, request_id: str, model: str) -> wire.GazeR
     return wire.GazeResponse(target=target, info=rendering.info(finished, request_id, model))
 
 
+def embed_image(message: wire.EmbedImageRequest) -> Embed:
+    """Returns the request for the mean of an image's embeddings."""
+    return parsing.new_request(Embed, message, [], normalize=message.normalize)
+
+
+def embed_patches(message: wire.StreamEmbedImageRequest) -> Embed:
+    """Returns the request for the embeddings of an image's patches."""
+    dtype = _EMBEDDING_TYPES.get(message.type)
+    violations = [] if dtype else [Violation("type", f"{message.type} is not a known value")]
+    dtype = dtype or EMBEDDING_TYPES[0]
+    return parsing.new_request(Embed, message, violations, patches=True, normalize=message.normalize, dtype=dtype)
+
+
+def embed_response(finished: Finished, request_id: str, model: str) -> wire.EmbedImageResponse:
+    """Returns the response with the mean."""
+    output = _expect(finished, EmbedOutput)
+    info = rendering.info(finished, request_id, model)
+    return wire.EmbedImageResponse(mean=output.mean, patch_count=output.num_patches, info=info)
+
+
+def embed_event(event: Event, request_id: str, model: str) -> wire.StreamEmbedImageResponse:
+    """Returns one message of a `StreamEmbedImage` stream."""
+    if isinstance(event, PatchEmbeddings):
+        piece = wire.PatchEmbeddings(first_patch=event.first_patch, patch_count=event.num_patches, data=event.data)
+        return wire.StreamEmbedImageResponse(patches=piece)
+    if isinstance(event, Started):
+        return wire.StreamEmbedImageResponse(started=rendering.started(event, request_id, model))
+    assert isinstance(event, Finished)
+    return wire.StreamEmbedImageResponse(completed=embed_response(event, request_id, model))
+
+
 def _stream_violations(message: Any) -> list[Violation]:
     """Returns a violation if a stream, which has one sample, is asked for several."""
     if isinstance(message, wire.QueryRequest | wire.CaptionRequest | wire.ChatRequest) and message.sampling.n > 1:
@@ -467,6 +511,8 @@ BINDINGS = (
     Binding("Segment", segment, segment_response),
     Binding("StreamSegment", segment, segment_event, is_streamed=True),
     Binding("Gaze", gaze, gaze_response),
+    Binding("EmbedImage", embed_image, embed_response),
+    Binding("StreamEmbedImage", embed_patches, embed_event, is_streamed=True),
     Binding("Chat", chat, chat_event, is_streamed=True),
     Binding("CompleteChat", chat, complete_chat),
 )

@@ -15,6 +15,7 @@ from typing import Any
 from kestrel_runtime.api.events import (
     Box,
     CaptionOutput,
+    EmbedOutput,
     Finished,
     FinishReason,
     Location,
@@ -107,6 +108,8 @@ def result(output: Output, points: Points, grounding_points: Points) -> dict[str
             {"path": mask.svg_path, "bbox": box(mask.box), "partial": mask.is_partial} for mask in output.segments
         )
         return next(found, {"path": "", "bbox": None, "partial": False})
+    if isinstance(output, EmbedOutput):
+        return {"mean": output.mean, "patch_count": output.num_patches}
     if isinstance(output, PointOutput):
         return {"points": points(output.points)}
     return {"objects": [box(found) for found in output.boxes]}

@@ -5,6 +5,7 @@ Every answer has `request_id`, `model`, `finish_reason` and metrics in addition 
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +32,7 @@ from kestrel_runtime.api.events import (
     FoundObject,
     OutlineBox,
     Output,
+    PatchEmbeddings,
     QueryOutput,
     TextChannel,
     TextDelta,
@@ -91,6 +93,10 @@ class Renderer:
             return sent_event({"type": "bbox", "bbox": box(event.box), "completed": False})
         if isinstance(event, FoundObject):
             return sent_event({**self._found(event), "index": sample, "completed": False})
+        if isinstance(event, PatchEmbeddings):
+            piece = {"first_patch": event.first_patch, "patch_count": event.num_patches}
+            data = b64encode(event.data).decode()
+            return sent_event({"type": "patches", **piece, "data": data, "completed": False})
         if not isinstance(event, Finished):
             return b""
         is_text = isinstance(event.output, QueryOutput | CaptionOutput)

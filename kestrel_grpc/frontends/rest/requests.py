@@ -36,6 +36,7 @@ from kestrel_runtime.api.requests import (
     Chat,
     ChatMessage,
     Detect,
+    Embed,
     Gaze,
     Point,
     PointRef,
@@ -255,6 +256,18 @@ class GazeBody(_ImageBody):
         return Gaze(images[0], self.eye, **shared)
 
 
+class EmbedBody(_ImageBody, _StreamBody):
+    """Embeds an image: the mean of its patches' vectors; a stream has the patches before it."""
+
+    normalize: bool = Field(False, description="Whether each vector is scaled to the length 1.")
+    dtype: Literal["float16", "float32"] = Field(
+        "float16", description="The format of the patches of a stream, which are base64 of little-endian numbers."
+    )
+
+    def request(self, images: Sequence[bytes], **shared: Any) -> Embed:
+        return Embed(images[0], patches=self.stream, normalize=self.normalize, dtype=self.dtype, **shared)
+
+
 class Turn(Body):
     """A message of a conversation."""
 
@@ -309,6 +322,7 @@ ROUTES: Mapping[str, type[SkillBody]] = MappingProxyType(
         "segment": SegmentBody,
         "gaze": GazeBody,
         "chat": ChatBody,
+        "embed": EmbedBody,
     }
 )
 """The body of `POST /v1/<skill>`, by skill."""

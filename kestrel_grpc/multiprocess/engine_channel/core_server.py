@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
-from kestrel_grpc.multiprocess.protocol.connection import Connection
+from kestrel_grpc.multiprocess.protocol.connection import MAX_UNSENT_BYTES, Connection
 from kestrel_grpc.multiprocess.protocol.errors import decode_error
 from kestrel_grpc.multiprocess.protocol.events import EventsOf, events_of
 from kestrel_grpc.multiprocess.protocol.messages import (
@@ -57,7 +57,7 @@ from kestrel_grpc.multiprocess.protocol.messages import (
 from kestrel_grpc.multiprocess.protocol.questions import Exchange, Message
 from kestrel_grpc.multiprocess.protocol.requests import ImageSummary, decode_request
 from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError
-from kestrel_runtime.api.events import Event, Finished
+from kestrel_runtime.api.events import Event, Finished, PatchEmbeddings
 from kestrel_runtime.api.images import DecodedPixels, RemoteImage
 from kestrel_runtime.api.stream import Delivery, Stream
 from kestrel_runtime.engine.engine import LocalEngine
@@ -367,13 +367,23 @@ class _Frontend(Exchange):
         # Each large item has its own message: the front end serves other callers between two messages.
         large: list[EventsOf] = []
         ended: list[_ForwardedStream] = []
+        # Embeddings leave half of what may be unsent to the events of others.
+        room = MAX_UNSENT_BYTES // 2 - self.connection.num_unsent_bytes
         for stream, events, error in deliveries:
             assert isinstance(stream, _ForwardedStream)
             if isinstance(error, InternalError):
                 _log.error("a request failed", exc_info=error.__cause__)
             finished = events[-1] if events and isinstance(events[-1], Finished) else None
-            is_large = finished is not None and finished.is_large
-            (large if is_large else items).append(events_of(stream.id, events, error))
+            num_bytes = sum(len(event.data) for event in events if isinstance(event, PatchEmbeddings))
+            if num_bytes > room:
+                error = EngineUnavailable("the front end does not read fast enough")
+                items.append(events_of(stream.id, [], error))
+            elif num_bytes:
+                room -= num_bytes
+                large += (events_of(stream.id, [event]) for event in events)
+            else:
+                is_large = finished is not None and finished.is_large
+                (large if is_large else items).append(events_of(stream.id, events, error))
             if error is not None or finished is not None:
                 ended.append(stream)
         for together in (items, *([item] for item in large)):

@@ -96,6 +96,11 @@ class Connection:
                 self._loop.call_soon_threadsafe(self._watch)
         return True
 
+    @property
+    def num_unsent_bytes(self) -> int:
+        """The data that waits for the other end to read; it may change at any moment."""
+        return self._num_unsent_bytes
+
     async def sent(self) -> None:
         """Wait until all data has been sent, or the other end is gone."""
         with self._lock:

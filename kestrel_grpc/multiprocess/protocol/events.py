@@ -17,6 +17,7 @@ from kestrel_runtime.api.events import (
     Box,
     CaptionOutput,
     DetectOutput,
+    EmbedOutput,
     Event,
     Finished,
     FinishReason,
@@ -24,6 +25,7 @@ from kestrel_runtime.api.events import (
     Location,
     OutlineBox,
     Output,
+    PatchEmbeddings,
     PointOutput,
     QueryOutput,
     SegmentOutput,
@@ -58,7 +60,11 @@ class _Segment(_Tagged):
     output: SegmentOutput
 
 
-_WireOutput = _Query | _Caption | _Point | _Detect | _Segment
+class _Embed(_Tagged):
+    output: EmbedOutput
+
+
+_WireOutput = _Query | _Caption | _Point | _Detect | _Segment | _Embed
 _WIRE_OUTPUTS: Mapping[type[Output], Callable[[Any], _WireOutput]] = MappingProxyType(
     {
         QueryOutput: _Query,
@@ -66,6 +72,7 @@ _WIRE_OUTPUTS: Mapping[type[Output], Callable[[Any], _WireOutput]] = MappingProx
         PointOutput: _Point,
         DetectOutput: _Detect,
         SegmentOutput: _Segment,
+        EmbedOutput: _Embed,
     }
 )
 
@@ -90,6 +97,10 @@ class _FoundPoint(_Tagged):
     place: Location
 
 
+class _Patches(_Tagged):
+    patches: PatchEmbeddings
+
+
 class _Finished(_Tagged):
     output: _WireOutput
     finish_reason: FinishReason
@@ -99,7 +110,7 @@ class _Finished(_Tagged):
     image_size_px: tuple[int, int] | None
 
 
-_WireEvent = _Started | _Delta | _Box | _FoundBox | _FoundPoint | _Finished
+_WireEvent = _Started | _Delta | _Box | _FoundBox | _FoundPoint | _Patches | _Finished
 
 
 def _to_wire(event: Event) -> _WireEvent:
@@ -111,6 +122,8 @@ def _to_wire(event: Event) -> _WireEvent:
         return _Box(event)
     if isinstance(event, FoundObject):
         return _FoundBox(event.place) if isinstance(event.place, Box) else _FoundPoint(event.place)
+    if isinstance(event, PatchEmbeddings):
+        return _Patches(event)
     assert not event.alternatives, "an engine answers with one sample"
     output = _WIRE_OUTPUTS[type(event.output)](event.output)
     return _Finished(
@@ -127,6 +140,8 @@ def _from_wire(event: _WireEvent) -> Event:
         return event.box
     if isinstance(event, _FoundBox | _FoundPoint):
         return FoundObject(event.place)
+    if isinstance(event, _Patches):
+        return event.patches
     return Finished(
         event.output.output,
         event.finish_reason,

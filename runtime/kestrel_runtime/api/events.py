@@ -1,7 +1,7 @@
 """Defines the events of a stream: one `Started`, the answer in pieces, one `Finished`. All are plain values.
 
 The pieces are `TextDelta`s; those of an outline follow its `OutlineBox`. Objects are `FoundObject`s,
-one by one.
+one by one. Those of embeddings are `PatchEmbeddings`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Usage:
     """Token counts. `num_input_tokens` includes BOS and `num_image_tokens`.
 
     `num_cached_tokens` are those input tokens whose keys and values were in the prefix cache when the request
-    started.
+    started; of a request for embeddings, the image's if they were cached.
     """
 
     num_input_tokens: int
@@ -213,7 +213,25 @@ class SegmentOutput:
     segments: tuple[SegmentMask, ...]
 
 
-Output = QueryOutput | CaptionOutput | PointOutput | DetectOutput | SegmentOutput
+@dataclass(frozen=True, slots=True)
+class PatchEmbeddings:
+    """The embeddings of some patches of an image, row by row from the top left patch."""
+
+    first_patch: int
+    num_patches: int
+    data: bytes
+    """An embedding after the other, in the request's format, little-endian."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedOutput:
+    """The mean of the embeddings of an image's patches. The patches themselves precede it, in pieces."""
+
+    mean: tuple[float, ...]
+    num_patches: int
+
+
+Output = QueryOutput | CaptionOutput | PointOutput | DetectOutput | SegmentOutput | EmbedOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +274,7 @@ class Finished:
         return sum(len(tokens) * (1 + len(tokens[0].top)) for tokens in texts if tokens)
 
 
-Piece = TextDelta | OutlineBox | FoundObject
+Piece = TextDelta | OutlineBox | FoundObject | PatchEmbeddings
 TextEvent = Started | TextDelta | Finished
 """The events of a request whose answer is text."""
-Event = TextEvent | OutlineBox | FoundObject
+Event = TextEvent | OutlineBox | FoundObject | PatchEmbeddings

@@ -20,6 +20,7 @@ from kestrel_runtime.api.images import Image, RawImage
 from kestrel_runtime.api.sampling_params import SamplingParams
 
 CAPTION_LENGTHS = ("short", "normal", "long")
+EMBEDDING_TYPES = ("float16", "float32")
 MAX_OBJECTS = 1_000
 MAX_OBJECT_NAMES = 64
 """The most names of objects in one request."""
@@ -410,7 +411,43 @@ class Gaze(_AboutOneImage):
         yield from self.options.violations()
 
 
-Request = Query | Caption | Point | Detect | Segment | Gaze | Chat
+@dataclass(frozen=True, slots=True)
+class Embed(_AboutOneImage):
+    """A request for the embeddings of an image: what the vision encoder computes for each of its patches, and their
+    mean. Nothing is sampled."""
+
+    image: Image
+    patches: bool = False
+    """True for the embeddings of all patches in addition to their mean."""
+    normalize: bool = False
+    """True to scale the mean, and each patch, to the length 1."""
+    dtype: str = "float16"
+    """The format of the patches, one of `EMBEDDING_TYPES`. The mean has float32."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    options: RequestOptions = field(default_factory=RequestOptions)
+    skill: ClassVar[str] = "embed"
+    constraint: ClassVar[None] = None
+    spatial_refs: ClassVar[tuple[SpatialRef, ...]] = ()
+
+    @classmethod
+    def example(cls, image: bytes, sampling: SamplingParams) -> Self:
+        return cls(image, patches=True)
+
+    @property
+    def text(self) -> str:
+        return self.skill
+
+    def violations(self) -> Iterator[Violation]:
+        yield from _image(self.image)
+        if self.dtype not in EMBEDDING_TYPES:
+            yield Violation("dtype", f"must be one of {', '.join(EMBEDDING_TYPES)}")
+        yield from self.sampling.violations(is_text=False)
+        yield from self.options.violations()
+        if self.options.adapter:
+            yield Violation("options.adapter", "must be empty: adapters do not change the vision encoder")
+
+
+Request = Query | Caption | Point | Detect | Segment | Gaze | Chat | Embed
 REQUEST_TYPES: tuple[type[Request], ...] = get_args(Request)
 
 

@@ -67,6 +67,7 @@ from kestrel_runtime.engine.open_streams import CacheClearings
 from kestrel_runtime.engine.poison_requests import PoisonRequests
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.fairness.queue_admission import QueueAdmission
+from kestrel_runtime.output.embedding import EmbeddingParser, ImageEmbeddings
 from kestrel_runtime.output.output_parser import OVERFLOWED
 from kestrel_runtime.scheduling.batch import Batch, Plan
 from kestrel_runtime.scheduling.page_manager import StepId
@@ -439,10 +440,10 @@ class EngineLoop:
 
     def _note_starts(self, batch: Batch) -> None:
         now = time.monotonic()
-        for item in (*batch.encode, *batch.prefill):
-            if item.sequence.clock.started is None:
-                item.sequence.clock.started = now
-                self._admission.start(self._streams[item.sequence], now)
+        for sequence in batch.sequences if batch.kind == "prefill" else ():
+            if sequence.clock.started is None:
+                sequence.clock.started = now
+                self._admission.start(self._streams[sequence], now)
 
     def _promote(self) -> bool:
         """Let the sequences decode whose prompts end in the first prefill step in flight, if no sequence decodes.
@@ -559,7 +560,11 @@ class EngineLoop:
         self._num_marks += 1
         now = time.monotonic()
         here = self._scheduler.complete(step.id, step.batch, tokens, now)
-        self._isolation.succeeded(here)
+        self._isolation.succeeded([*here, *step.batch.read])
+        embeddings = step.handle.embeddings() if step.batch.read else ()
+        for sequence, found in zip(step.batch.read, embeddings, strict=True):
+            if sequence in self._streams:  # else it has left meanwhile
+                self._end_with_embeddings(sequence, found, now)
         self._tokens.add(now, len(here))
         for sequence in here:
             if sequence.tokens[-1].id == OVERFLOWED:
@@ -589,6 +594,19 @@ class EngineLoop:
             _log.exception("the output parser of %s failed", sequence.request.fingerprint)
             self._fail(sequence, InternalError(error))
             return
+        self._deliver(sequence, events, now)
+
+    def _end_with_embeddings(self, sequence: TokenSequence, embeddings: ImageEmbeddings, now: float) -> None:
+        if not embeddings.is_finite:
+            self._end_overflowed(sequence)
+            return
+        parser = sequence.request.parser
+        assert isinstance(parser, EmbeddingParser), "only its sequences read embeddings"
+        sequence.clock.first_token = now
+        pieces = parser.take(embeddings)
+        self._deliver(sequence, [Started(_usage(sequence)), *pieces, _finished(sequence, now)], now)
+
+    def _deliver(self, sequence: TokenSequence, events: list[Event], now: float) -> None:
         stream, is_over = self._streams[sequence], sequence.request.parser.finish_reason is not None
         if is_over and sequence.request.end_check is not None:
             self._outbox.post()  # earlier events arrive before it
@@ -652,20 +670,28 @@ def events_after(sequence: TokenSequence, now: float) -> list[Event]:
     if parser.finish_reason is None and sequence.is_full:
         events += parser.truncate()
     if parser.finish_reason is not None:
-        timing = _timing(sequence, now)
-        usage = _usage(sequence)
-        ending = (
-            parser.finish_reason,
-            usage,
-            timing,
-            parser.stop_sequence,
-            sequence.images[0].size_px if sequence.images else None,
-        )
-        events.append(Finished(parser.output(), *ending))
+        events.append(_finished(sequence, now))
     return events
 
 
+def _finished(sequence: TokenSequence, now: float) -> Finished:
+    parser = sequence.request.parser
+    assert parser.finish_reason is not None, "the answer is complete"
+    return Finished(
+        parser.output(),
+        parser.finish_reason,
+        _usage(sequence),
+        _timing(sequence, now),
+        parser.stop_sequence,
+        sequence.images[0].size_px if sequence.images else None,
+    )
+
+
 def _usage(sequence: TokenSequence) -> Usage:
+    if sequence.request.embeddings is not None:
+        num_positions = sequence.num_image_positions
+        was_cached = any(image.has_cached_embeddings for image in sequence.images)
+        return Usage(num_positions, num_positions, num_cached_tokens=num_positions if was_cached else 0)
     num_cached = sequence.cache.num_cached_prompt or 0
     return Usage(sequence.num_prompt_positions, sequence.num_image_positions, sequence.num_generated, num_cached)
 

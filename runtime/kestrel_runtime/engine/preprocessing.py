@@ -40,6 +40,7 @@ from kestrel_runtime.imaging.decoding import decode_image, image_of, inspect_ima
 from kestrel_runtime.imaging.header import ImageHeader
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.family import ModelConfig, Skill
+from kestrel_runtime.output.embedding import EmbeddingParser
 from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.cache_keys import Digest, EmbeddingKey, ImageContent, PrefixKeyMaker
 from kestrel_runtime.scheduling.sequence import (
@@ -440,12 +441,13 @@ class Preprocessor:
         for end in prompt.answer_ends:
             num_images_before = sum([place < end for place in prompt.image_places])
             answer_ends += (1 + end + num_images_before * image_size,)
+        parser = skill.new_parser(request, self._tokenizer, config)
+        embeddings = parser.form if isinstance(parser, EmbeddingParser) else None
         keys = None
-        if self._key_maker is not None and uses_cache and self._prefix_cache:
+        if self._key_maker is not None and uses_cache and self._prefix_cache and embeddings is None:
             content = b"" if adapter is None else adapter.digest
             keys = self._key_maker.keys(tokens, tuple(contents), namespace, content, answer_ends=answer_ends)
         sampling, defaults = request.sampling, skill.defaults
-        parser = skill.new_parser(request, self._tokenizer, config)
         max_context = self._max_context
         if parser.max_tokens is not None:
             max_context = min(max_context, num_positions + parser.max_tokens)
@@ -477,6 +479,7 @@ class Preprocessor:
                 tenant=tenant,
                 computes_anew=request.options.cache is CachePolicy.REFRESH,
                 is_transient=request.options.is_transient,
+                embeddings=embeddings,
             ),
             clock=clock,
             images=own_images,

@@ -8,13 +8,16 @@ weights, pages of the cache and request state, and nothing else: neither memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes, largest_prefill
 from kestrel_runtime.execution.cuda_stream import CudaStream
@@ -33,11 +36,13 @@ from kestrel_runtime.execution.step_inputs import (
     value_counts,
 )
 from kestrel_runtime.execution.transfer import to_device
+from kestrel_runtime.output.embedding import ImageEmbeddings
 from kestrel_runtime.output.output_parser import Grammar, Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.sequence import SequenceImage, TokenSequence
 
+_EMBEDDING_TYPES: Mapping[str, torch.dtype] = MappingProxyType({"float16": torch.float16, "float32": torch.float32})
 _NUM_SPARE_ROWS = 1
 """Rows for a probe, which is a request of the engine's own."""
 
@@ -57,6 +62,22 @@ class StateShape:
     """Bit n - 1: whether tokens with n values may be sampled under a grammar."""
 
 
+class EmbeddingsInFlight(NamedTuple):
+    """The embeddings of an image that a step copies to the host."""
+
+    mean: Tensor
+    """float32 [dim + 1]: the mean, and 1.0 if all numbers are finite."""
+    patches: Tensor | None
+    """[patches, dim] in the format of the request; None if it wants the mean alone."""
+    num_patches: int
+
+    def on_host(self) -> ImageEmbeddings:
+        """Returns the embeddings, once the copy is complete."""
+        *mean, is_finite = self.mean.tolist()
+        data = b"" if self.patches is None else self.patches.numpy().tobytes()
+        return ImageEmbeddings(tuple(mean), self.num_patches, data, is_finite == 1.0)
+
+
 class StepHandle:
     """A step in flight. Its sampled tokens stay on the device until `wait`."""
 
@@ -66,15 +87,24 @@ class StepHandle:
         It is valid in stream order; None where nothing is sampled, or not yet.
         """
         self._output: Tensor | None = None
+        self._embeddings: list[EmbeddingsInFlight] = []
         self._first_logprob = 2 + values_per_token
         self.add(output, stream)
 
     def add(self, output: Tensor | None, stream: CudaStream) -> None:
         """Records the end of what has been launched for the step, with this output."""
         self._output = output
-        if output is not None and output.is_cuda:
-            self._output = torch.empty(output.shape, pin_memory=True).copy_(output, non_blocking=True)
+        if output is not None:
+            self._output = _copied_to_host(output)
         self.done = stream.record_event()
+
+    def add_embeddings(self, embeddings: list[EmbeddingsInFlight]) -> None:
+        """Records the embeddings that the step copies to the host, before its end."""
+        self._embeddings = embeddings
+
+    def embeddings(self) -> list[ImageEmbeddings]:
+        """Returns the embeddings in the order of `Batch.read`, after `wait`."""
+        return [item.on_host() for item in self._embeddings]
 
     def is_complete(self) -> bool:
         """Returns True if `wait` would return at once."""
@@ -183,12 +213,16 @@ class StepRunner:
             for handle in after:
                 stream.wait_for(handle.done)
             inputs = self._launch_images_and_lay_out(batch)
+            embeddings = [self._read_embeddings(sequence) for sequence in batch.read]
             if inputs is None:
-                return StepHandle(None, stream, self._shape.values_per_token)
-            if batch.is_restricted:
+                handle = StepHandle(None, stream, self._shape.values_per_token)
+            elif batch.is_restricted:
                 hidden, rows = self._executor.forward(inputs), self._state.rows(batch.sampled)
-                return UnsampledStep(hidden, inputs, rows, stream, self._shape.values_per_token)
-            return StepHandle(self._run_whole(inputs), stream, self._shape.values_per_token)
+                handle = UnsampledStep(hidden, inputs, rows, stream, self._shape.values_per_token)
+            else:
+                handle = StepHandle(self._run_whole(inputs), stream, self._shape.values_per_token)
+            handle.add_embeddings(embeddings)
+            return handle
 
     @torch.inference_mode()
     def sample(self, step: StepHandle, masks: Sequence[NDArray[np.int32] | None]) -> None:
@@ -217,6 +251,21 @@ class StepRunner:
         if not sequence.images or (entry := sequence.images[0].entry) is None:
             raise KeyError(sequence.id)
         return self._embeddings[entry]
+
+    def _read_embeddings(self, sequence: TokenSequence) -> EmbeddingsInFlight:
+        """Launches the copy of a sequence's complete embeddings to the host, in the form that it wants."""
+        form = sequence.request.embeddings
+        assert form is not None, "others read no embeddings"
+        rows = self.image_embeddings(sequence).float()
+        mean, patches = rows.mean(0), None
+        if form.normalize:
+            mean, rows = functional.normalize(mean, dim=0), functional.normalize(rows, dim=1)
+        is_finite = mean.isfinite().all()
+        if form.patches:
+            patches = rows.to(_EMBEDDING_TYPES[form.dtype])
+            is_finite = is_finite & patches.isfinite().all()
+            patches = _copied_to_host(patches)
+        return EmbeddingsInFlight(_copied_to_host(torch.cat((mean, is_finite.float()[None]))), patches, len(rows))
 
     def release(self, sequence: TokenSequence) -> None:
         """Forgets a sequence."""
@@ -352,6 +401,13 @@ class StepRunner:
             size, lambda host: fill_decode(host, sequences, self._state), in_place=self._graphs is not None
         )
         return DecodeInputs(fields, size, needs.sampling, len(sequences), needs.uses_adapters)
+
+
+def _copied_to_host(values: Tensor) -> Tensor:
+    """Returns a tensor whose copy to the host is launched; on the host the tensor itself."""
+    if not values.is_cuda:
+        return values
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
 def _token_with_logprobs(row: list[float], first: int) -> Token:

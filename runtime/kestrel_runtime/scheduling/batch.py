@@ -82,6 +82,8 @@ class Batch(NamedTuple):
     report them first."""
     is_restricted: bool
     """True if a sampled token needs a mask, which depends on the previous tokens."""
+    read: tuple[TokenSequence, ...] = ()
+    """The sequences whose image embeddings, complete after this step's crops, the step copies to the host."""
 
     @classmethod
     def of_prefill(
@@ -89,15 +91,18 @@ class Batch(NamedTuple):
         encode: Iterable[EncodeItem] = (),
         prefill: Iterable[Chunk] = (),
         *,
+        read: Iterable[TokenSequence] = (),
         after: frozenset[StepId] = frozenset(),
     ) -> Batch:
-        """Returns a prefill step. If a sequence is in both lists, its crops are encoded before its chunk is
-        computed."""
+        """Returns a prefill step. If a sequence is in several lists, its crops are encoded before its chunk is
+        computed or its embeddings are read."""
         chunks = tuple(prefill)
         sampled = tuple(chunk.sequence for chunk in chunks if chunk.num_samples)
         copies = tuple(copy for chunk in chunks if chunk.is_first for copy in chunk.sequence.cache.copies)
         is_restricted = _is_restricted(sampled)
-        return cls("prefill", tuple(encode), chunks, (), sampled, copies, after, frozenset(), is_restricted)
+        return cls(
+            "prefill", tuple(encode), chunks, (), sampled, copies, after, frozenset(), is_restricted, tuple(read)
+        )
 
     @classmethod
     def of_decode(cls, sequences: Iterable[TokenSequence] = ()) -> Batch:
@@ -112,11 +117,11 @@ class Batch(NamedTuple):
     def sequences(self) -> list[TokenSequence]:
         """All sequences of the step, each once."""
         parts = (*self.encode, *self.prefill)
-        return list(dict.fromkeys([*(part.sequence for part in parts), *self.decode]))
+        return list(dict.fromkeys([*(part.sequence for part in parts), *self.read, *self.decode]))
 
     @property
     def is_empty(self) -> bool:
-        return not (self.encode or self.prefill or self.decode)
+        return not (self.encode or self.prefill or self.read or self.decode)
 
 
 def _is_restricted(sampled: tuple[TokenSequence, ...]) -> bool:

@@ -38,6 +38,8 @@ Invariants
       pages, its embeddings or its pixels. One that lacks any is PARKED without pixels until a worker has decoded
       all of its images, whose memory is taken together. So active sequences wait for nothing but their own steps,
       and the oldest ends.
+  I13 A sequence that reads embeddings has a row and an entry, but no pages. The step that encodes the last crop of
+      its image, or a later one, copies the embeddings to the host, and ends the sequence.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ from kestrel_runtime.scheduling.sequence import PreparedImage, SequenceImage, Se
 
 _NO_MATCH = PrefixMatch()
 _NEXT_REQUEST_S = 1.0
+_MAX_READ = 8
+"""The most sequences whose embeddings one step copies to the host, some megabytes each."""
 
 
 class _Start(NamedTuple):
@@ -226,6 +230,8 @@ class Scheduler:
                 chunk.sequence.cache.copies = ()
             if chunk.num_samples:
                 chunk.sequence.move_to(SequenceState.PREFILLED)
+        for sequence in batch.read:
+            sequence.move_to(SequenceState.PREFILLED)
         for sequence in batch.decode:
             sequence.cache.num_cached += 1
             sequence.cache.last_decode = step
@@ -273,7 +279,7 @@ class Scheduler:
         for sequence in here if batch.kind == "prefill" else ():
             if len(sequence.images) > 1:  # its images are written; others may hold their entries
                 self._release_embeddings(sequence)
-        if self._isolated and self._isolated[0].sequence in here:
+        if self._isolated and self._isolated[0].sequence in (*here, *batch.read):
             self._isolated.popleft()
         return here
 
@@ -668,7 +674,8 @@ class Scheduler:
         """Plans one sequence alone: its images and tokens in steps with one span each; if it was decoding, its last
         token in another."""
         end = sequence.length - is_decoding
-        if sequence.state is SequenceState.PREFILLING and sequence.cache.num_cached >= end:
+        reads_embeddings = sequence.request.embeddings is not None
+        if sequence.state is SequenceState.PREFILLING and sequence.cache.num_cached >= end and not reads_embeddings:
             sequence.move_to(SequenceState.RUNNING)
             return Plan(self._prefill_batch(), Batch.of_decode([sequence]))
         if sequence.state is not SequenceState.PREFILLING and sequence not in self._without_pixels:
@@ -677,6 +684,8 @@ class Scheduler:
             return Plan(self._prefill_batch(), Batch.of_decode())
         start = sequence.cache.num_cached
         item, ready_end = self._next_encoding(sequence, None)
+        if reads_embeddings:
+            return Plan(self._prefill_batch([] if item is None else [item], read=[sequence]), Batch.of_decode())
         span_starts = [span_start for span_start, span_end in sequence.spans if span_end > start]
         end = min(end, ready_end, *span_starts[1:])
         encode, chunks = [] if item is None else [item], self._cut(sequence, start, end)
@@ -706,10 +715,15 @@ class Scheduler:
             self._preempt(self._active[-1])
         self._start_or_park(sequence, match)
 
-    def _prefill_batch(self, encode: Iterable[EncodeItem] = (), prefill: Iterable[Chunk] = ()) -> Batch:
-        return self.behind_tail_steps(Batch.of_prefill(encode, prefill))
+    def _prefill_batch(
+        self,
+        encode: Iterable[EncodeItem] = (),
+        prefill: Iterable[Chunk] = (),
+        read: Iterable[TokenSequence] = (),
+    ) -> Batch:
+        return self.behind_tail_steps(Batch.of_prefill(encode, prefill, read=read))
 
-    def _plan_prefill(self, *, bounded: bool) -> tuple[list[EncodeItem], list[Chunk]]:
+    def _plan_prefill(self, *, bounded: bool) -> tuple[list[EncodeItem], list[Chunk], list[TokenSequence]]:
         crops_left = self._max_crops_per_step
         tokens_left = self._max_prefill_tokens
         if len(self._num_active_of) > 1:
@@ -721,6 +735,7 @@ class Scheduler:
         others_left = self._max_prefill_tokens_of_others
         encode: list[EncodeItem] = []
         prefill: list[Chunk] = []
+        read: list[TokenSequence] = []
         prefilling = [sequence for sequence in self._active if sequence.state is SequenceState.PREFILLING]
         if len({sequence.tenant for sequence in prefilling}) > 1:
             prefilling.sort(key=lambda sequence: self._waiting.service_of(sequence.tenant))
@@ -730,6 +745,14 @@ class Scheduler:
             if item is not None:
                 encode.append(item)
                 crops_left -= item.end_crop - item.first_crop
+            if sequence.request.embeddings is not None:
+                (image,) = sequence.images
+                is_ready = item.is_last if item is not None else not image.num_crops_left
+                if is_ready and len(read) < _MAX_READ:
+                    read.append(sequence)
+                if not bounded and crops_left <= 0:
+                    break
+                continue
             is_other = self._waiting.service_of(sequence.tenant) > least_served
             num_allowed = min(tokens_left, others_left) if is_other else tokens_left
             chunks = self._next_chunks(sequence, num_allowed, ready_end, may_exceed_limit=not prefill)[:chunks_left]
@@ -740,7 +763,7 @@ class Scheduler:
             others_left = max(0, others_left - num_tokens * is_other)
             if tokens_left <= 0 or not chunks_left or (not bounded and crops_left <= 0):
                 break
-        return encode, prefill
+        return encode, prefill, read
 
     def _next_encoding(self, sequence: TokenSequence, max_crops: int | None) -> tuple[EncodeItem | None, int]:
         """Returns the crops that a sequence encodes in the next step, of one image and at most `max_crops`, and the

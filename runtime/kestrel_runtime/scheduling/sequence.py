@@ -13,6 +13,7 @@ from kestrel_runtime.api.errors import KestrelError, QueueTimeout
 from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.fairness.preemption import MIN_TOKENS
+from kestrel_runtime.output.embedding import EmbeddingForm
 from kestrel_runtime.output.output_parser import OutputParser, Token
 from kestrel_runtime.scheduling.cache_keys import Digest, EmbeddingKey, PrefixKeys
 from kestrel_runtime.scheduling.embedding_cache import EntryId
@@ -170,6 +171,8 @@ class SequenceRequest:
     """True if the sequence uses no cached data, and replaces it."""
     is_transient: bool = False
     """True if what the sequence publishes takes the place of nothing that others have published."""
+    embeddings: EmbeddingForm | None = None
+    """The form in which the sequence reads the embeddings of its image; None if it generates tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -264,6 +267,9 @@ class TokenSequence:
     """Tokens that steps in flight sample: they have positions and pages, but are not in `tokens` yet."""
     num_image_positions: int = field(init=False)
     """The number of positions of all images."""
+    num_further_positions: int = field(init=False)
+    """The positions that the cache has in addition to tokens: those of images. A sequence that reads embeddings has
+    none in the cache, not those of its tokens either."""
     spans: tuple[tuple[int, int], ...] = field(init=False)
     """The spans of its images (`bidirectional_spans`), in their order."""
     share_points: tuple[int, ...] = field(init=False)
@@ -275,6 +281,8 @@ class TokenSequence:
         for image in self.images:  # not in functions of their own, since every request takes this path
             places.append((image.start, image.start + image.num_positions))
             self.num_image_positions += image.num_positions
+        reads_embeddings = self.request.embeddings is not None
+        self.num_further_positions = -len(self.tokens) if reads_embeddings else self.num_image_positions
         self.spans = bidirectional_spans(places)
         self.share_points = tuple(sorted((*map(_end_of, self.spans), *self.answer_ends)))
 
@@ -297,8 +305,9 @@ class TokenSequence:
 
     @property
     def length(self) -> int:
-        """The number of positions of images and all tokens, pending ones included."""
-        return len(self.tokens) + self.num_pending + self.num_image_positions
+        """The number of positions of images and all tokens, pending ones included; 0 for a sequence that reads
+        embeddings, which needs no pages."""
+        return len(self.tokens) + self.num_pending + self.num_further_positions
 
     @property
     def is_full(self) -> bool:

@@ -16,6 +16,7 @@ from kestrel_runtime.api.events import (
     Output,
     PointOutput,
     QueryOutput,
+    SegmentOutput,
 )
 from kestrel_runtime.api.requests import (
     BoxRef,
@@ -75,6 +76,7 @@ def answer_of(output: Output) -> dict[str, Any]:
         return {"points": [_sides(point) for point in output.points]}
     if isinstance(output, DetectOutput):
         return {"objects": [_sides(box) for box in output.boxes]}
+    assert isinstance(output, SegmentOutput), "fixtures have no calls of other skills"
     return {"segments": [{"svg_path": item.svg_path, "bbox": _sides(item.box)} for item in output.segments]}
 
 

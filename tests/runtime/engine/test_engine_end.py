@@ -50,6 +50,7 @@ from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.fairness import waiting_queue
 from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.output.embedding import EmbeddingForm
 from kestrel_runtime.output.output_parser import OVERFLOWED, Token
 from kestrel_runtime.scheduling import batch as step_batch
 from kestrel_runtime.scheduling import page_manager, scheduler, sequence
@@ -77,7 +78,16 @@ TRACED = {
     )
 }
 KINDS = (SystemExit, KeyboardInterrupt, MemoryError, GeneratorExit, RuntimeError)
-SCENARIOS = ("recovers", "dies", "cache is lost", "probe is lost", "three in a row", "restricted", "adapters")
+SCENARIOS = (
+    "recovers",
+    "dies",
+    "cache is lost",
+    "probe is lost",
+    "three in a row",
+    "restricted",
+    "adapters",
+    "embeddings",
+)
 Line = tuple[str, int]
 
 
@@ -87,6 +97,14 @@ def prepared(name: str, num_tokens: int = 3, *, is_broken: bool = False, has_ima
     made = new_sequence(6, max_context=200, **image)
     made.request.fingerprint = name
     made.request.parser = ShortParser(num_tokens, is_broken=is_broken)
+    return made
+
+
+def reading(name: str) -> TokenSequence:
+    """A sequence that reads the embeddings of its image."""
+    form = EmbeddingForm(patches=True, normalize=False, dtype="float16")
+    made = new_sequence(1, num_image_tokens=4, pixels=blank_crops(3), embeddings=form)
+    made.request.fingerprint = name
     return made
 
 
@@ -339,6 +357,8 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
             for item in sequences[:-1]:
                 item.adapter = Adapter(item.request.fingerprint, is_reclaimed=item.request.fingerprint == "leaving")
             vars(loop)["_lease_adapter"] = leased_again
+        if scenario == "embeddings":
+            sequences = [prepared("long", 30), *map(reading, ("embedded", "infinite", "leaving"))]
         streams: dict[str, Stream] = {}
         for item in sequences:
             streams[item.request.fingerprint], future = preparations.of_next(engine)
@@ -453,6 +473,12 @@ async def test_without_a_fault_every_caller_gets_an_answer(loaded: LoadedModel) 
     assert kinds["long"] is kinds["short"] is kinds["image"] is Finished
     assert {kinds[name] for name in kinds if name.startswith("poison")} == {InternalError}
     assert (kinds["parser"], kinds["late"]) == (InternalError, DeadlineExceeded)
+    run = await play(loaded, Tracer(), "embeddings")
+    assert {name: type(run.ends[name]) for name in ("long", "embedded", "infinite")} == {
+        "long": Finished,
+        "embedded": Finished,
+        "infinite": NumbersOverflowed,
+    }
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -41,8 +41,8 @@ def test_no_operation_loses_frees_twice_or_shares_wrongly():
 class WithoutWaits(Scheduler):
     """Prefill steps wait for no decode step."""
 
-    def _prefill_batch(self, encode=(), prefill=()):
-        return super()._prefill_batch(encode, prefill)._replace(after=frozenset())
+    def _prefill_batch(self, encode=(), prefill=(), read=()):
+        return super()._prefill_batch(encode, prefill, read)._replace(after=frozenset())
 
 
 class WithoutDependencies(Scheduler):

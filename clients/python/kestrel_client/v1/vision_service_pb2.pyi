@@ -16,6 +16,12 @@ class CaptionLength(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAPTION_LENGTH_NORMAL: _ClassVar[CaptionLength]
     CAPTION_LENGTH_LONG: _ClassVar[CaptionLength]
 
+class EmbeddingType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EMBEDDING_TYPE_UNSPECIFIED: _ClassVar[EmbeddingType]
+    EMBEDDING_TYPE_FLOAT16: _ClassVar[EmbeddingType]
+    EMBEDDING_TYPE_FLOAT32: _ClassVar[EmbeddingType]
+
 class ChatRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CHAT_ROLE_UNSPECIFIED: _ClassVar[ChatRole]
@@ -26,6 +32,9 @@ CAPTION_LENGTH_UNSPECIFIED: CaptionLength
 CAPTION_LENGTH_SHORT: CaptionLength
 CAPTION_LENGTH_NORMAL: CaptionLength
 CAPTION_LENGTH_LONG: CaptionLength
+EMBEDDING_TYPE_UNSPECIFIED: EmbeddingType
+EMBEDDING_TYPE_FLOAT16: EmbeddingType
+EMBEDDING_TYPE_FLOAT32: EmbeddingType
 CHAT_ROLE_UNSPECIFIED: ChatRole
 CHAT_ROLE_SYSTEM: ChatRole
 CHAT_ROLE_USER: ChatRole
@@ -424,6 +433,58 @@ class GazeResponse(_message.Message):
     target: _media_pb2.NormalizedPoint
     info: _generation_pb2.ResponseInfo
     def __init__(self, target: _Optional[_Union[_media_pb2.NormalizedPoint, _Mapping]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
+
+class EmbedImageRequest(_message.Message):
+    __slots__ = ("image", "normalize", "options")
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    image: _media_pb2.Image
+    normalize: bool
+    options: _generation_pb2.RequestOptions
+    def __init__(self, image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., normalize: bool = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+
+class EmbedImageResponse(_message.Message):
+    __slots__ = ("mean", "patch_count", "info")
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    PATCH_COUNT_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    mean: _containers.RepeatedScalarFieldContainer[float]
+    patch_count: int
+    info: _generation_pb2.ResponseInfo
+    def __init__(self, mean: _Optional[_Iterable[float]] = ..., patch_count: _Optional[int] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
+
+class StreamEmbedImageRequest(_message.Message):
+    __slots__ = ("image", "normalize", "options", "type")
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    image: _media_pb2.Image
+    normalize: bool
+    options: _generation_pb2.RequestOptions
+    type: EmbeddingType
+    def __init__(self, image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., normalize: bool = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., type: _Optional[_Union[EmbeddingType, str]] = ...) -> None: ...
+
+class PatchEmbeddings(_message.Message):
+    __slots__ = ("first_patch", "patch_count", "data")
+    FIRST_PATCH_FIELD_NUMBER: _ClassVar[int]
+    PATCH_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    first_patch: int
+    patch_count: int
+    data: bytes
+    def __init__(self, first_patch: _Optional[int] = ..., patch_count: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class StreamEmbedImageResponse(_message.Message):
+    __slots__ = ("started", "patches", "completed")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    PATCHES_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    started: _generation_pb2.StreamStarted
+    patches: PatchEmbeddings
+    completed: EmbedImageResponse
+    def __init__(self, started: _Optional[_Union[_generation_pb2.StreamStarted, _Mapping]] = ..., patches: _Optional[_Union[PatchEmbeddings, _Mapping]] = ..., completed: _Optional[_Union[EmbedImageResponse, _Mapping]] = ...) -> None: ...
 
 class ChatPart(_message.Message):
     __slots__ = ("text", "image")

@@ -98,6 +98,16 @@ class VisionServiceStub(object):
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.GazeRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.GazeResponse.FromString,
                 _registered_method=True)
+        self.EmbedImage = channel.unary_unary(
+                '/kestrel.v1.VisionService/EmbedImage',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.EmbedImageRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.EmbedImageResponse.FromString,
+                _registered_method=True)
+        self.StreamEmbedImage = channel.unary_stream(
+                '/kestrel.v1.VisionService/StreamEmbedImage',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedImageRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedImageResponse.FromString,
+                _registered_method=True)
         self.Chat = channel.unary_stream(
                 '/kestrel.v1.VisionService/Chat',
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.ChatRequest.SerializeToString,
@@ -208,6 +218,23 @@ class VisionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EmbedImage(self, request, context):
+        """Computes one vector for an image: the mean of what the model's vision encoder makes of its patches. Images that look
+        alike have vectors that are close to each other. There are none for texts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamEmbedImage(self, request, context):
+        """Computes a vector for each patch of an image. The stream is `started`, then the `patches` in pieces of at most 256
+        KiB, then exactly one `completed`, equal to the response of `EmbedImage`. A failure ends the stream with a gRPC
+        status and without `completed`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Chat(self, request, context):
         """Answers the last message of a conversation, about any number of images, while the answer is being written. The
         stream is as that of `Query`. The models were trained for single questions; a conversation has the layout of their
@@ -281,6 +308,16 @@ def add_VisionServiceServicer_to_server(servicer, server):
                     servicer.Gaze,
                     request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.GazeRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.GazeResponse.SerializeToString,
+            ),
+            'EmbedImage': grpc.unary_unary_rpc_method_handler(
+                    servicer.EmbedImage,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.EmbedImageRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.EmbedImageResponse.SerializeToString,
+            ),
+            'StreamEmbedImage': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamEmbedImage,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedImageRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedImageResponse.SerializeToString,
             ),
             'Chat': grpc.unary_stream_rpc_method_handler(
                     servicer.Chat,
@@ -599,6 +636,60 @@ class VisionService(object):
             '/kestrel.v1.VisionService/Gaze',
             kestrel_dot_v1_dot_vision__service__pb2.GazeRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.GazeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EmbedImage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kestrel.v1.VisionService/EmbedImage',
+            kestrel_dot_v1_dot_vision__service__pb2.EmbedImageRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.EmbedImageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamEmbedImage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kestrel.v1.VisionService/StreamEmbedImage',
+            kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedImageRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.StreamEmbedImageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -65,9 +65,13 @@ class MoondreamFamily:
         return LoadedWeights(model, num_parameters)
 
     def skills(self, config: MoondreamConfig) -> Mapping[str, Skill]:
-        """Returns the skills for which the model has prompt templates."""
+        """Returns the skills for which the model has prompt templates, and those that need none."""
         templates = config.tokenizer.templates
-        return {name: skill for name, skill in SKILLS.items() if templates.get(skill.template or name)}
+        return {
+            name: skill
+            for name, skill in SKILLS.items()
+            if skill.template is None or templates.get(skill.template or name)
+        }
 
     def cropping(self, config: MoondreamConfig) -> MoondreamCropping:
         """Returns the division into overlapping square crops."""

@@ -27,7 +27,7 @@ def changed(folder, path, value):
 def test_a_moondream_2_reads_as_its_config_says():
     config = MoondreamConfig.from_dict(model_config(MD2_SMALL))
     assert config.generation == 2
-    assert [*FAMILY.skills(config)] == ["query", "caption", "point", "detect", "gaze", "chat"]
+    assert [*FAMILY.skills(config)] == ["query", "caption", "point", "detect", "gaze", "chat", "embed"]
     assert config.text.rope_theta == 10_000.0
     assert not config.text.is_moe_layer(3)
     assert config.region.decoder_arch == "mlp"
@@ -40,7 +40,7 @@ def test_a_moondream_2_reads_as_its_config_says():
 def test_a_moondream_3_reads_as_its_config_says():
     config = MoondreamConfig.from_dict(model_config(MD3_SMALL))
     assert config.generation == 3
-    assert [*FAMILY.skills(config)] == ["query", "caption", "point", "detect", "segment", "gaze", "chat"]
+    assert [*FAMILY.skills(config)] == ["query", "caption", "point", "detect", "segment", "gaze", "chat", "embed"]
     assert config.text.rope_theta == 1_500_000.0
     assert [config.text.is_moe_layer(layer) for layer in range(4)] == [False, True, True, True]
     assert config.text.head_dim == 64
@@ -52,7 +52,7 @@ def test_a_moondream_3_reads_as_its_config_says():
 
 def test_a_skill_without_a_template_is_one_the_model_does_not_have():
     config = MoondreamConfig.from_dict(changed(MD2_SMALL, "tokenizer.templates.point", None))
-    assert [*FAMILY.skills(config)] == ["query", "caption", "detect", "chat"]
+    assert [*FAMILY.skills(config)] == ["query", "caption", "detect", "chat", "embed"]
 
 
 def test_unknown_fields_are_skipped():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
 from typing import Any
 from urllib.parse import quote
 
@@ -28,6 +29,7 @@ from kestrel_runtime.api.requests import (
     CachePolicy,
     Caption,
     Detect,
+    Embed,
     Gaze,
     Point,
     PointRef,
@@ -109,6 +111,28 @@ async def test_every_route_answers_in_the_shape_of_the_moondream_client(rig: Htt
     answer = await rig.ask(f"/v1/{route}", body, headers={"X-Request-Id": "mine"})
     assert (answer.status, answer.headers["x-request-id"]) == (200, "mine")
     assert answer.json == with_metrics(**result)
+
+
+async def test_an_embedding_has_its_mean_and_a_stream_its_patches(rig: HttpServing):
+    body = {"image_url": IMAGE_URL, "normalize": True, "dtype": "float32"}
+    answer = (await rig.ask("/v1/embed", body)).json
+    assert (answer["mean"], answer["patch_count"], answer["metrics"]["input_tokens"]) == ([0.25, -0.5, 1.0], 3, 729)
+    *pieces, last = (await rig.ask("/v1/embed", {**body, "stream": True})).events
+    assert rig.engine.requests == [
+        Embed(IMAGE_BYTES, patches=patches, normalize=True, dtype="float32") for patches in (False, True)
+    ]
+    assert [(piece["type"], piece["first_patch"], piece["patch_count"]) for piece in pieces] == [
+        ("patches", 0, 2),
+        ("patches", 2, 1),
+    ]
+    data = b"".join(base64.b64decode(piece["data"]) for piece in pieces)
+    assert struct.unpack("<9f", data) == (1, -2, 0.5) * 3
+    assert (last["type"], last["mean"], last["completed"]) == ("final", [0.25, -0.5, 1.0], True)
+
+
+async def test_an_embedding_has_no_adapter(rig: HttpServing):
+    answer = await rig.ask("/v1/embed", {"image_url": IMAGE_URL, "model": "colours"})
+    assert (answer.status, [item["field"] for item in answer.json["error"]["violations"]]) == (400, ["model"])
 
 
 @pytest.mark.parametrize("name", ["colours", "fake/colours", "moondream3-preview/colours"])
@@ -283,6 +307,9 @@ async def test_every_violation_is_told_by_the_name_of_its_field(rig: HttpServing
         ("query", {"constraint": {"choices": ["a", ""]}}, "constraint.choices[1]"),
         ("gaze", {"image_url": IMAGE_URL, "eye": [0.5, 2]}, "eye[1]"),
         ("gaze", {"image_url": IMAGE_URL, "eye": [-1, 0]}, "eye[0]"),
+        ("embed", {"image_url": IMAGE_URL, "dtype": "int8"}, "dtype"),
+        ("embed", {"image_url": ""}, "image_url"),
+        ("embed", {"image_url": IMAGE_URL, "settings": {"n": 2}}, "settings.n"),
     ],
 )
 async def test_errors_name_the_fields_that_were_sent(rig: HttpServing, route: str, body: Any, field: str):

@@ -40,6 +40,7 @@ from kestrel_runtime.api.events import (
     Box,
     CaptionOutput,
     DetectOutput,
+    EmbedOutput,
     Event,
     Finished,
     FinishReason,
@@ -47,6 +48,7 @@ from kestrel_runtime.api.events import (
     Grounding,
     Location,
     OutlineBox,
+    PatchEmbeddings,
     PointOutput,
     QueryOutput,
     Reasoning,
@@ -67,6 +69,7 @@ from kestrel_runtime.api.requests import (
     CachePolicy,
     Chat,
     ChatMessage,
+    Embed,
     PointRef,
     Priority,
     Query,
@@ -91,6 +94,7 @@ OUTPUTS = (
     PointOutput((Location(0.5, 0.75),)),
     DetectOutput((Box(0.0, 0.25, 0.5, 1.0),)),
     SegmentOutput((SegmentMask("M 0 0 Z", Box(0.0, 0.0, 1.0, 1.0), is_partial=True),)),
+    EmbedOutput((0.25, -1.5), 729),
 )
 
 
@@ -111,7 +115,8 @@ def full_query() -> Query:
 @pytest.mark.parametrize("kind", REQUEST_TYPES)
 def test_requests_of_every_skill_arrive_with_every_field(kind: type[Request]) -> None:
     sampling = SAMPLING if kind.skill in ("query", "caption", "chat") else SamplingParams(0.5, 0.9, 17, 5)
-    request = replace(kind.example(b"image", sampling), options=OPTIONS)
+    options = replace(OPTIONS, adapter="") if kind is Embed else OPTIONS
+    request = replace(kind.example(b"image", sampling), options=options)
     summary = ImageSummary(b"d" * 32, 5, 640, 480)
     found = decode_request(encode_request(request, [summary]), Known)
     (image,) = found.images
@@ -148,7 +153,8 @@ def test_answers_arrive_as_they_were(output: Any) -> None:
     delta = TextDelta("ä", TextChannel.REASONING, 3, 2, LOGPROBS)
     box = Box(0.0, 0.25, 0.5, 1.0)
     found = (FoundObject(box), FoundObject(Location(0.25, 0.75)))
-    events: list[Event] = [Started(USAGE), delta, OutlineBox(box), *found, finished]
+    patches = PatchEmbeddings(7, 2, bytes(range(256)))
+    events: list[Event] = [Started(USAGE), delta, OutlineBox(box), *found, patches, finished]
     sent = CODEC.encode([Events((events_of(2**40, events),))])
     (message,) = CODEC.decode(sent)
     assert isinstance(message, Events)

@@ -27,8 +27,8 @@ class Skill(ABC):
     """A task of the model. Stateless: one instance serves all requests."""
 
     name: str
-    template: str = ""
-    """The prompt template that the model must have; empty for the one with the skill's name."""
+    template: str | None = ""
+    """The prompt template that the model must have; empty for the one with the skill's name, None for none."""
     text_field: str
     """The request's field with free text, which the error names if the prompt is too long."""
     defaults: SkillDefaults

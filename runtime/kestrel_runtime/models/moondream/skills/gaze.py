@@ -27,7 +27,7 @@ class GazeSkill(Skill):
 
     def prompt(self, request: Gaze, tokenizer: Tokenizer, config: MoondreamConfig) -> Prompt:
         text = tokenizer.encode(" gaze")
-        return framed_prompt(config.tokenizer.templates[self.template], request.spatial_refs, text, config)
+        return framed_prompt(config.tokenizer.templates["point"], request.spatial_refs, text, config)
 
     def new_parser(self, request: Gaze, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
         return _GazeParser(config, max_objects=1, max_tokens=request.sampling.max_tokens)
