@@ -24,12 +24,15 @@ attacker has to tell which image the victim has asked about. The victim always a
 same work before. The attacker's token has a namespace of its own; in other trials, in between, it shares the
 victim's namespace. The area under the ROC curve is the probability that a trial with the victim's image has the
 shorter time: 0.5 is a coin, 1 is certainty. Across namespaces it must be within 0.05 of 0.5. Within one it must be
-at least 0.95: otherwise the measurement could not see a hit, and the first number would mean nothing.
+at least 0.95: otherwise the measurement could not see a hit, and the first number would mean nothing. With
+`--target crops` the attacker's file is another one with the same pixels: neither its pages nor its embeddings are
+known, and the time depends on its one crop.
 
     python -m bench.caches tiers --model /tmp/md2 -- --kv-pages 12000
     python -m bench.caches host
     python -m bench.caches stored --calls 40
     nice python -m bench.caches leak
+    nice python -m bench.caches leak --target crops
 """
 
 from __future__ import annotations
@@ -419,11 +422,25 @@ def new_image(random_numbers: np.random.Generator) -> bytes:
     return file.getvalue()
 
 
-def trial(callers: Callers, images: tuple[bytes, bytes], *, shares_namespace: bool, is_known: bool) -> Trial:
-    """Have the victim ask about the first image where `is_known`, else about the second; then attack the first."""
+def other_file(image: bytes) -> bytes:
+    """Another file of the same pixels."""
+    file = io.BytesIO()
+    Image.open(io.BytesIO(image)).save(file, "BMP")
+    return file.getvalue()
+
+
+def trial(
+    callers: Callers, images: tuple[bytes, bytes], *, shares_namespace: bool, is_known: bool, of_crops: bool = False
+) -> Trial:
+    """Have the victim ask about the first image where `is_known`, else about the second; then attack the first.
+
+    With `of_crops` the attacker sends another file of the same pixels.
+    """
     target, other = images
     _ask(callers.victim, "What is in this image?", target if is_known else other)
     attacker = callers.attacker(shares_namespace=shares_namespace)
+    if of_crops:
+        target = other_file(target)
     began = time.perf_counter()
     num_cached = _ask(attacker, "Where is the red ball?", target)
     return Trial(shares_namespace, is_known, time.perf_counter() - began, num_cached)
@@ -435,15 +452,16 @@ def _ask(client: Client, question: str, image: bytes) -> int:
     return result.usage.cached_token_count
 
 
-def trials(callers: Callers, *, num_across: int, num_within: int, seed: int) -> list[Trial]:
-    """So many trials across namespaces and so many within one, in random order."""
+def trials(callers: Callers, *, num_across: int, num_within: int, seed: int, of_crops: bool = False) -> list[Trial]:
+    """So many trials across namespaces and so many within one, in random order. `of_crops`: as for `trial`."""
     pixels, chance = np.random.default_rng(seed), random.Random(seed)
     kinds = [False] * num_across + [True] * num_within
     chance.shuffle(kinds)
     found: list[Trial] = []
     for number, shares_namespace in enumerate([False, True] * _NUM_WARM_UPS + kinds):
         images = new_image(pixels), new_image(pixels)
-        done = trial(callers, images, shares_namespace=shares_namespace, is_known=chance.random() < 0.5)
+        is_known = chance.random() < 0.5
+        done = trial(callers, images, shares_namespace=shares_namespace, is_known=is_known, of_crops=of_crops)
         if number >= 2 * _NUM_WARM_UPS:
             found.append(done)
     return found
@@ -474,7 +492,13 @@ def leak(arguments: argparse.Namespace) -> int:
     """Attack; 1 if a bound does not hold."""
     load_before = os.getloadavg()
     with served(arguments.server_options) as callers:
-        found = trials(callers, num_across=arguments.across, num_within=arguments.within, seed=arguments.seed)
+        found = trials(
+            callers,
+            num_across=arguments.across,
+            num_within=arguments.within,
+            seed=arguments.seed,
+            of_crops=arguments.target == "crops",
+        )
     kinds = {
         name: summary([item for item in found if item.shares_namespace is shares])
         for name, shares in (("across", False), ("within", True))
@@ -491,6 +515,7 @@ def leak(arguments: argparse.Namespace) -> int:
         "machine": machine_facts(),
         "load": {"before": load_before, "after": os.getloadavg()},
         "required": {"across_at_most_from_0.5": MAX_FROM_COIN, "within_at_least": MIN_WITHIN},
+        "target": arguments.target,
         "seed": arguments.seed,
         "server_options": arguments.server_options,
         "holds": holds,
@@ -532,6 +557,7 @@ def parser() -> argparse.ArgumentParser:
     option = add(stored, takes_server_options=True)
     option("--calls", 40, "of each kind and size")
     option = add(leak, takes_server_options=True)
+    option("--target", "images", "images, or crops: other files of the same pixels")
     option("--across", 2000, "trials across namespaces")
     option("--within", 500, "trials within one")
     option("--seed", 0, "of images and draws")

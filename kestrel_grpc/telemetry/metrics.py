@@ -59,7 +59,8 @@ class EngineReading:
 
     def caches(self) -> Mapping[str, CacheLoad]:
         """Returns the caches of the engine, by tier."""
-        return {"embeddings": self.load.image_cache, "prefix_pages": self.load.prefix_cache}
+        load = self.load
+        return {"crops": load.crop_cache, "embeddings": load.image_cache, "prefix_pages": load.prefix_cache}
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +252,8 @@ METRICS = (
         Kind.COUNTER,
         "1",
         "Lookups by requests in a tier: stored_images (files that callers have stored), "
-        "embeddings (of images) or prefix_pages (of the key-value cache).",
+        "embeddings (of images) or prefix_pages (of the key-value cache); in the tier crops, lookups of single "
+        "crops of images: those without a hit were encoded.",
         ("tier",),
         read=lambda now: {tier: cache.num_lookups for tier, cache in now.caches.items()},
     ),

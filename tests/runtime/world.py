@@ -36,7 +36,7 @@ class Turn:
     def __init__(self, plan: Plan, steps: list[Step]):
         self.steps = steps
         self.images = [item.image for item in plan.prefill.encode]
-        self.encode = [Range(item.sequence, item.first_crop, item.end_crop) for item in plan.prefill.encode]
+        self.encode = [Range(item.sequence, item.crops[0], item.crops[-1] + 1) for item in plan.prefill.encode]
         self.prefill = [Range(chunk.sequence, chunk.start, chunk.end) for chunk in plan.prefill.prefill]
         self.decode = list(plan.decode.decode)
         self.sampled = [*plan.prefill.sampled, *plan.decode.sampled]

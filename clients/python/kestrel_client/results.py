@@ -420,6 +420,7 @@ class MemoryPlan:
     graph_bytes: int
     image_bytes: int
     image_cache_bytes: int
+    crop_cache_bytes: int
     adapter_bytes: int
     other_bytes: int
     margin_bytes: int

@@ -309,6 +309,7 @@ def _memory_plan(plan: MemoryPlan) -> wire.MemoryPlan:
         margin_bytes=plan.margin_bytes,
         free_bytes=plan.free_bytes,
         image_cache_bytes=plan.image_cache_bytes,
+        crop_cache_bytes=plan.crop_cache_bytes,
         adapter_bytes=plan.adapter_bytes,
     )
 

@@ -518,6 +518,7 @@ def _end_all(streams: list[_ForwardedStream]) -> None:
 
 def _without_ages(state: CoreState) -> tuple[Any, ...]:
     load = state.load
-    caches = (replace(cache, oldest_age_s=None) for cache in (load.prefix_cache, load.image_cache))
-    prefix_cache, image_cache = caches
-    return state.status, replace(load, prefix_cache=prefix_cache, image_cache=image_cache), state.adapters
+    caches = (load.prefix_cache, load.image_cache, load.crop_cache)
+    prefix_cache, image_cache, crop_cache = (replace(cache, oldest_age_s=None) for cache in caches)
+    load = replace(load, prefix_cache=prefix_cache, image_cache=image_cache, crop_cache=crop_cache)
+    return state.status, load, state.adapters

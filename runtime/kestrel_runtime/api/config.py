@@ -141,6 +141,13 @@ class EngineConfig:
         unit="bytes",
         default_text="256 images on CUDA, else 32; at most 1/16 of what the weights leave",
     )
+    crop_cache_bytes: int | None = option(
+        None,
+        byte_count(0),
+        "memory of the device for encoded crops that are kept for images with the same crops; 0: none are kept",
+        unit="bytes",
+        default_text="1,024 crops on CUDA, else 128; at most 1/16 of what the weights leave",
+    )
     adapters: str | None = option(
         None,
         some_text,

@@ -74,6 +74,8 @@ class MemoryPlan:
     """Image embeddings that are kept for later requests."""
     adapter_bytes: int = 0
     """Slots of adapters."""
+    crop_cache_bytes: int = 0
+    """Encoded crops that are kept for later images."""
 
     def terms(self) -> list[tuple[str, int]]:
         """Yields the name and the bytes of each term, in the order of a table."""
@@ -84,6 +86,7 @@ class MemoryPlan:
             ("CUDA graphs", self.graph_bytes),
             ("images", self.image_bytes),
             ("image cache", self.image_cache_bytes),
+            ("crop cache", self.crop_cache_bytes),
             ("adapters", self.adapter_bytes),
             ("other processes, context and libraries", self.other_bytes),
             ("margin", self.margin_bytes),
@@ -222,6 +225,8 @@ class Load:
     """Pages of the KV cache that later requests can use."""
     image_cache: CacheLoad = CacheLoad()
     """Image embeddings that later requests can use."""
+    crop_cache: CacheLoad = CacheLoad()
+    """Encoded crops that later images can use; it counts crops instead of requests."""
     adapters: AdapterLoad = field(default_factory=AdapterLoad)
     num_compilations_awaited: int = 0
     """Kernels that were compiled, or loaded from the folder of compiled kernels, since the engine was ready."""

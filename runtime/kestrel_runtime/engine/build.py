@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from kestrel_runtime.adapters.base_model import ServedModel
@@ -39,7 +40,8 @@ from kestrel_runtime.execution.cuda_stream import CudaStream
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.fairness.image_budget import MAX_DECODING_BYTES, least_budget_bytes
 from kestrel_runtime.fairness.queue_admission import QueueAdmission, QueueLimits
-from kestrel_runtime.imaging.crops import Cropping, DecodedImage, max_kept_bytes
+from kestrel_runtime.imaging.crop_hash import CropHash
+from kestrel_runtime.imaging.crops import Cropping, Crops, DecodedImage, max_kept_bytes, with_digests
 from kestrel_runtime.imaging.device_crops import DeviceCropper
 from kestrel_runtime.loading.checkpoint import Checkpoint, repository_of
 from kestrel_runtime.memory.host_limits import available_processors
@@ -47,6 +49,7 @@ from kestrel_runtime.memory.plan import MemoryReading
 from kestrel_runtime.models.family import config_of
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.cache_keys import Digest, EmbeddingKey, PrefixKeyMaker, key_parts
+from kestrel_runtime.scheduling.crop_cache import CropCache
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.page_manager import PageManager
@@ -67,6 +70,9 @@ class EngineParts:
     embeddings: EmbeddingCache
     bytes_per_image: int
     """The bytes of the embeddings of one image."""
+    crops: CropCache
+    bytes_per_crop: int
+    """The bytes of one encoded crop."""
     scheduler: Scheduler
     adapters: AdapterStore | None
     """None if the engine serves no adapters."""
@@ -100,11 +106,14 @@ def build(
     facts = {"device": str(model.device), "total_bytes": memory.total_bytes, **dataclasses.asdict(memory)}
     _log.info("memory of %(device)s:\n" + memory.table().replace("%", "%%"), facts)
     adapters = _adapter_store(config, prepared.adapter_target(), loaded.checkpoint)
-    runner = prepared.new_step_runner(num_pages, memory.graph_bytes, memory.image_cache_bytes)
+    runner = prepared.new_step_runner(
+        num_pages, memory.graph_bytes, memory.image_cache_bytes, memory.crop_cache_bytes
+    )
     info = _info(loaded, config, bounds, memory, num_pages * config.page_size)
     pages = PageManager(num_pages, config.page_size)
     embeddings = EmbeddingCache(bounds.max_batch_size + 1, runner.num_cached_images)
-    scheduler = _scheduler(config, bounds, pages, embeddings)
+    crops = CropCache(runner.num_cached_crops)
+    scheduler = _scheduler(config, bounds, pages, embeddings, crops)
     poison_requests = PoisonRequests()
     is_cached = partial(_is_cached, pages, embeddings)
     preprocessor = _preprocessor(
@@ -115,6 +124,7 @@ def build(
         is_cached,
         poison_requests,
         image_cache=runner.num_cached_images > 0,
+        crop_cache=runner.num_cached_crops > 0,
         max_decoded_bytes=max_decoded_bytes,
     )
     runner.capture()
@@ -130,6 +140,8 @@ def build(
         page_bytes=memory.cache_bytes // num_pages,
         embeddings=embeddings,
         bytes_per_image=runner.bytes_per_image,
+        crops=crops,
+        bytes_per_crop=runner.bytes_per_crop,
         scheduler=scheduler,
         adapters=adapters,
         poison_requests=poison_requests,
@@ -211,12 +223,13 @@ def _info(
             kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
             num_kv_pages=num_cache_tokens // config.page_size,
             image_cache_bytes=memory.image_cache_bytes,
+            crop_cache_bytes=memory.crop_cache_bytes,
         ),
     )
 
 
 def _scheduler(
-    config: EngineConfig, bounds: StepBounds, pages: PageManager, embeddings: EmbeddingCache
+    config: EngineConfig, bounds: StepBounds, pages: PageManager, embeddings: EmbeddingCache, crops: CropCache
 ) -> Scheduler:
     return Scheduler(
         pages,
@@ -227,6 +240,7 @@ def _scheduler(
         ageing_s=config.ageing_s,
         cuts_at_share_points=bounds.cuts_at_share_points,
         embeddings=embeddings,
+        crops=crops,
     )
 
 
@@ -239,13 +253,20 @@ def _preprocessor(
     poison_requests: PoisonRequests,
     *,
     image_cache: bool,
+    crop_cache: bool,
     max_decoded_bytes: int,
 ) -> Preprocessor:
     config, model, model_config = info.config, loaded.model, config_of(loaded.model)
     make_crops = cropping.make_crops
     if crop_on_device is not None:
-        on_stream = CudaStream(model.device).entered
-        make_crops = DeviceCropper(cropping, crop_on_device, on_stream, max_images=info.max_batch_size)
+        on_stream, digest = CudaStream(model.device).entered, None
+        if crop_cache:
+            digest = CropHash(cropping.crop_bytes, model.device)
+        make_crops = DeviceCropper(
+            cropping, crop_on_device, on_stream, max_images=info.max_batch_size, digest=digest
+        )
+    elif crop_cache:
+        make_crops = partial(_crops_with_digests, cropping)
     checkpoint = (loaded.checkpoint.name, loaded.checkpoint.revision)
     parts = key_parts(config, model=model_config, checkpoint=checkpoint, device=model.device, dtype=model.dtype)
     compiler = ConstraintCompiler(partial(new_vocabulary, loaded.tokenizer, model_config.vocab_size))
@@ -261,12 +282,17 @@ def _preprocessor(
         matchers=Matchers(compiler),
         prefix_cache=config.prefix_cache,
         image_cache=image_cache,
+        crop_cache=crop_cache,
         max_context=info.max_context_tokens,
         max_image_pixels=config.max_image_pixels,
         num_threads=config.num_preprocess_threads,
         max_decoded_bytes=max_decoded_bytes,
         ageing_s=config.ageing_s,
     )
+
+
+def _crops_with_digests(cropping: Cropping, image: Image.Image) -> Crops:
+    return with_digests(cropping.make_crops(image))
 
 
 def _is_cached(

@@ -85,6 +85,7 @@ class LocalEngine:
         self._num_image_tokens = parts.num_image_tokens
         self._pages, self._page_bytes = parts.pages, parts.page_bytes
         self._embeddings, self._bytes_per_image = parts.embeddings, parts.bytes_per_image
+        self._crops, self._bytes_per_crop = parts.crops, parts.bytes_per_crop
         self._scheduler = parts.scheduler
         self._adapters = parts.adapters
         self._poison_requests = parts.poison_requests
@@ -330,6 +331,7 @@ class LocalEngine:
             decoded_image_bytes=self._preprocessor.decoded_bytes,
             prefix_cache=self._prefix_cache_load(),
             image_cache=self._image_cache_load(),
+            crop_cache=self._crop_cache_load(),
             adapters=AdapterLoad() if self._adapters is None else self._adapters.reading(),
             num_compilations_awaited=num_compilations() - self._num_compilations,
             num_captures_awaited=self._loop.num_captures_awaited,
@@ -417,6 +419,19 @@ class LocalEngine:
             used_bytes=embeddings.num_published * image_bytes,
             total_bytes=embeddings.num_entries * image_bytes,
             oldest_age_s=_age_s(embeddings.oldest_published_at()),
+        )
+
+    def _crop_cache_load(self) -> CacheLoad:
+        crops, crop_bytes = self._crops, self._bytes_per_crop
+        if not crops.num_places:
+            return CacheLoad()
+        return CacheLoad(
+            num_lookups=crops.num_lookups,
+            num_hits=crops.num_hits,
+            num_evictions=crops.num_evictions,
+            used_bytes=crops.num_published * crop_bytes,
+            total_bytes=crops.num_places * crop_bytes,
+            oldest_age_s=_age_s(crops.oldest_published_at()),
         )
 
     def _adapters_for(self, name: str) -> AdapterStore:

@@ -42,7 +42,7 @@ from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.family import ModelConfig, Skill
 from kestrel_runtime.output.embedding import EmbeddingParser
 from kestrel_runtime.output.output_parser import Token
-from kestrel_runtime.scheduling.cache_keys import Digest, EmbeddingKey, ImageContent, PrefixKeyMaker
+from kestrel_runtime.scheduling.cache_keys import CacheScope, Digest, EmbeddingKey, ImageContent, PrefixKeyMaker
 from kestrel_runtime.scheduling.sequence import (
     AdapterLease,
     CacheState,
@@ -192,6 +192,7 @@ class Preprocessor:
         matchers: Matchers | None = None,
         prefix_cache: bool = True,
         image_cache: bool = True,
+        crop_cache: bool = False,
         max_context: int,
         max_image_pixels: int,
         num_threads: int,
@@ -199,8 +200,9 @@ class Preprocessor:
         ageing_s: float = 10.0,
     ) -> None:
         """`make_crops` turns an RGB image into what the engine takes; all the threads call it. Without `key_maker`
-        sequences use no cache; `prefix_cache` and `image_cache` say which of the two they use with it. An image is
-        not decoded where `is_cached` says that its pages or embeddings are; it gets the key of the image's end.
+        sequences use no cache of pages and embeddings; `prefix_cache`, `image_cache` and `crop_cache` say which
+        caches they use. An image is not decoded where `is_cached` says that its pages or embeddings are; it gets
+        the key of the image's end.
         Without `matchers` answers have no constraints.
 
         `max_decoded_bytes` bounds the memory of all images together, from the start of their decoding until their
@@ -223,6 +225,7 @@ class Preprocessor:
         self._matchers = matchers
         self._prefix_cache = prefix_cache
         self._image_cache = image_cache
+        self._crop_cache = crop_cache
         self._ids = itertools.count(1)
         self._random = random.Random(secrets.randbits(128))
         # By namespace and digest: headers of these images are not read again. Namespaces share no entries, since
@@ -437,6 +440,8 @@ class Preprocessor:
             own_images.append(SequenceImage(start, image_size, size_px=size_px))
             if self._key_maker is not None and uses_cache and self._image_cache:
                 own_images[-1].key = self._key_maker.embedding_key(digest, namespace)
+            if uses_cache and self._crop_cache:
+                own_images[-1].crop_scope = CacheScope(namespace, frozenset((digest,)))
         answer_ends: tuple[int, ...] = ()
         for end in prompt.answer_ends:
             num_images_before = sum([place < end for place in prompt.image_places])

@@ -38,6 +38,8 @@ class DeviceMemory:
     rules: TokenRules
     embeddings: Tensor
     """Image embeddings [entries, positions, dim], an image in each entry."""
+    crops: Tensor
+    """The pool of encoded crops [places, *shape of one]."""
     inputs: InputBuffers
     bounds: StepBounds
     graphs: CaptureResources | None
@@ -51,9 +53,10 @@ class Executor(Protocol):
     """
 
     def encode(self, items: Sequence[EncodeItem]) -> None:
-        """Encodes crops of images; an image whose last crop is among them is complete in its entry.
+        """Encodes crops of images, copies them to their places in the pool, and completes images in their entries,
+        also with crops that are in the pool.
 
-        An image whose first crop is among them starts again, whatever has been encoded of it before.
+        An image whose item is its first starts again, whatever has been encoded of it before.
         """
         ...
 

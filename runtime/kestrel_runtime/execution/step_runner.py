@@ -8,6 +8,7 @@ weights, pages of the cache and request state, and nothing else: neither memory 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -60,6 +61,8 @@ class StateShape:
     embedding_dtype: torch.dtype
     value_kinds: Callable[[Grammar], int]
     """Bit n - 1: whether tokens with n values may be sampled under a grammar."""
+    encoded_crop: tuple[int, ...] = ()
+    """The shape of an encoded crop, in `embedding_dtype`; empty if crops are not cached."""
 
 
 class EmbeddingsInFlight(NamedTuple):
@@ -152,8 +155,10 @@ class StepRunner:
         *,
         max_graph_bytes: int | None = None,
         image_cache_bytes: int = 0,
+        crop_cache_bytes: int = 0,
     ) -> None:
-        """Reserves `image_cache_bytes` for image embeddings, in addition to the entries of sequences.
+        """Reserves `image_cache_bytes` for image embeddings, in addition to the entries of sequences, and
+        `crop_cache_bytes` for encoded crops.
 
         If `max_graph_bytes` is not None, steps are captured as CUDA graphs within this device memory.
         """
@@ -166,6 +171,10 @@ class StepRunner:
         """Embeddings of one image."""
         self.num_cached_images = image_cache_bytes // max(self.bytes_per_image, 1)
         """Entries for cached image embeddings, in addition to those that running sequences need."""
+        self.bytes_per_crop = math.prod(shape.encoded_crop) * shape.embedding_dtype.itemsize
+        """An encoded crop."""
+        self.num_cached_crops = crop_cache_bytes // self.bytes_per_crop if shape.encoded_crop else 0
+        """Places for encoded crops."""
         self._max_pages = -(-shape.max_context // cache.page_size)
         self._prefill_stream = CudaStream(self._device)
         self._decode_stream = CudaStream(self._device, is_urgent=True)
@@ -312,12 +321,22 @@ class StepRunner:
             dtype=shape.embedding_dtype,
             device=device,
         )
+        self._encoded_crops = torch.empty(
+            (self.num_cached_crops, *shape.encoded_crop), dtype=shape.embedding_dtype, device=device
+        )
         self._inputs = InputBuffers(device, shape.values_per_token)
         if self._graphs is not None:
             self._inputs.reserve(DecodeSize(self._bounds.max_batch_size, self._max_pages), self._largest_prefill)
         self._executor = self._new_executor(
             DeviceMemory(
-                self._cache, self._state, rules, self._embeddings, self._inputs, self._bounds, self._graphs
+                self._cache,
+                self._state,
+                rules,
+                self._embeddings,
+                self._encoded_crops,
+                self._inputs,
+                self._bounds,
+                self._graphs,
             )
         )
         if device.type == "cuda":

@@ -6,7 +6,9 @@ The model family divides images (`Cropping`).
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -32,10 +34,16 @@ class Crops:
     pixels: np.ndarray
     rows: int
     columns: int
+    digests: Sequence[bytes] = ()
+    """A digest of the pixels of each crop; empty if there are none."""
 
     @property
     def num_crops(self) -> int:
         return len(self.pixels)
+
+    def crop_digests(self, *, waits: bool) -> Sequence[bytes] | None:
+        """Returns `digests`."""
+        return self.digests
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -52,6 +60,10 @@ class DecodedImage:
     @property
     def num_crops(self) -> int:
         return 1 + self.rows * self.columns
+
+    def crop_digests(self, *, waits: bool) -> Sequence[bytes] | None:
+        """Returns no digests: without crops there are none."""
+        return ()
 
 
 class Cropping(Protocol):
@@ -85,6 +97,11 @@ def keep_decoded(image: Image.Image, cropping: Cropping) -> DecodedImage | Crops
     except ValueError:
         pixels = np.asarray(image)
     return DecodedImage(pixels, *cropping.select(image.height, image.width))
+
+
+def with_digests(crops: Crops) -> Crops:
+    """Returns crops with the SHA-256 of the pixels of each."""
+    return replace(crops, digests=tuple(hashlib.sha256(crop).digest() for crop in crops.pixels))
 
 
 def crops_bytes(height_px: int, width_px: int, cropping: Cropping) -> int:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -20,6 +21,35 @@ from torch import Tensor
 from kestrel_runtime.imaging.crops import Cropping, Crops, DecodedImage, keep_decoded
 
 _log = logging.getLogger(__name__)
+
+
+class CropDigests:
+    """Digests that a device computes, until they are needed on the host."""
+
+    def __init__(self, digests: Tensor) -> None:
+        """Takes digests int64 [crops, words], which are written on the current stream."""
+        self._digests = digests
+        if digests.is_cuda:
+            self._digests = torch.empty(digests.shape, dtype=digests.dtype, pin_memory=True)
+            self._digests.copy_(digests, non_blocking=True)
+        self._ready = torch.cuda.current_stream(digests.device).record_event() if digests.is_cuda else None
+        self._known: tuple[bytes, ...] | None = None
+
+    def get(self, *, waits: bool) -> Sequence[bytes] | None:
+        """Returns the digest of each crop; empty if the device has failed.
+
+        While they are being computed it returns None, or waits for them if `waits` is true.
+        """
+        if self._known is None:
+            try:
+                if self._ready is not None and not self._ready.query():
+                    if not waits:
+                        return None
+                    self._ready.synchronize()
+            except RuntimeError:  # the step that follows reports the error
+                return ()
+            self._known = tuple(row.tobytes() for row in self._digests.numpy())
+        return self._known
 
 
 class PrefetchedCrops:
@@ -43,12 +73,22 @@ class PrefetchedCrops:
             crops.record_stream(stream)
         return crops
 
+    def free(self) -> None:
+        """Frees the crops without using them."""
+        self._crops = None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefetchedImage(DecodedImage):
     """An image whose crops are on the device. Its pixels are kept, so that freed crops can be made again."""
 
     prefetched: PrefetchedCrops = field(kw_only=True)
+    digests: CropDigests | None = field(default=None, kw_only=True)
+    """The digests of the crops; None if none are computed."""
+
+    def crop_digests(self, *, waits: bool) -> Sequence[bytes] | None:
+        """Returns a digest of the pixels of each crop, as `CropDigests.get` does; empty if none are computed."""
+        return () if self.digests is None else self.digests.get(waits=waits)
 
 
 class DeviceCropper:
@@ -61,16 +101,19 @@ class DeviceCropper:
         on_stream: Callable[[], AbstractContextManager[object]],
         *,
         max_images: int,
+        digest: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Takes `crop`, which makes all crops of an image on the device, and runs it within `on_stream`, which
         selects the stream.
 
-        `max_images` bounds the images whose crops are on the device and not claimed.
+        `max_images` bounds the images whose crops are on the device and not claimed. `digest` computes the digests
+        int64 [crops, words] of uint8 crops [crops, side, side, 3]; None computes none.
         """
         self._cropping = cropping
         self._crop = crop
         self._on_stream = on_stream
         self._max_images = max_images
+        self._digest = digest
         self._kept: weakref.WeakSet[PrefetchedCrops] = weakref.WeakSet()  # until their requests end
         self._lock = threading.Lock()
 
@@ -82,18 +125,34 @@ class DeviceCropper:
         """
         prepared = keep_decoded(image, self._cropping)
         if isinstance(prepared, Crops):
-            return prepared
+            return self._with_digests(prepared)
         with self._lock:
             if sum(not crops.is_claimed for crops in self._kept) >= self._max_images:
                 return prepared
             try:
                 with torch.inference_mode(), self._on_stream():
-                    crops = PrefetchedCrops(self._crop(prepared))
+                    made = self._crop(prepared)
+                    crops = PrefetchedCrops(made)
+                    digests = None if self._digest is None else CropDigests(self._digest(made))
+                    del made
             except RuntimeError as error:  # the engine loop handles errors of the device
                 _log.warning("an image could not be divided into crops in advance: %s", error)
                 return prepared
             self._kept.add(crops)
-        return PrefetchedImage(prepared.pixels, prepared.rows, prepared.columns, prefetched=crops)
+        return PrefetchedImage(prepared.pixels, prepared.rows, prepared.columns, prefetched=crops, digests=digests)
+
+    def _with_digests(self, made: Crops) -> Crops:
+        """Returns crops of the host with digests by the device: equal pixels have equal ones, wherever they were
+        made. Waits for the device."""
+        if self._digest is None:
+            return made
+        try:
+            with self._lock, torch.inference_mode(), self._on_stream():
+                digests = CropDigests(self._digest(torch.from_numpy(made.pixels)))
+        except RuntimeError as error:  # the engine loop handles errors of the device
+            _log.warning("crops have no digests: %s", error)
+            return made
+        return replace(made, digests=digests.get(waits=True) or ())
 
 
 class CropSource:
@@ -110,17 +169,22 @@ class CropSource:
         self._upload = upload
         self._kept: dict[Hashable, Tensor] = {}  # by image id
 
-    def take(self, image_id: Hashable, image: Crops | DecodedImage, start: int, end: int) -> Tensor:
-        """Returns crops [start, end) of an image: uint8 [end - start, side, side, 3] on the device."""
+    def take(
+        self, image_id: Hashable, image: Crops | DecodedImage, crops: Sequence[int], *, is_last: bool
+    ) -> list[Tensor]:
+        """Returns crops of an image, named by their numbers in ascending order: uint8 [some, side, side, 3] on the
+        device, in pieces. With `is_last` no crop of the image is taken after these."""
         if isinstance(image, Crops):
-            return self._upload(image.pixels[start:end])
-        crops = self._kept.get(image_id)
-        if crops is None:
+            return [self._upload(image.pixels[start:end]) for start, end in _runs(crops)]
+        made = self._kept.pop(image_id, None)
+        if crops and made is None:
             prefetched = image.prefetched.claim() if isinstance(image, PrefetchedImage) else None
-            crops = self._kept[image_id] = self._crop(image) if prefetched is None else prefetched
-        if end == image.num_crops:
-            del self._kept[image_id]
-        return crops[start:end]
+            made = self._crop(image) if prefetched is None else prefetched
+        if not is_last and made is not None:
+            self._kept[image_id] = made
+        if is_last and isinstance(image, PrefetchedImage):
+            image.prefetched.free()
+        return [] if made is None else [made[start:end] for start, end in _runs(crops)]
 
     def release(self, image_id: Hashable) -> None:
         """Frees the crops that are kept of an image."""
@@ -129,3 +193,10 @@ class CropSource:
     def clear(self) -> None:
         """Frees the crops of all images. Crops that are still needed are made again."""
         self._kept.clear()
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields the runs [start, end) of consecutive numbers in ascending order."""
+    for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0]):
+        first, *_, last = [number for _, number in run] * 2
+        yield first, last + 1

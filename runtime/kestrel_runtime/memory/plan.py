@@ -1,6 +1,7 @@
 """Divides the memory of a device: how many pages the key-value cache gets after everything else.
 
-    pages = floor((usable - activations - graphs - images - image cache - adapters - margin) / bytes of a page)
+    pages = floor((usable - activations - graphs - images - image cache - crop cache - adapters - margin)
+                  / bytes of a page)
 
 On a CUDA device `usable` is utilization × total - used now, by all processes. On the host it is utilization ×
 available, since other programs need memory of the host too. Callers give the needs of a model as plain numbers.
@@ -20,6 +21,7 @@ from kestrel_runtime.memory.host_limits import available_memory_bytes, total_mem
 
 MARGIN_BYTES = 256 * MIB
 _CACHED_IMAGES_ON_DEVICE, _CACHED_IMAGES_ON_HOST, _IMAGE_CACHE_SHARE = 256, 32, 16
+_CACHED_CROPS_ON_DEVICE, _CACHED_CROPS_ON_HOST, _CROP_CACHE_SHARE = 1024, 128, 16
 _GIB = 2**30
 _ADVICE = {
     "weights": "choose a smaller model, or weights in float8 (--text-backend, --vision-backend)",
@@ -27,6 +29,7 @@ _ADVICE = {
     "CUDA graphs": "lower --max-prefill-tokens or --max-crops-per-step, or set --cuda-graphs off",
     "images": "lower --max-batch-size or --max-decoded-image-bytes",
     "image cache": "lower --image-cache-bytes",
+    "crop cache": "lower --crop-cache-bytes",
     "adapters": "lower --adapter-slots or --max-adapter-rank",
     "other processes, context and libraries": "end what else uses the memory",
     "margin": "use a device with more memory",
@@ -48,6 +51,7 @@ class MemoryNeeds:
     graph_bytes: int
     image_bytes: int
     image_cache_bytes: int = 0
+    crop_cache_bytes: int = 0
     adapter_bytes: int = 0
 
 
@@ -96,12 +100,25 @@ def image_cache_bytes(configured: int | None, image_bytes: int, available_bytes:
     If no number of bytes is configured: enough for 256 images on a CUDA device and 32 elsewhere, at most a
     sixteenth of what the weights leave.
     """
-    if not image_bytes:
+    num_images = _CACHED_IMAGES_ON_HOST if is_host else _CACHED_IMAGES_ON_DEVICE
+    return _whole_items(configured, image_bytes, num_images, available_bytes // _IMAGE_CACHE_SHARE)
+
+
+def crop_cache_bytes(configured: int | None, crop_bytes: int, available_bytes: int, *, is_host: bool) -> int:
+    """Returns the bytes for encoded crops that are kept: a whole number of crops of `crop_bytes` each.
+
+    If no number of bytes is configured: enough for 1,024 crops on a CUDA device and 128 elsewhere, at most a
+    sixteenth of what the weights leave.
+    """
+    num_crops = _CACHED_CROPS_ON_HOST if is_host else _CACHED_CROPS_ON_DEVICE
+    return _whole_items(configured, crop_bytes, num_crops, available_bytes // _CROP_CACHE_SHARE)
+
+
+def _whole_items(configured: int | None, item_bytes: int, num_items: int, most_bytes: int) -> int:
+    if not item_bytes:
         return 0
-    if configured is None:
-        num_images = _CACHED_IMAGES_ON_HOST if is_host else _CACHED_IMAGES_ON_DEVICE
-        configured = min(num_images * image_bytes, available_bytes // _IMAGE_CACHE_SHARE)
-    return configured // image_bytes * image_bytes
+    num_bytes = min(num_items * item_bytes, most_bytes) if configured is None else configured
+    return num_bytes // item_bytes * item_bytes
 
 
 def plan_memory(
@@ -112,7 +129,7 @@ def plan_memory(
     Raises `CheckpointError` if the pages cannot hold one request of every skill.
     """
     own_bytes = needs.activation_bytes + needs.graph_bytes + needs.image_bytes + MARGIN_BYTES
-    own_bytes += needs.image_cache_bytes + needs.adapter_bytes
+    own_bytes += needs.image_cache_bytes + needs.crop_cache_bytes + needs.adapter_bytes
     is_given = num_pages is not None
     if num_pages is None:
         num_pages = max(0, int((reading.usable_bytes(utilization) - own_bytes) // needs.page_bytes))
@@ -128,6 +145,7 @@ def plan_memory(
         graph_bytes=needs.graph_bytes,
         image_bytes=needs.image_bytes,
         image_cache_bytes=needs.image_cache_bytes,
+        crop_cache_bytes=needs.crop_cache_bytes,
         adapter_bytes=needs.adapter_bytes,
         other_bytes=reading.used_bytes - reading.weight_bytes,
         margin_bytes=MARGIN_BYTES,

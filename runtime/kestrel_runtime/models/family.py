@@ -140,9 +140,12 @@ class PreparedModel(Protocol):
         """
         ...
 
-    def new_step_runner(self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0) -> StepRunner:
+    def new_step_runner(
+        self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0, crop_cache_bytes: int = 0
+    ) -> StepRunner:
         """Returns a step runner with a cache of `num_pages`; captured graphs may take `graph_bytes` of device
-        memory, image embeddings `image_cache_bytes` in addition to what running sequences need.
+        memory, image embeddings `image_cache_bytes` in addition to what running sequences need, and encoded crops
+        `crop_cache_bytes`.
 
         Raises `CheckpointError` if there is no memory for the cache.
         """

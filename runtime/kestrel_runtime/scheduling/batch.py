@@ -9,18 +9,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
+from kestrel_runtime.scheduling.crop_cache import PlaceId
 from kestrel_runtime.scheduling.embedding_cache import EntryId
 from kestrel_runtime.scheduling.page_manager import PageCopy, StepId
 from kestrel_runtime.scheduling.sequence import PreparedImage, SequenceImage, TokenSequence
 
 
 class EncodeItem(NamedTuple):
-    """Crops [first_crop, end_crop) of an image of a sequence that one step encodes."""
+    """The crops of an image of a sequence that one step encodes, and those that it finds encoded."""
 
     sequence: TokenSequence
     image: SequenceImage
-    first_crop: int
-    end_crop: int
+    crops: tuple[int, ...]
+    """The numbers of the crops that the step encodes, in ascending order; there may be none."""
+    places: tuple[PlaceId | None, ...] = ()
+    """The places of the pool to which `crops` are copied; None for a crop that is not. Empty if none is copied."""
+    found: tuple[tuple[int, PlaceId], ...] = ()
+    """The crops that are read from the pool, each with its place; only of an image that is complete in this step.
+    The step may itself write some of the places."""
+    is_first: bool = True
+    """True if nothing of the image has been encoded before."""
+    is_last: bool = True
+    """True if the image is complete in this step."""
 
     @property
     def entry(self) -> EntryId:
@@ -34,16 +44,13 @@ class EncodeItem(NamedTuple):
         assert self.image.pixels is not None, "only decoded images are encoded"
         return self.image.pixels
 
-    @property
-    def is_last(self) -> bool:
-        """True if these are the last crops of the image."""
-        return self.end_crop == self.pixels.num_crops
-
     @classmethod
     def rest_of(cls, sequence: TokenSequence, image: SequenceImage) -> EncodeItem:
-        """Returns all crops of a sequence's decoded image that are not encoded yet."""
+        """Returns all crops of a sequence's decoded image that are not encoded yet; they are not copied to the
+        pool."""
         assert image.pixels is not None, "only decoded images are encoded"
-        return cls(sequence, image, image.num_encoded_crops, image.pixels.num_crops)
+        found = tuple(image.found_crops.items())
+        return cls(sequence, image, image.crops_left(), found=found, is_first=not image.encoded_crops)
 
 
 class Chunk(NamedTuple):

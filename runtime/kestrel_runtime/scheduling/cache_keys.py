@@ -40,6 +40,7 @@ FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
     "memory_utilization": "how many pages there are, not what they hold",
     "memory_limit": "how many pages there are, not what they hold",
     "image_cache_bytes": "how many image embeddings are kept, not what they hold",
+    "crop_cache_bytes": "how many encoded crops are kept, not what they hold",
     "adapters": "where adapters are; keys have the content of each",
     "adapter_repositories": "where adapters are; keys have the content of each",
     "num_adapter_slots": "how many adapters are loaded together; rows of a step do not read each other",

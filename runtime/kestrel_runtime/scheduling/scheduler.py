@@ -7,8 +7,8 @@ Invariants
       of its pages at once; `PageManager` decides when they can be allocated again.
   I2  Each RUNNING sequence whose context is not full is in every decode batch, so its next token takes one step.
   I3  While any sequence decodes, a prefill step has at most `max_prefill_tokens` prompt tokens (or the span of one
-      image, which cannot be split) and at most `max_crops_per_step` crops. If sequences of several tenants are
-      active, at most `max_prefill_tokens_of_others` of the tokens belong to the tenants that were not served
+      image, which cannot be split) and encodes at most `max_crops_per_step` crops. If sequences of several tenants
+      are active, at most `max_prefill_tokens_of_others` of the tokens belong to the tenants that were not served
       least: their long prompts delay the others less. That bound holds for another second, in which a tenant whose
       request has ended may send its next one.
   I4  A page is allocated when a token needs it. If none is available, a sequence is preempted: it waits again,
@@ -40,6 +40,8 @@ Invariants
       and the oldest ends.
   I13 A sequence that reads embeddings has a row and an entry, but no pages. The step that encodes the last crop of
       its image, or a later one, copies the embeddings to the host, and ends the sequence.
+  I14 Crops that the pool has are not encoded. An image leases those that it has found until the step that completes
+      it is launched. The pool delays no start and no step: what it has no place for is encoded and not kept.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ import itertools
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kestrel_runtime.fairness.preemption import TenantShares
@@ -55,6 +58,7 @@ from kestrel_runtime.fairness.waiting_queue import WaitingQueue
 from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
 from kestrel_runtime.scheduling.cache_keys import Digest
+from kestrel_runtime.scheduling.crop_cache import CropCache, CropKey, LateKey, PlaceId
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache, LeaseId
 from kestrel_runtime.scheduling.page_manager import PageId, PageManager, PrefixMatch, StepId
 from kestrel_runtime.scheduling.sequence import PreparedImage, SequenceImage, SequenceState, TokenSequence
@@ -98,16 +102,19 @@ class Scheduler:
         ageing_s: float = 10.0,
         cuts_at_share_points: bool = False,
         embeddings: EmbeddingCache | None = None,
+        crops: CropCache | None = None,
     ) -> None:
         """Creates a scheduler without sequences.
 
         `embeddings` needs an entry for one sequence more than `max_batch_size`, for a probe; the default caches
-        none. With `cuts_at_share_points`, a new chunk begins where an image or an earlier answer ends, also within
-        one step: what follows reads the positions before it from pages, whether they were cached or have just been
-        computed. A step has at most as many chunks as one image for each sequence makes.
+        none. The default of `crops` keeps none. With `cuts_at_share_points`, a new chunk begins where an image or
+        an earlier answer ends, also within one step: what follows reads the positions before it from pages, whether
+        they were cached or have just been computed. A step has at most as many chunks as one image for each
+        sequence makes.
         """
         self._pages = pages
         self._embeddings = EmbeddingCache(max_batch_size + 1) if embeddings is None else embeddings
+        self._crops = CropCache() if crops is None else crops
         self._max_batch_size = max_batch_size
         self._max_prefill_tokens = max_prefill_tokens
         self._max_crops_per_step = max_crops_per_step
@@ -219,9 +226,13 @@ class Scheduler:
         """Records that a batch was launched as `step`; each token that it samples is pending from now on."""
         self._in_flight.add(step)
         for item in batch.encode:
-            item.image.num_encoded_crops = item.end_crop
+            item.image.encoded_crops.update(item.crops)
+            if item.places:
+                self._crops.fill(item.places, step)
             if item.is_last:
+                item.image.is_encoded = True
                 self._embeddings.fill(_lease_id(item.sequence, item.image), step)
+                self._crops.release(_lease_id(item.sequence, item.image))  # later steps run behind this one
         for chunk in batch.prefill:
             chunk.sequence.cache.num_cached = chunk.end
             chunk.sequence.cache.writing.add(step)
@@ -261,6 +272,7 @@ class Scheduler:
             self.promote(batch)
         self._forget_step(step)
         self._embeddings.complete(step, now)
+        self._crops.complete(step, now)
         for chunk in batch.prefill:
             # A sequence that was preempted meanwhile does not have these pages any more.
             if step in chunk.sequence.cache.writing:
@@ -305,6 +317,7 @@ class Scheduler:
             self._preempt(self._active[-1])
         self._pages.forget_cached()  # it is unknown what the failed step has written
         self._embeddings.reset()
+        self._crops.reset()
         for sequence in self._waiting:
             self._release_embeddings(sequence)
 
@@ -380,12 +393,14 @@ class Scheduler:
     def forget_cached(self, namespace: str | None = None, image: bytes | None = None) -> tuple[int, int]:
         """Removes the cached data of a namespace, or of one image in it; all data if both are None.
 
-        Returns the numbers of pages and images. Current sequences publish no more of this data.
+        Returns the numbers of pages and images. Current sequences publish no more of this data. With one image all
+        crops of the namespace are removed, since a crop does not know its images.
         """
         for sequence in list(self.sequences()):
             if sequence.belongs_to(namespace, image):
                 sequence.leave_caches()
                 self._stop_filling(sequence)
+        self._crops.forget(namespace)
         return self._pages.forget_cached(namespace, image), self._embeddings.forget(namespace, image)
 
     def allocate_probe(self, probe: TokenSequence) -> None:
@@ -482,9 +497,10 @@ class Scheduler:
         return True
 
     def _release_embeddings(self, sequence: TokenSequence) -> None:
-        """Ends the sequence's leases of entries for embeddings."""
+        """Ends the sequence's leases of entries for embeddings, and of crops."""
         for image in sequence.images:
             self._embeddings.release(_lease_id(sequence, image))
+            self._crops.release(_lease_id(sequence, image))
             image.forget_embeddings()
 
     def _release(self, sequence: TokenSequence) -> None:
@@ -744,10 +760,10 @@ class Scheduler:
             item, ready_end = self._next_encoding(sequence, crops_left if bounded else None)
             if item is not None:
                 encode.append(item)
-                crops_left -= item.end_crop - item.first_crop
+                crops_left -= len(item.crops)
             if sequence.request.embeddings is not None:
                 (image,) = sequence.images
-                is_ready = item.is_last if item is not None else not image.num_crops_left
+                is_ready = item.is_last if item is not None else not image.needs_encoding
                 if is_ready and len(read) < _MAX_READ:
                     read.append(sequence)
                 if not bounded and crops_left <= 0:
@@ -767,20 +783,53 @@ class Scheduler:
 
     def _next_encoding(self, sequence: TokenSequence, max_crops: int | None) -> tuple[EncodeItem | None, int]:
         """Returns the crops that a sequence encodes in the next step, of one image and at most `max_crops`, and the
-        end of the positions that the step can then compute. None stands for no crops, and for no limit."""
+        end of the positions that the step can then compute. None stands for no item, and for no limit."""
         item: EncodeItem | None = None
         for image, (start, end) in zip(sequence.images, sequence.spans, strict=True):
-            if end <= sequence.cache.num_cached or (image.entry is not None and not image.num_crops_left):
+            if end <= sequence.cache.num_cached or (image.entry is not None and not image.needs_encoding):
                 continue
             if item is not None or (image.entry is None and not self._pass_entry_on(sequence, image)):
                 return item, start
-            num_left = image.num_crops_left
-            count = num_left if max_crops is None else min(num_left, max_crops)
-            if count:
-                item = EncodeItem(sequence, image, image.num_encoded_crops, image.num_encoded_crops + count)
-            if count < num_left:
-                return item, start
+            if image.needs_encoding:
+                item = self._encode_crops(sequence, image, max_crops)
+                if item is None or not item.is_last:
+                    return item, start
         return item, sequence.length
+
+    def _encode_crops(
+        self, sequence: TokenSequence, image: SequenceImage, max_crops: int | None
+    ) -> EncodeItem | None:
+        """Finds crops of an image in the pool, and plans to encode at most `max_crops` of the others. Returns None
+        if the image is not complete and no crop may be encoded."""
+        scope, computes_anew = image.crop_scope, sequence.request.computes_anew
+        digests: Sequence[bytes] | None = ()
+        if scope is not None and image.pixels is not None:
+            digests = image.pixels.crop_digests(waits=self._crops.has_recent_hits(scope.namespace, self._now))
+        crops: list[int] = []
+        places: list[PlaceId | None] = []
+        num_left = 0
+        for crop in image.crops_left():
+            key: CropKey | LateKey | None = None
+            if scope is not None and digests:
+                key = CropKey(scope.namespace, digests[crop])
+                found = None if computes_anew else self._crops.find(_lease_id(sequence, image), key, self._now)
+                if found is not None:
+                    image.found_crops[crop] = found
+                    continue
+            elif scope is not None and digests is None and image.pixels is not None:
+                key = LateKey(scope.namespace, partial(image.pixels.crop_digests, waits=True), crop)
+            if max_crops is not None and len(crops) >= max_crops:
+                num_left += 1
+                continue
+            crops.append(crop)
+            if key is not None:
+                places.append(self._crops.reserve(key, self._now, replaces=computes_anew))
+        if num_left and not crops:
+            return None
+        is_last = not num_left
+        found = tuple(image.found_crops.items()) if is_last else ()
+        is_first = not image.encoded_crops
+        return EncodeItem(sequence, image, tuple(crops), tuple(places), found, is_first, is_last)
 
     def _next_chunks(
         self, sequence: TokenSequence, tokens_left: int, ready_end: int, *, may_exceed_limit: bool

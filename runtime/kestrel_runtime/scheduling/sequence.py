@@ -15,7 +15,8 @@ from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.fairness.preemption import MIN_TOKENS
 from kestrel_runtime.output.embedding import EmbeddingForm
 from kestrel_runtime.output.output_parser import OutputParser, Token
-from kestrel_runtime.scheduling.cache_keys import Digest, EmbeddingKey, PrefixKeys
+from kestrel_runtime.scheduling.cache_keys import CacheScope, Digest, EmbeddingKey, PrefixKeys
+from kestrel_runtime.scheduling.crop_cache import PlaceId
 from kestrel_runtime.scheduling.embedding_cache import EntryId
 from kestrel_runtime.scheduling.page_manager import PageCopy, PageId, StepId
 from kestrel_runtime.scheduling.positions import bidirectional_spans, text_runs
@@ -84,6 +85,13 @@ class PreparedImage(Protocol):
     @property
     def num_crops(self) -> int:
         """The number of crops that the vision encoder computes for the image."""
+        ...
+
+    def crop_digests(self, *, waits: bool) -> Sequence[bytes] | None:
+        """Returns a digest of the pixels of each crop; empty if none are computed.
+
+        They may still be computed on a device: then it returns None, or waits for them if `waits` is true.
+        """
         ...
 
 
@@ -188,7 +196,14 @@ class SequenceImage:
     """Width and height, upright; None until the image has been decoded once."""
     key: EmbeddingKey | None = None
     """The key of the embeddings; None if the sequence neither uses cached embeddings nor adds to them."""
-    num_encoded_crops: int = 0
+    crop_scope: CacheScope | None = None
+    """The scope of its crops in the crop cache; None if it neither uses cached crops nor adds to them."""
+    encoded_crops: set[int] = field(default_factory=set)
+    """The crops that its sequence has encoded."""
+    found_crops: dict[int, PlaceId] = field(default_factory=dict)
+    """The crops that were found in the crop cache, with their places."""
+    is_encoded: bool = False
+    """True if a step that completes its embeddings has been launched."""
     entry: EntryId | None = None
     """The entry of the embeddings; None if it needs none, or does not have one yet."""
     has_cached_embeddings: bool = False
@@ -200,15 +215,22 @@ class SequenceImage:
         return self.start + self.num_positions
 
     @property
-    def num_crops_left(self) -> int:
-        """The number of crops that are not encoded yet."""
-        if self.has_cached_embeddings or self.pixels is None:
-            return 0
-        return self.pixels.num_crops - self.num_encoded_crops
+    def needs_encoding(self) -> bool:
+        """True if its pixels are there and its embeddings are not."""
+        return not (self.has_cached_embeddings or self.is_encoded or self.pixels is None)
+
+    def crops_left(self) -> tuple[int, ...]:
+        """Returns the crops that are neither encoded nor found."""
+        if self.pixels is None or not self.needs_encoding:
+            return ()
+        known = self.encoded_crops, self.found_crops
+        return tuple(crop for crop in range(self.pixels.num_crops) if not any(crop in some for some in known))
 
     def forget_embeddings(self) -> None:
-        """Forgets its entry, which it does not have any more."""
-        self.entry, self.has_cached_embeddings, self.num_encoded_crops = None, False, 0
+        """Forgets its entry and its crops, which it does not have any more."""
+        self.entry, self.has_cached_embeddings, self.is_encoded = None, False, False
+        self.encoded_crops.clear()
+        self.found_crops.clear()
 
 
 @dataclass(slots=True)
@@ -334,16 +356,18 @@ class TokenSequence:
         return None if self.cache.keys is None else self.cache.keys.missing_share_point(num_positions, page_size)
 
     def belongs_to(self, namespace: str | None, image: bytes | None) -> bool:
-        """Returns True if the sequence would publish pages or embeddings of a namespace, or of an image in it. None
-        means all."""
+        """Returns True if the sequence would publish pages, embeddings or crops of a namespace, or of an image in
+        it. None means all."""
         keys = (self.cache.keys, *(item.key for item in self.images))
-        return any(key is not None and key.scope.is_part_of(namespace, image) for key in keys)
+        scopes = [key.scope for key in keys if key is not None]
+        scopes += [item.crop_scope for item in self.images if item.crop_scope is not None]
+        return any(scope.is_part_of(namespace, image) for scope in scopes)
 
     def leave_caches(self) -> None:
         """Stops reading from the caches and adding to them."""
         self.cache.keys = None
         for image in self.images:
-            image.key = None
+            image.key = image.crop_scope = None
 
     def num_own_pages(self, page_size: int) -> int:
         """Returns the number of pages that it holds and did not find in the prefix cache when it last started."""

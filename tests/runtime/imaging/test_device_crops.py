@@ -24,11 +24,13 @@ def refuse(_):
     raise torch.OutOfMemoryError("no memory")
 
 
-def device_cropper(crop=crop, max_images=1):
+def device_cropper(crop=crop, max_images=1, digest=None):
     stream = torch.cuda.Stream() if CUDA else None
-    return DeviceCropper(
-        CROPPING, crop, lambda: torch.cuda.stream(stream) if stream else nullcontext(), max_images=max_images
-    )
+
+    def on_stream():
+        return torch.cuda.stream(stream) if stream else nullcontext()
+
+    return DeviceCropper(CROPPING, crop, on_stream, max_images=max_images, digest=digest)
 
 
 def test_prefetched_crops_are_those_of_the_image():
@@ -49,9 +51,10 @@ def test_prefetched_crops_are_taken_and_made_again_only_when_they_are_lost():
         return crop(decoded)
 
     source = CropSource(counted, torch.from_numpy)
-    first = source.take(1, image, 0, image.num_crops)
+    (first,) = source.take(1, image, range(image.num_crops), is_last=True)
     assert num_calls == 0
-    assert torch.equal(source.take(1, image, 0, image.num_crops), first)
+    (again,) = source.take(1, image, range(image.num_crops), is_last=True)
+    assert torch.equal(again, first)
     assert num_calls == 1
 
 
@@ -87,6 +90,36 @@ def test_an_image_much_larger_than_its_crops_is_divided_into_crops_on_the_host(s
     assert isinstance(device_cropper(refuse)(Image.new("RGB", size)), Crops)
 
 
+def sums(crops):
+    return crops.flatten(1).sum(1, dtype=torch.int64)[:, None]
+
+
+def test_crops_have_the_digests_that_the_device_computes():
+    image = device_cropper(digest=sums)(PICTURE)
+    expected = sums(torch.from_numpy(CROPPING.make_crops(PICTURE).pixels))
+    assert image.crop_digests(waits=True) == tuple(row.tobytes() for row in expected.numpy())
+    assert image.crop_digests(waits=False) == image.crop_digests(waits=True), "known from now on"
+
+
+def test_crops_that_the_host_has_made_have_digests_of_the_device_too():
+    image = device_cropper(refuse, digest=sums)(Image.new("RGB", (4000, 3000)))
+    assert isinstance(image, Crops)
+    assert image.crop_digests(waits=False) == tuple(bytes(8) for _ in range(image.num_crops))
+
+
+def test_crops_without_digests_say_so():
+    assert device_cropper()(PICTURE).crop_digests(waits=True) == ()
+    assert device_cropper(refuse, digest=sums)(PICTURE).crop_digests(waits=True) == ()
+    assert CROPPING.make_crops(PICTURE).crop_digests(waits=True) == ()
+
+
+def test_crops_that_are_not_needed_are_freed_unused():
+    image = device_cropper()(PICTURE)
+    assert isinstance(image, PrefetchedImage)
+    assert CropSource(refuse, torch.from_numpy).take(1, image, (), is_last=True) == []
+    assert image.prefetched.is_claimed
+
+
 FIRST, SECOND = 1, 2
 
 
@@ -116,40 +149,43 @@ def decoded(shade=0, columns=4):
     return DecodedImage(np.full((3, 5, 3), shade, dtype=np.uint8), 1, columns)
 
 
-def shades(crops):
+def shades(pieces):
+    crops = torch.cat(pieces)
     assert crops.shape[1:] == (2, 2, 3)
     return crops[:, 0, 0, 0].tolist()
 
 
 def test_crops_that_are_made_already_are_uploaded(source, cropper):
     pixels = np.arange(5 * 12, dtype=np.uint8).reshape(5, 2, 2, 3)
-    assert torch.equal(source.take(FIRST, Crops(pixels, 2, 2), 1, 4), torch.from_numpy(pixels[1:4]))
+    one, others = source.take(FIRST, Crops(pixels, 2, 2), (1, 3, 4), is_last=True)
+    assert torch.equal(one, torch.from_numpy(pixels[1:2]))
+    assert torch.equal(others, torch.from_numpy(pixels[3:]))
     assert cropper.num_calls == 0
 
 
 def test_an_image_is_divided_into_crops_once_for_all_the_steps_that_encode_it(source, cropper):
     first, second = decoded(), decoded(shade=100)
-    assert shades(source.take(FIRST, first, 0, 2)) == [0, 1]
-    assert shades(source.take(SECOND, second, 0, 3)) == [100, 101, 102]
-    assert shades(source.take(FIRST, first, 2, 4)) == [2, 3]
-    assert shades(source.take(FIRST, first, 4, 5)) == [4]
-    assert shades(source.take(SECOND, second, 3, 5)) == [103, 104]
+    assert shades(source.take(FIRST, first, range(2), is_last=False)) == [0, 1]
+    assert shades(source.take(SECOND, second, range(3), is_last=False)) == [100, 101, 102]
+    assert shades(source.take(FIRST, first, range(2, 4), is_last=False)) == [2, 3]
+    assert shades(source.take(FIRST, first, range(4, 5), is_last=True)) == [4]
+    assert shades(source.take(SECOND, second, range(3, 5), is_last=True)) == [103, 104]
     assert cropper.num_calls == 2
 
 
 def test_an_image_whose_features_were_lost_is_divided_into_crops_again(source, cropper):
     image = decoded(shade=7, columns=1)
     for _ in range(2):
-        assert shades(source.take(FIRST, image, 0, 2)) == [7, 8]
+        assert shades(source.take(FIRST, image, range(2), is_last=True)) == [7, 8]
     assert cropper.num_calls == 2
 
 
 @pytest.mark.parametrize("forget", [lambda source: source.release(FIRST), lambda source: source.clear()])
 def test_crops_that_were_freed_are_made_again(source, cropper, forget):
     image = decoded()
-    source.take(FIRST, image, 0, 2)
+    source.take(FIRST, image, range(2), is_last=False)
     forget(source)
-    assert shades(source.take(FIRST, image, 0, 2)) == [0, 1]
+    assert shades(source.take(FIRST, image, range(2), is_last=False)) == [0, 1]
     assert cropper.num_calls == 2
 
 

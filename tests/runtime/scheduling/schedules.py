@@ -15,12 +15,14 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter, deque
+from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
 from kestrel_runtime.output.output_parser import Token
-from kestrel_runtime.scheduling.batch import Batch
-from kestrel_runtime.scheduling.cache_keys import ImageContent, PrefixKeyMaker
+from kestrel_runtime.scheduling.batch import Batch, EncodeItem
+from kestrel_runtime.scheduling.cache_keys import CacheScope, ImageContent, PrefixKeyMaker
+from kestrel_runtime.scheduling.crop_cache import CropCache, CropKey
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.page_manager import PageManager, StepId
 from kestrel_runtime.scheduling.scheduler import Scheduler
@@ -33,7 +35,7 @@ from tests.runtime.scheduling.simulated_device import (
     RowAccess,
     SimulatedDevice,
 )
-from tests.runtime.sequences import blank_crops, new_sequence
+from tests.runtime.sequences import new_sequence
 
 NUM_OPERATIONS = int(os.environ.get("KESTREL_GRPC_CACHE_OPERATIONS", "40000"))
 NUM_TURNS = 60
@@ -42,6 +44,24 @@ IMAGES = tuple(bytes([number]) * 32 for number in range(3))
 MAX_IMAGES = 4
 NAMESPACES = ("", "another")
 BOS = Token(0)
+
+
+class LateCrops:
+    """Crops of which some are those of other images, and whose digests may take a while."""
+
+    num_crops = NUM_CROPS
+
+    def __init__(self, image: bytes, random: Random) -> None:
+        self._image, self._random = image, random
+        self._are_known = False
+
+    def content(self, crop: int) -> bytes:
+        """What a crop shows: the last one of any image is the same, and the first two of an image are equal."""
+        return b"common" if crop == NUM_CROPS - 1 else self._image
+
+    def crop_digests(self, *, waits: bool) -> Sequence[bytes] | None:
+        self._are_known = self._are_known or waits or self._random.random() < 0.5
+        return [self.content(crop) for crop in range(NUM_CROPS)] if self._are_known else None
 
 
 class Conversation(NamedTuple):
@@ -60,6 +80,7 @@ class Schedule:
     manager_class: type[PageManager] = PageManager
     maker_class: type[PrefixKeyMaker] = PrefixKeyMaker
     embeddings_class: type[EmbeddingCache] = EmbeddingCache
+    crops_class: type[CropCache] = CropCache
 
     def __init__(self, seed: int) -> None:
         self.random = random = Random(seed)
@@ -68,6 +89,7 @@ class Schedule:
         self.manager = self.manager_class(random.randrange(6, 60), page_size)
         self.device = SimulatedDevice(self.manager.num_pages, page_size, random)
         self.embeddings = self.embeddings_class(max_batch_size + 1, random.choice((0, 1, 2, 4)))
+        self.crops = self.crops_class(random.choice((0, 1, 2, 3, 8)))
         self.scheduler = self.scheduler_class(
             self.manager,
             max_batch_size=max_batch_size,
@@ -75,6 +97,7 @@ class Schedule:
             max_crops_per_step=random.randrange(1, 5),
             cuts_at_share_points=random.random() < 0.7,
             embeddings=self.embeddings,
+            crops=self.crops,
         )
         self.tenants = random.choice((("",), ("a", "b"), ("a", "b", "c")))
         self.num_image_tokens = random.randrange(1, 8)
@@ -110,7 +133,9 @@ class Schedule:
         assert not self.answers, "no sequence is lost"
         assert self.manager.num_available == self.manager.num_pages, "B6: every page can be allocated again"
         check_entries(self.embeddings, self.device)
+        check_pool(self.crops, self.device)
         assert not vars(self.embeddings)["_leases"], "E1: every lease has ended"
+        assert not vars(self.crops)["_leases"], "every lease has ended"
 
     def turn(self, *, is_busy: bool) -> None:
         random = self.random
@@ -165,6 +190,7 @@ class Schedule:
             self.complete(prefills)
         check_books(self.manager)
         check_entries(self.embeddings, self.device)
+        check_pool(self.crops, self.device)
 
     def arrive(self) -> None:
         random = self.random
@@ -207,6 +233,8 @@ class Schedule:
             for image, own in zip(images, sequence.images, strict=True):
                 if random.random() < 0.9:
                     own.key = self.maker.embedding_key(image.digest, namespace)
+                if random.random() < 0.9:
+                    own.crop_scope = CacheScope(namespace, frozenset((image.digest,)))
                 keys = sequence.cache.keys
                 is_cached = keys is not None and self.manager.has(keys.share_point(own.end, self.manager.page_size))
                 if (is_cached or own.key in self.embeddings) and not sequence.request.computes_anew:
@@ -226,7 +254,7 @@ class Schedule:
         while self.preparing and num_decoded + len(self.to_decode[self.preparing[0]]) <= self.max_decoded:
             sequence = self.preparing.pop(0)
             for image in self.to_decode.pop(sequence):
-                image.pixels = blank_crops(NUM_CROPS)
+                image.pixels = self.crops_of(sequence, image)
                 num_decoded += 1
             self.scheduler.add(sequence)
             if self.random.random() < 0.01:
@@ -237,8 +265,27 @@ class Schedule:
             sequence = self.random.choice(self.decoding)
             if num_decoded + len(sequence.images) <= self.max_decoded:
                 self.decoding.remove(sequence)
-                self.scheduler.add_pixels(sequence, [blank_crops(NUM_CROPS) for _ in sequence.images])
+                self.scheduler.add_pixels(sequence, [self.crops_of(sequence, image) for image in sequence.images])
                 self.counts["decoded again"] += 1
+
+    def crops_of(self, sequence: TokenSequence, image: SequenceImage) -> LateCrops:
+        _, digest = self.origin_of(sequence, image)
+        return LateCrops(digest, self.random)
+
+    def encoding(self, item: EncodeItem) -> EntryWrite:
+        """What the item does, and what it must find in the pool."""
+        namespace, digest = self.origin_of(item.sequence, item.image)
+        shown = LateCrops(digest, self.random).content
+        kept = [(place, (namespace, shown(crop))) for crop, place in zip(item.crops, item.places, strict=False)]
+        found = [(crop, place, (namespace, shown(crop))) for crop, place in item.found]
+        self.counts["found crops"] += len(found)
+        return EntryWrite(
+            item.entry,
+            (namespace, digest),
+            item.crops,
+            tuple((place, content) for place, content in kept if place is not None),
+            tuple(found),
+        )
 
     def origin_of(self, sequence: TokenSequence, image: SequenceImage) -> tuple[str, bytes]:
         namespace, images = self.origins[sequence]
@@ -293,10 +340,7 @@ class Schedule:
             [(copy.source, copy.target) for copy in batch.copies],
             frozenset(waits),
             members,
-            [
-                EntryWrite(item.entry, self.origin_of(item.sequence, item.image), item.first_crop, item.end_crop)
-                for item in batch.encode
-            ],
+            [self.encoding(item) for item in batch.encode],
         )
         self.device.launch(step)
         self.scheduler.commit(StepId(step.id), batch)
@@ -381,6 +425,7 @@ class Schedule:
         for page in self.device.memory:
             page[:] = ["rubbish"] * len(page)
         self.device.entries.clear()
+        self.device.pool.clear()
         assert self.manager.num_available == self.manager.num_pages
         self.counts["failures"] += 1
 
@@ -388,6 +433,9 @@ class Schedule:
         """Remove what is cached of a namespace, or of an image in it."""
         namespace, image = self.random.choice((None, *NAMESPACES)), self.random.choice((None, *IMAGES))
         self.scheduler.forget_cached(namespace, image)
+        if namespace is not None:
+            left = [key.namespace for key in vars(self.crops)["_index"]]
+            assert namespace not in left, "what was removed is not found"
         for own_namespace in NAMESPACES:
             for own_image in IMAGES:
                 images = (ImageContent(1, self.num_image_tokens, own_image),)
@@ -440,6 +488,26 @@ def check_entries(embeddings: EmbeddingCache, device: SimulatedDevice) -> None:
             origin = (entry.key.scope.namespace, image)
             assert device.holds(EntryRead(number, origin, NUM_CROPS)), "E2: what is found is complete"
     assert len(index) == sum(entry.key is not None for entry in entries)
+
+
+def check_pool(crops: CropCache, device: SimulatedDevice) -> None:
+    """Raise AssertionError where the books of the pool are wrong, or a place lacks its crop."""
+    books = vars(crops)
+    places, free, unused, index = books["_places"], books["_free"], books["_unused"], books["_index"]
+    writing = [place for of_step in books["_writing"].values() for place in of_step]
+    leases = Counter(place for of_owner in books["_leases"].values() for place in of_owner)
+    assert len(free) == len(set(free)), "no place is freed twice"
+    for number, place in enumerate(places):
+        assert place.num_leases == leases[number]
+        assert place.is_written is (number not in writing)
+        kinds = (number in free, number in unused, bool(place.num_leases) or not place.is_written)
+        assert sum(kinds) == 1, f"C2: place {number} is free, unused or in use"
+        assert number not in free or place.key is None, "a free place is not found"
+        assert number not in unused or isinstance(place.key, CropKey)
+        if isinstance(place.key, CropKey):
+            assert index[place.key] == number
+            assert not place.is_written or device.pool[number] == tuple(place.key), "what is found is there"
+    assert len(index) == sum(isinstance(place.key, CropKey) for place in places)
 
 
 OPERATIONS = ("arrivals", "cancellations", "finished", "failures", "removals", "steps")

@@ -29,12 +29,15 @@ class RowAccess:
 
 @dataclass
 class EntryWrite:
-    """Crops [first_crop, end_crop) of an image that a step encodes into an entry."""
+    """Crops of an image that a step encodes into an entry."""
 
     entry: int
     image: object
-    first_crop: int
-    end_crop: int
+    crops: tuple[int, ...]
+    kept: tuple[tuple[int, object], ...] = ()
+    """Places of the pool, with the crops that the step copies there."""
+    found: tuple[tuple[int, int, object], ...] = ()
+    """Crops that the step reads from places of the pool, with what these must hold."""
 
 
 class EntryRead(NamedTuple):
@@ -79,6 +82,8 @@ class SimulatedDevice:
         self.memory: list[list[object]] = [[None] * page_size for _ in range(num_pages)]
         self.streams: dict[str, deque[DeviceStep]] = {"prefill": deque(), "decode": deque()}
         self.rows: dict[int, object] = {}
+        self.pool: dict[int, object] = {}
+        """By place, the encoded crop."""
         self.entries: dict[int, dict[int, object]] = {}
         """By entry, the image of each crop."""
         self.executed: set[int] = set()
@@ -110,8 +115,14 @@ class SimulatedDevice:
         for source, target in step.copies:
             self.memory[target] = list(self.memory[source])
         for write in step.encodes:
+            self.pool.update(write.kept)
+        for write in step.encodes:
+            for _, place, content in write.found:
+                if self.pool.get(place) != content:
+                    raise WrongRead(f"place {place} holds {self.pool.get(place)}, not {content}")
             crops = self.entries.setdefault(write.entry, {})
-            crops.update(dict.fromkeys(range(write.first_crop, write.end_crop), write.image))
+            numbers = [*write.crops, *(crop for crop, _, _ in write.found)]
+            crops.update(dict.fromkeys(numbers, write.image))
         for access in step.accesses:
             for read in access.embeddings if access.counts else ():
                 if not self.holds(read):

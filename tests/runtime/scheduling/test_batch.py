@@ -41,9 +41,11 @@ def test_a_decode_step_depends_on_the_prefill_steps_that_still_write_its_prompts
 def test_an_encode_item_takes_the_crops_that_are_not_encoded():
     sequence = new_sequence(num_image_tokens=4, pixels=blank_crops(5))
     (image,) = sequence.images
-    assert EncodeItem.rest_of(sequence, image) == (sequence, image, 0, 5)
-    image.num_encoded_crops = 3
-    assert EncodeItem.rest_of(sequence, image) == (sequence, image, 3, 5)
+    assert EncodeItem.rest_of(sequence, image) == EncodeItem(sequence, image, (0, 1, 2, 3, 4))
+    image.encoded_crops, image.found_crops = {0, 2}, {3: 7}
+    assert EncodeItem.rest_of(sequence, image) == EncodeItem(
+        sequence, image, (1, 4), found=((3, 7),), is_first=False
+    )
     image.pixels = None
     with pytest.raises(AssertionError, match="only decoded images"):
         EncodeItem.rest_of(sequence, image)
@@ -62,7 +64,7 @@ def test_a_batch_without_work_is_empty():
     sequence = new_sequence(2, num_image_tokens=4)
     assert Batch.of_prefill().is_empty
     assert Batch.of_decode().is_empty
-    assert not Batch.of_prefill([EncodeItem(sequence, sequence.images[0], 0, 1)]).is_empty
+    assert not Batch.of_prefill([EncodeItem(sequence, sequence.images[0], (0,))]).is_empty
     assert not Batch.of_prefill(prefill=[Chunk(sequence, 0, 1)]).is_empty
     assert not Batch.of_decode([sequence]).is_empty
     assert Plan(Batch.of_prefill(), Batch.of_decode()).is_empty

@@ -158,6 +158,7 @@ OTHER_VALUES: dict[str, Any] = {
     "num_kv_pages": 77,
     "memory_limit": 2**33,
     "image_cache_bytes": 12345,
+    "crop_cache_bytes": 54321,
     "adapters": "/somewhere",
     "adapter_repositories": ("org/name",),
     "num_adapter_slots": 3,

@@ -195,7 +195,7 @@ def test_i4_a_preempted_image_is_not_encoded_again():
     oldest, pictured = world.add(4), world.add(1, image=3, crops=2)
     while pictured.state is not WAITING or not pictured.num_generated:
         world.step()
-    assert pictured.images[0].num_crops_left == 0
+    assert not pictured.images[0].needs_encoding
     world.scheduler.remove(oldest)
     batch = world.step()
     assert (batch.encode, batch.prefill[0].start) == ([], 0)

@@ -97,7 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def take_step(self):
         world, here = self.world, self.still_here()
         tokens = {sequence: list(sequence.tokens) for sequence in here}
-        encoded = {image: image.num_encoded_crops for sequence in here for image in sequence.images}
+        encoded = {image: len(image.encoded_crops) for sequence in here for image in sequence.images}
         cached = {sequence: sequence.cache.num_cached for sequence in here}
         active_before = world.active()
         running_before = [sequence for sequence in active_before if sequence.state is RUNNING]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kestrel_runtime.scheduling.cache_keys import ImageContent, PrefixKeyMaker
+from kestrel_runtime.scheduling.crop_cache import CropCache, CropKey
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.page_manager import PageManager
 from kestrel_runtime.scheduling.scheduler import Scheduler
@@ -25,6 +26,7 @@ def test_no_operation_loses_frees_twice_or_shares_wrongly():
     least |= {
         "found embeddings": 0.002,
         "evicted embeddings": 0.003,
+        "found crops": 0.01,
         "removals": 0.003,
         "parked cancellations": 0.0005,
         "decoded again": 0.0002,
@@ -187,6 +189,43 @@ class EmbeddingKeysWithoutNamespace(PrefixKeyMaker):
         return super().embedding_key(image, "")
 
 
+class FreesFoundCrops(CropCache):
+    """The place of a crop becomes free although another image has found the crop."""
+
+    def release(self, owner):
+        for place in self._leases.get(owner, ()):
+            self._places[place].num_leases = 1
+        super().release(owner)
+
+
+class KeepsCropsAfterAFailure(CropCache):
+    """A failed step leaves crops findable."""
+
+    def reset(self):
+        known = dict(self._index)
+        super().reset()
+        self._index.update(known)
+
+
+class CropsOfEveryNamespace(CropCache):
+    """Crops are found in every namespace."""
+
+    def find(self, owner, key, now=0.0):
+        return super().find(owner, key._replace(namespace=""), now)
+
+    def reserve(self, key, now=0.0, *, replaces=False):
+        return super().reserve(key._replace(namespace=""), now, replaces=replaces)
+
+
+class MissesLateDuplicates(CropCache):
+    """A crop whose digest was late is published although it is known."""
+
+    def _publish_late(self, place, late, now):
+        state = self._places[place]
+        state.key = CropKey(late.namespace, late.digests()[late.crop])
+        self._index[state.key] = place
+
+
 def with_keys(change: Callable[..., Any]) -> type[Schedule]:
     """Schedules whose keys leave something out: `change` gets images and namespace."""
 
@@ -247,6 +286,10 @@ MUTATIONS = {
     "entries without an owner are published": mutated(embeddings_class=PublishesForSequencesThatLeft),
     "evicted entries are found": mutated(embeddings_class=FindsEvictedEntries),
     "entries are kept after a failure": mutated(embeddings_class=KeepsEntriesAfterAFailure),
+    "places of found crops are freed": mutated(crops_class=FreesFoundCrops),
+    "crops are kept after a failure": mutated(crops_class=KeepsCropsAfterAFailure),
+    "crops without the namespace": mutated(crops_class=CropsOfEveryNamespace),
+    "late crops are published twice": mutated(crops_class=MissesLateDuplicates),
     "embedding keys without the namespace": mutated(maker_class=EmbeddingKeysWithoutNamespace),
     "keys without the namespace": with_keys(lambda images, namespace: (images, "")),
     "keys without the first image": with_keys(

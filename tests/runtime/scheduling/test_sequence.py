@@ -47,9 +47,9 @@ def test_generated_tokens_lengthen_a_sequence_but_not_its_prompt():
 def test_crops_are_due_until_they_are_encoded():
     sequence = new_sequence(num_image_tokens=4, pixels=blank_crops(3))
     (image,) = sequence.images
-    assert image.num_crops_left == 3
-    image.num_encoded_crops = 2
-    assert image.num_crops_left == 1
+    assert image.crops_left() == (0, 1, 2)
+    image.encoded_crops, image.found_crops = {2}, {0: 5}
+    assert image.crops_left() == (1,)
 
 
 def test_sequences_are_told_apart_by_identity():

@@ -71,7 +71,7 @@ class EngineInfo(_message.Message):
     def __init__(self, index: _Optional[int] = ..., device: _Optional[str] = ..., device_uuid: _Optional[str] = ..., max_running_requests: _Optional[int] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ..., device_name: _Optional[str] = ...) -> None: ...
 
 class MemoryPlan(_message.Message):
-    __slots__ = ("total_bytes", "utilization", "weight_bytes", "cache_bytes", "activation_bytes", "graph_bytes", "image_bytes", "other_bytes", "margin_bytes", "free_bytes", "image_cache_bytes", "adapter_bytes")
+    __slots__ = ("total_bytes", "utilization", "weight_bytes", "cache_bytes", "activation_bytes", "graph_bytes", "image_bytes", "other_bytes", "margin_bytes", "free_bytes", "image_cache_bytes", "adapter_bytes", "crop_cache_bytes")
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     UTILIZATION_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class MemoryPlan(_message.Message):
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     IMAGE_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CROP_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     total_bytes: int
     utilization: float
     weight_bytes: int
@@ -96,7 +97,8 @@ class MemoryPlan(_message.Message):
     free_bytes: int
     image_cache_bytes: int
     adapter_bytes: int
-    def __init__(self, total_bytes: _Optional[int] = ..., utilization: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., image_bytes: _Optional[int] = ..., other_bytes: _Optional[int] = ..., margin_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., image_cache_bytes: _Optional[int] = ..., adapter_bytes: _Optional[int] = ...) -> None: ...
+    crop_cache_bytes: int
+    def __init__(self, total_bytes: _Optional[int] = ..., utilization: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., activation_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., image_bytes: _Optional[int] = ..., other_bytes: _Optional[int] = ..., margin_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., image_cache_bytes: _Optional[int] = ..., adapter_bytes: _Optional[int] = ..., crop_cache_bytes: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_message_bytes", "max_image_bytes", "max_image_pixels", "max_queued_requests", "max_running_requests")

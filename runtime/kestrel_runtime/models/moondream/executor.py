@@ -36,6 +36,7 @@ from kestrel_runtime.execution.step_inputs import (
     fill_blank_prefill,
 )
 from kestrel_runtime.execution.step_runner import StateShape, StepRunner
+from kestrel_runtime.execution.transfer import to_device
 from kestrel_runtime.imaging.crops import Crops, DecodedImage
 from kestrel_runtime.imaging.device_crops import CropSource
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
@@ -96,6 +97,17 @@ class _PromptKey(NamedTuple):
     uses_adapters: bool
 
 
+class _CompleteImage(NamedTuple):
+    """An image whose crops are all encoded."""
+
+    entry: int
+    """Its entry of the embeddings."""
+    parts: list[Tensor]
+    """The features of each crop, [1, patches, enc_dim]."""
+    grid: tuple[int, int]
+    """The rows and columns of its crops."""
+
+
 class _SampleKey(NamedTuple):
     """Names what a graph that samples depends on."""
 
@@ -125,7 +137,8 @@ class MoondreamExecutor:
         self._sampler = MoondreamSampler(model, memory.state, memory.rules, kernels.philox_uniform)
         cropper = Cropper(MoondreamCropping(model.config.vision), model.device, kernels.resample)
         self._crops = CropSource(cropper.make_crops, cropper.upload)
-        self._features: dict[int, list[Tensor]] = {}  # of crops encoded so far, by sequence id
+        # Of the crops encoded so far, by sequence id and by crop: [1, patches, enc_dim].
+        self._features: dict[int, dict[int, Tensor]] = {}
         self._encode_crops: Callable[[Tensor], Tensor] = backends.vision.encode
         self._encode_graphs: EncodeGraphs | None = None
         self._prefill_graphs: CapturedGraphs | None = None
@@ -162,26 +175,55 @@ class MoondreamExecutor:
 
     def encode(self, items: Sequence[EncodeItem]) -> None:
         """Encodes crops. An image whose last crop is among them is projected into its entry."""
-        pixels = [
-            self._crops.take(_crops_id(item.sequence, item.image), _image_of(item), item.first_crop, item.end_crop)
-            for item in items
-        ]
-        features = self._encode_crops(concatenated(pixels)).split([len(part) for part in pixels])
-        complete: list[tuple[int, Tensor, tuple[int, int]]] = []
-        for item, encoded in zip(items, features, strict=True):
-            if not item.first_crop:
-                self._features[item.sequence.id] = []
+        pixels: list[Tensor] = []
+        for item in items:
+            crops_id, image = _crops_id(item.sequence, item.image), _image_of(item)
+            pixels += self._crops.take(crops_id, image, item.crops, is_last=item.is_last)
+        encoded: Sequence[Tensor] = ()
+        if pixels:
+            features = self._encode_crops(concatenated(pixels))
+            self._keep(items, features)
+            encoded = features.split(1)
+        num_taken, complete = 0, list[_CompleteImage]()
+        for item in items:
+            if item.is_first:
+                self._features[item.sequence.id] = {}
             known = self._features[item.sequence.id]
-            known.append(encoded)
+            known.update(zip(item.crops, encoded[num_taken : num_taken + len(item.crops)], strict=True))
+            num_taken += len(item.crops)
             if item.is_last:
+                known.update((crop, self._memory.crops[place : place + 1]) for crop, place in item.found)
                 image = _image_of(item)
-                complete.append((item.entry, concatenated(known), (image.rows, image.columns)))
+                parts = [known[crop] for crop in range(image.num_crops)]
+                complete.append(_CompleteImage(item.entry, parts, (image.rows, image.columns)))
                 del self._features[item.sequence.id]
-        if complete:
-            entries, images, grids = zip(*complete, strict=True)
-            projected = self._backends.vision.project_all(images, grids)
-            for entry, embeddings in zip(entries, projected, strict=True):
-                self._memory.embeddings[entry] = embeddings
+        for some in self._projected_together(complete):
+            images, grids = [concatenated(image.parts) for image in some], [image.grid for image in some]
+            for image, embeddings in zip(some, self._backends.vision.project_all(images, grids), strict=True):
+                self._memory.embeddings[image.entry] = embeddings
+
+    def _keep(self, items: Sequence[EncodeItem], features: Tensor) -> None:
+        """Copies the features of crops that a step has encoded to their places in the pool."""
+        places = [place for item in items for place in item.places or [None] * len(item.crops)]
+        kept = [(row, place) for row, place in enumerate(places) if place is not None]
+        if not kept:
+            return
+        rows, targets = to_device(list(zip(*kept, strict=True)), torch.int64, features.device)
+        source = features if len(kept) == len(features) else features[rows]
+        self._memory.crops.index_copy_(0, targets, source)
+
+    def _projected_together(self, images: Sequence[_CompleteImage]) -> Iterator[list[_CompleteImage]]:
+        """Yields the images in parts with as many crops as a step may encode: those that were found are not
+        counted there, and a projection copies the features of all crops."""
+        most, some, num_crops = self._memory.bounds.max_crops, list[_CompleteImage](), 0
+        for image in images:
+            if some and num_crops + len(image.parts) > most:
+                yield some
+                some, num_crops = [], 0
+            some.append(image)
+            num_crops += len(image.parts)
+        if some:
+            yield some
 
     def padded_decode(self, size: DecodeSize, *, has_values: bool, uses_adapters: bool) -> DecodeSize:
         """Returns the size itself where it has a graph of layers, or where no captured one holds it."""
@@ -473,13 +515,14 @@ def new_step_runner(
     *,
     graph_bytes: int = _DEFAULT_GRAPH_BYTES,
     image_cache_bytes: int = 0,
+    crop_cache_bytes: int = 0,
     adapters: AdapterSlabs | None = None,
     facts: KeptFacts | None = None,
 ) -> StepRunner:
     """Returns a step runner on `backends`, which are built if they are None.
 
     Captured graphs and their pools may take `graph_bytes` of device memory, cached image embeddings
-    `image_cache_bytes`.
+    `image_cache_bytes`, encoded crops `crop_cache_bytes`.
     """
     if backends is None:
         backends = Backends.of(model, execution, max_batch_size=bounds.max_batch_size)
@@ -494,9 +537,11 @@ def new_step_runner(
             positions_per_image=model.config.vision.num_image_tokens,
             embedding_dim=text.dim,
             embedding_dtype=model.dtype,
+            encoded_crop=(model.config.vision.num_image_tokens, model.config.vision.enc_dim),
             value_kinds=partial(value_kinds, ids=model.config.tokenizer),
         ),
         bounds,
         max_graph_bytes=graph_bytes if execution.with_graphs else None,
         image_cache_bytes=image_cache_bytes,
+        crop_cache_bytes=crop_cache_bytes,
     )

@@ -26,8 +26,9 @@ from kestrel_runtime.execution.step_inputs import (
     PackedChunks,
     fill_blank_prefill,
 )
+from kestrel_runtime.imaging.crop_hash import CropHash
 from kestrel_runtime.imaging.crops import max_kept_bytes
-from kestrel_runtime.memory.plan import MemoryNeeds, image_cache_bytes
+from kestrel_runtime.memory.plan import MemoryNeeds, crop_cache_bytes, image_cache_bytes
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
 from kestrel_runtime.models.moondream.backends import Backends, FusedText, InvariantText
 from kestrel_runtime.models.moondream.config import MoondreamConfig
@@ -66,7 +67,9 @@ def memory_needs(
     # Steps without a graph need memory in addition to the pools of captured graphs, which are as large.
     graph_bytes = step_bytes + min(_MOST_GRAPH_BYTES, available_bytes // _GRAPHS_SHARE) if with_graphs else 0
     on_device = model.device.type == "cuda"
-    image_bytes = model.config.vision.num_image_tokens * text.dim * model.dtype.itemsize
+    vision = model.config.vision
+    image_bytes = vision.num_image_tokens * text.dim * model.dtype.itemsize
+    crop_bytes = vision.num_image_tokens * vision.enc_dim * model.dtype.itemsize
     return MemoryNeeds(
         page_bytes=KVCache.bytes_per_page(text, page_size, cache_dtype(model, config)),
         least_pages=smallest_num_pages(model.config, page_size),
@@ -77,6 +80,9 @@ def memory_needs(
         adapter_bytes=adapter_bytes,
         image_cache_bytes=image_cache_bytes(
             config.image_cache_bytes, image_bytes, available_bytes, is_host=not on_device
+        ),
+        crop_cache_bytes=crop_cache_bytes(
+            config.crop_cache_bytes, crop_bytes, available_bytes, is_host=not on_device
         ),
     )
 
@@ -128,16 +134,19 @@ def _device_image_bytes(model: Moondream, bounds: StepBounds) -> int:
     """Returns the bytes of images on the device.
 
     These are the crops of a full batch and of the next one, which the device cropper prefetches; embeddings and
-    features of a full batch; and the pixels of two images being divided, before and after resizes.
+    features of a full batch; and the pixels of two images being divided, before and after resizes, with the hashes
+    of their crops.
     """
     vision, text = model.config.vision, model.config.text
     num_crops = 1 + vision.max_crops
     crop_bytes = num_crops * vision.crop_size**2 * vision.in_channels
-    # Features are kept only while a batch of images is being encoded, until all crops of their image are.
-    num_feature_crops = max(bounds.max_crops, num_crops) + num_crops
+    # Features are kept only while a batch of images is being encoded, until all crops of their image are, and are
+    # copied together with those of cached crops for the projection.
+    num_feature_crops = 2 * max(bounds.max_crops, num_crops) + num_crops
     feature_bytes = num_feature_crops * vision.num_image_tokens * vision.enc_dim * model.dtype.itemsize
     embedding_bytes = vision.num_image_tokens * text.dim * model.dtype.itemsize
     cropping_bytes = 2 * 2 * max_kept_bytes(MoondreamCropping(vision), decoded=True)
+    cropping_bytes += CropHash.work_bytes(crop_bytes // num_crops, 2 * num_crops)
     return bounds.max_batch_size * (2 * crop_bytes + embedding_bytes) + feature_bytes + cropping_bytes
 
 

@@ -95,7 +95,9 @@ class PreparedMoondream:
         """Returns the slots, as many as are configured."""
         return self._adapters
 
-    def new_step_runner(self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0) -> StepRunner:
+    def new_step_runner(
+        self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0, crop_cache_bytes: int = 0
+    ) -> StepRunner:
         """Returns a step runner with a cache of `num_pages`."""
         return new_step_runner(
             self._model,
@@ -105,6 +107,7 @@ class PreparedMoondream:
             self._backends,
             graph_bytes=graph_bytes,
             image_cache_bytes=image_cache_bytes,
+            crop_cache_bytes=crop_cache_bytes,
             adapters=None if self._adapters is None else self._adapters.allocate(),
             facts=self._facts,
         )

@@ -19,5 +19,5 @@ def test_a_prompt_is_bos_then_image_then_the_skills_tokens(moondream3: LoadedMod
     assert sequence.length == sequence.num_prompt_positions == 8 + 729
     assert sequence.spans == ((0, 730),)
     assert sequence.images[0].pixels is not None
-    assert sequence.images[0].num_crops_left == 9
+    assert len(sequence.images[0].crops_left()) == 9
     preprocessor.close()

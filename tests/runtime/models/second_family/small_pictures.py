@@ -76,10 +76,10 @@ class SmallPicturesExecutor(SmallTextExecutor):
         for item in items:
             crops = item.pixels
             assert isinstance(crops, Crops)
-            if not item.first_crop:
+            if item.is_first:
                 self._encoded[item.sequence.id] = []
             parts = self._encoded[item.sequence.id]
-            parts.append(self._pictures.encode(torch.from_numpy(crops.pixels[item.first_crop : item.end_crop])))
+            parts.append(self._pictures.encode(torch.from_numpy(crops.pixels[list(item.crops)])))
             if item.is_last:
                 self._memory.embeddings[item.entry] = torch.cat(self._encoded.pop(item.sequence.id)).mean(0)
 
@@ -218,7 +218,9 @@ class PreparedPictures(PreparedSmallText):
     model: SmallPictures
     most_pages = 2048
 
-    def new_step_runner(self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0) -> StepRunner:
+    def new_step_runner(
+        self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0, crop_cache_bytes: int = 0
+    ) -> StepRunner:
         model, own = self.model, self.model.config
         cache = KVCache(own, num_pages, self.config.page_size, model.device, model.dtype)
 

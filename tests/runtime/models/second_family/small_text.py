@@ -177,7 +177,9 @@ class PreparedSmallText:
     def adapter_target(self) -> None:
         return None
 
-    def new_step_runner(self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0) -> StepRunner:
+    def new_step_runner(
+        self, num_pages: int, graph_bytes: int, image_cache_bytes: int = 0, crop_cache_bytes: int = 0
+    ) -> StepRunner:
         model, own = self.model, self.model.config
         cache = KVCache(own, num_pages, self.config.page_size, model.device, model.dtype)
         shape = StateShape(own.vocab_size, own.max_context, 1, 0, own.dim, model.dtype, lambda _: 0)

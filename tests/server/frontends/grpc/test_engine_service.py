@@ -43,7 +43,7 @@ async def test_server_info_names_this_run_and_its_limits() -> None:
 
 async def test_server_info_tells_how_memory_was_divided() -> None:
     engine = FakeEngine()
-    plan = MemoryPlan(2**36 + 1, 0.875, 2**35 + 3, 5, 7, 11, 13, 17, 19, -23, 29, 31)
+    plan = MemoryPlan(2**36 + 1, 0.875, 2**35 + 3, 5, 7, 11, 13, 17, 19, -23, 29, 31, 37)
     engine.info = replace(engine.info, memory=plan)
     async with serving(engine) as rig:
         info = await rig.engine_service.GetServerInfo(wire.GetServerInfoRequest())
@@ -60,6 +60,7 @@ async def test_server_info_tells_how_memory_was_divided() -> None:
         free_bytes=-23,
         image_cache_bytes=29,
         adapter_bytes=31,
+        crop_cache_bytes=37,
     )
 
 

@@ -41,8 +41,8 @@ class EncodeGraphs:
     def __call__(self, crops: Tensor) -> Tensor:
         """Returns the result of `encode` for `crops`; without a graph for their number, by the next larger one."""
         count = len(crops)
-        if count > self._max_crops:
-            return self._encode(crops)
+        if count > self._max_crops:  # several graphs, rather than none
+            return torch.cat([self(part) for part in crops.split(self._max_crops)])
         self._crops[:count].copy_(crops)
         own = count
         if own not in self.captured:
