@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
@@ -210,12 +210,27 @@ _TOO_DEEP = "[" * 999
 
 
 def _written(schema: Mapping[str, Any]) -> str:
+    if not _has_written_floats(schema):
+        return schema_text(schema)
     numbers = _Numbers()
     try:
         marked = numbers.marked(schema)
     except RecursionError:
         return _TOO_DEEP
     return numbers.put_back(schema_text(marked))
+
+
+def _has_written_floats(schema: Mapping[str, Any]) -> bool:
+    left: list[Any] = [schema]
+    while left:
+        value = left.pop()
+        if isinstance(value, WrittenFloat):
+            return True
+        if isinstance(value, dict):
+            left += cast("dict[str, Any]", value).values()
+        elif isinstance(value, list):
+            left += cast("list[Any]", value)
+    return False
 
 
 def schema_text(schema: Any) -> str:

@@ -230,7 +230,8 @@ def schema_problems(text: str) -> list[str]:
         return ["must be an object"]
     if _num_nodes(schema) > MAX_SCHEMA_NODES:
         return [f"must have at most {MAX_SCHEMA_NODES} names and values"]
-    if halves := list(_halves(schema, "")):
+    may_have_halves = not text.isascii() or "\\u" in text
+    if may_have_halves and (halves := list(_halves(schema, ""))):
         return halves[:_MOST_PROBLEMS]
     walk = _Walk()
     walk.schema(schema, "")
@@ -313,12 +314,17 @@ def _nesting(text: str) -> int:
 
 
 def _num_nodes(value: Any) -> int:
-    if isinstance(value, dict):
-        members = cast("dict[str, Any]", value)
-        return 1 + len(members) + sum(map(_num_nodes, members.values()))
-    if isinstance(value, list):
-        return 1 + sum(map(_num_nodes, cast("list[Any]", value)))
-    return 1
+    count, left = 0, [value]
+    while left:
+        item = left.pop()
+        count += 1
+        if isinstance(item, dict):
+            members = cast("dict[str, Any]", item)
+            count += len(members)
+            left += members.values()
+        elif isinstance(item, list):
+            left += cast("list[Any]", item)
+    return count
 
 
 def _halves(value: Any, path: str) -> Iterator[str]:

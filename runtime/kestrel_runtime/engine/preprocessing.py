@@ -320,6 +320,7 @@ class Preprocessor:
                 priority=request.options.priority,
                 standing=request.options.standing,
                 tenant=tenant,
+                compiles=request.constraint is not None,
                 num_bytes=0 if shared is not None and shared.decoded else _decoding_bytes(facts),
             )
         )

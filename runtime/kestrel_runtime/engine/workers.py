@@ -7,6 +7,8 @@ Rules
   J3  With several threads, large jobs never occupy all of them: a small job waits for small jobs only.
   J4  Closing waits for running jobs for a bounded time. The threads are daemons: a job that never ends delays
       neither `close` nor the end of the process.
+  J5  With several threads, jobs of one tenant that compile constraints occupy half of them at most: such a job
+      waits for the compiler most of the time, and the other threads run other jobs meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -53,6 +56,8 @@ class Job(Generic[Result]):
     num_bytes: int = 0
     standing: Priority = Priority.NORMAL
     """The priority compared with jobs of other tenants."""
+    compiles: bool = False
+    """True if the job may compile a constraint."""
 
     @property
     def cost(self) -> int:
@@ -74,6 +79,7 @@ class Workers:
         self._queue: WaitingQueue[Job[Any]] = WaitingQueue(ageing_s=ageing_s)
         self._futures: dict[Job[Any], _JobFuture[Any]] = {}  # of the jobs in the queue
         self._running: dict[Job[Any], _JobFuture[Any]] = {}
+        self._num_compiling: Counter[str] = Counter()  # running jobs that compile, by tenant
         self._passing: set[Job[Any]] = set()  # running jobs that overtook one which waited for memory
         self._threads: list[threading.Thread] = []
         self._is_closing = False
@@ -173,6 +179,7 @@ class Workers:
             if future.set_running_or_notify_cancel():  # False if it has just been cancelled
                 break
         self._running[job] = future
+        self._num_compiling[job.tenant] += job.compiles
         self._budget.take(job.tenant, job.num_bytes)
         if job is not first:
             self._passing.add(job)
@@ -181,6 +188,8 @@ class Workers:
         return job, future
 
     def _has_share(self, job: Job[Any]) -> bool:
+        if job.compiles and self._num_compiling[job.tenant] >= max(1, self._num_threads // 2):
+            return False
         return not job.num_bytes or self._budget.has_share(job.tenant)
 
     def _can_start(self, job: Job[Any]) -> bool:
@@ -206,6 +215,8 @@ class Workers:
             self._budget.give_back(job.tenant, job.num_bytes)
             is_abandoned = self._running.pop(job, None) is None
             self._passing.discard(job)
+            self._num_compiling[job.tenant] -= job.compiles
+            self._num_compiling += Counter()  # forgets zeros
         if not is_abandoned:
             if failure is None:
                 future.set_result(result)

@@ -1,4 +1,4 @@
-"""J1 to J4 are the rules in the docstring of `kestrel_runtime.engine.workers`."""
+"""J1 to J5 are the rules in the docstring of `kestrel_runtime.engine.workers`."""
 
 import gc
 import subprocess
@@ -37,7 +37,13 @@ class Pool:
         self._opened = time.monotonic()
 
     def submit(
-        self, name: str, num_bytes: int = 0, *, tenant: str = "", priority: Priority = Priority.NORMAL
+        self,
+        name: str,
+        num_bytes: int = 0,
+        *,
+        tenant: str = "",
+        priority: Priority = Priority.NORMAL,
+        compiles: bool = False,
     ) -> Future[str]:
         """A job that begins when it may and ends when `end` says so."""
         may_end = self._may_end[name] = threading.Event()
@@ -51,7 +57,7 @@ class Pool:
             return name
 
         submitted = self._opened + self._num_submitted / 1000
-        return self.workers.submit(Job(work, submitted, priority, tenant, num_bytes))
+        return self.workers.submit(Job(work, submitted, priority, tenant, num_bytes, compiles=compiles))
 
     def wait_for(self, *names: str) -> None:
         """Return once these have begun."""
@@ -244,6 +250,29 @@ def test_j3_a_single_thread_does_large_jobs_too(pools: list[Pool]) -> None:
     large = pool.submit("large", 200 * MIB)
     pool.end("large")
     assert large.result(MAX_WAIT_S) == "large"
+
+
+def test_j5_jobs_of_a_tenant_that_compile_leave_half_of_the_threads_to_others(pools: list[Pool]) -> None:
+    pool = pool_of(pools, 5)
+    for number in range(4):
+        pool.submit(f"compile {number}", tenant="mallory", compiles=True)
+    pool.wait_for("compile 0", "compile 1")
+    pool.submit("plain", tenant="mallory")
+    pool.submit("compile", tenant="alice", compiles=True)
+    pool.wait_for("plain", "compile")
+    pool.settle()
+    assert not {"compile 2", "compile 3"} & {*pool.began}
+    pool.end("compile 1")
+    pool.wait_for("compile 2")
+    pool.end("compile 0", "compile 2")
+    pool.wait_for("compile 3")
+
+
+def test_j5_a_single_thread_compiles_too(pools: list[Pool]) -> None:
+    pool = pool_of(pools, 1)
+    compiled = pool.submit("compile", compiles=True)
+    pool.end("compile")
+    assert compiled.result(MAX_WAIT_S) == "compile"
 
 
 def test_a_cancelled_job_is_not_run_is_forgotten_and_delays_no_other(pools: list[Pool]) -> None:
