@@ -8,13 +8,19 @@ from types import MappingProxyType
 from typing import Any
 
 from kestrel_grpc.frontends.http.bodies import Body
+from kestrel_grpc.frontends.openai.embeddings import EmbeddingBody
 from kestrel_grpc.frontends.openai.requests import ChatBody, CompletionBody
 from kestrel_grpc.frontends.openai.responses import ResponseBody
 from kestrel_grpc.frontends.rest.requests import ROUTES
 
 REST: Mapping[str, type[Body]] = MappingProxyType({f"/v1/{skill}": body for skill, body in ROUTES.items()})
 OPENAI: Mapping[str, type[Body]] = MappingProxyType(
-    {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody, "/v1/responses": ResponseBody}
+    {
+        "/v1/chat/completions": ChatBody,
+        "/v1/completions": CompletionBody,
+        "/v1/responses": ResponseBody,
+        "/v1/embeddings": EmbeddingBody,
+    }
 )
 _REFUSED = "Refused unless it is "
 _TYPES = {"string": "text", "array": "list"}
@@ -33,7 +39,7 @@ def _table_of_fields(routes: Mapping[str, type[Body]], *, has_effects: bool = Fa
     taken: dict[tuple[Any, ...], list[str]] = {}
     for route, body in routes.items():
         schema = body.model_json_schema()
-        for name, is_required, field in _flat(schema, schema["$defs"]):
+        for name, is_required, field in _flat(schema, schema.get("$defs", {})):
             if None in field.get("enum", ()) and not has_effects:
                 continue
             taken.setdefault((name, is_required, *_facts(field)), []).append(route.removeprefix("/v1/"))

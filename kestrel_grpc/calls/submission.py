@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import TypeVar
 
@@ -163,6 +164,35 @@ class Submission:
         if not given:
             raise next(outcome for outcome in outcomes if isinstance(outcome, KestrelError))
         call.finished = _joined_answers(given)
+        return answers
+
+    async def answers_of(
+        self,
+        requests: Sequence[Request],
+        references: Sequence[ImageReference | None],
+        field_name: Callable[[int, str], str],
+        call: CallContext,
+    ) -> list[Finished]:
+        """Submits requests about one image each, and returns the answers in their order.
+
+        Each counts as a request towards the limits of the call's token. Raises the first error, after it has
+        cancelled all; `field_name` converts the name of a field of the request at a place to its name in the body.
+        """
+        if len(requests) > 1:
+            await call.count_further(len(requests) - 1)
+        streams: list[Stream] = []
+        answers: list[Finished] = []
+        try:
+            for place, (request, reference) in enumerate(zip(requests, references, strict=True)):
+                with naming(partial(field_name, place)):
+                    streams.append(await self.submit(request, (reference,), call))
+            for place, stream in enumerate(streams):
+                with naming(partial(field_name, place)):
+                    answers.append(await stream.result())
+        finally:
+            for stream in streams:
+                stream.cancel()
+        call.finished = _joined_answers(answers)
         return answers
 
     async def rendered(self, finished: Finished, render: Callable[[], Rendered]) -> Rendered:

@@ -13,6 +13,7 @@ from kestrel_grpc.calls.submission import Submission
 from kestrel_grpc.frontends.http.answers import Renderer, serving
 from kestrel_grpc.frontends.http.endpoint import Description, Group, Operation
 from kestrel_grpc.frontends.http.exchange import Exchange
+from kestrel_grpc.frontends.openai.embeddings import EmbeddingBody, parse_embeddings, serving_embeddings
 from kestrel_grpc.frontends.openai.rendering import (
     ChatRenderer,
     CompletionRenderer,
@@ -33,7 +34,7 @@ from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import ModelNotFound
 
 # Routes of OpenAI's clients that are refused by their name.
-_REFUSED = ("/v1/embeddings", "/v1/images/generations", "/v1/moderations", "/v1/batches")
+_REFUSED = ("/v1/images/generations", "/v1/moderations", "/v1/batches")
 
 
 class OpenAiDialect:
@@ -89,6 +90,16 @@ class OpenAiService:
                 partial(parse_response, max_image_bytes, self._names),
                 serving(submission, self._new_renderer_of(ResponseRenderer)),
                 description=Description("createResponse", ResponseBody.__doc__ or "", "The answer.", ResponseBody),
+            ),
+            Operation(
+                "POST",
+                "/v1/embeddings",
+                "openai/embeddings",
+                partial(parse_embeddings, max_image_bytes),
+                serving_embeddings(submission, self._models[0]),
+                description=Description(
+                    "createEmbedding", EmbeddingBody.__doc__ or "", "The embeddings.", EmbeddingBody
+                ),
             ),
             Operation(
                 "GET",

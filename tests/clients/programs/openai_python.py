@@ -47,6 +47,16 @@ def main() -> None:
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
     print("chat with an image")
 
+    # Without an encoding the package asks for base64.
+    embedded = [
+        alice.embeddings.create(model=model, input=URL, **how) for how in ({}, {"encoding_format": "float"})
+    ]
+    vectors = [answer.data[0].embedding for answer in embedded]
+    assert len(vectors[0]) == len(vectors[1]) > 100
+    assert all(abs(one - other) < 1e-6 for one, other in zip(*vectors, strict=True))
+    assert abs(sum(number * number for number in vectors[0]) - 1) < 1e-4
+    print("embeddings of an image")
+
     chunks = list(alice.chat.completions.create(**sampling, stream=True, stream_options={"include_usage": True}))
     joined = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert joined == text, (joined, text)

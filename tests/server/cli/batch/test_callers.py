@@ -34,7 +34,9 @@ CALLS: list[tuple[str, Any]] = [
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", {**CHAT, "tools": [{}]}),
     ("/v1/completions", {"model": "fake", "prompt": "?"}),
+    ("/v1/embed", {"image_url": IMAGE_URL}),
     ("/v1/embeddings", {"input": "?"}),
+    ("/v1/embeddings", {"model": "fake", "input": [IMAGE_URL]}),
     ("/v1/nothing", {}),
 ]
 

@@ -8,6 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from kestrel_grpc.frontends.http.bodies import Body, example
+from kestrel_grpc.frontends.openai.embeddings import EmbeddingBody
 from kestrel_grpc.frontends.openai.requests import ChatBody, CompletionBody
 from kestrel_grpc.frontends.openai.responses import ResponseBody
 from kestrel_grpc.frontends.rest.requests import ROUTES
@@ -21,6 +22,7 @@ BODIES = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponseBody,
+    "/v1/embeddings": EmbeddingBody,
 }
 
 

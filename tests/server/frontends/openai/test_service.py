@@ -640,7 +640,7 @@ async def test_another_prompt_is_refused(rig: HttpServing, prompt: Any, param: s
     assert rig.engine.requests == []
 
 
-@pytest.mark.parametrize("path", ["/v1/moderations", "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/v1/moderations", "/v1/batches"])
 async def test_other_routes_of_openai_are_refused_by_their_name(rig: HttpServing, path):
     answer = await rig.ask(path, {"model": "fake"})
     assert answer.status == 404
