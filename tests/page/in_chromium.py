@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +41,10 @@ EXAMPLE_QUESTION = "What color is the star?"
 STAR = (0.21, 0.72)
 """Where the star of the demo picture is."""
 TOKEN = "kestrel_of_alice_00000000000000000000000000000000"
+_FILE = io.BytesIO()
+Image.new("RGB", (45, 63), "blue").save(_FILE, "PNG")
+SECOND = _FILE.getvalue()
+"""A picture that a further question adds."""
 # Of the gRPC tools, those of this environment.
 ACTIVATED = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
@@ -278,8 +283,9 @@ async def test_a_stopped_stream_ends_the_request_and_keeps_what_has_come(browser
 
 async def test_another_skill_or_picture_removes_the_answer_and_ends_the_request(browser: Browser) -> None:
     async with faked(browser, FakeEngine(holds)) as (rig, opened):
+        assert await opened.page.locator("#answer-heading").is_visible()
         await opened.choose("caption")
-        assert await opened.text("#answer") == ""
+        assert await opened.text("#result") == ""
         assert await opened.page.locator("#keep").is_hidden()
         changes = (opened.choose("point"), opened.page.get_by_role("button", name="Remove").click())
         for number, change in enumerate(changes, 1):
@@ -696,7 +702,7 @@ async def test_a_further_question_has_the_conversation_and_the_picture(browser: 
         await opened.ask("query", question="What is it?", temperature="0", places="0.5,0.5")
         await opened.has_status("Complete.")
         for further in ("Which one?", "Why?"):
-            await page.get_by_label("A further question about this picture").fill(further)
+            await page.get_by_label("A further question").fill(further)
             await page.get_by_role("button", name="Ask further").click()
             await page.locator("#asked", has_text=further).wait_for()
             await opened.has_status("Complete.")
@@ -722,11 +728,67 @@ async def test_a_further_question_has_the_conversation_and_the_picture(browser: 
         # Earlier turns can be shown again, and asked about in another way.
         await page.locator("#entries button").nth(2).click()
         assert await page.locator("#turns").is_hidden()
-        await page.get_by_label("A further question about this picture").fill("Where?")
+        await page.get_by_label("A further question").fill("Where?")
         await page.keyboard.press("Enter")
         await page.locator("#asked", has_text="Where?").wait_for()
         await opened.has_status("Complete.")
         assert said_last(rig) == ["What is it?", "a kestrel", "Where?"]
+
+
+async def test_a_further_question_adds_a_picture(browser: Browser) -> None:
+    async with faked(browser) as (rig, opened):
+        page = opened.page
+        await opened.ask("query", question="What is it?")
+        await opened.has_status("Complete.")
+        chooser = page.locator("#further-file")
+        for name in ("left_out.png", "second.png"):
+            await chooser.set_input_files({"name": name, "mimeType": "image/png", "buffer": SECOND})
+            await page.locator("#added-name", has_text=name).wait_for()
+            assert await page.get_by_alt_text(f"The added picture, {name}").is_visible()
+            if name == "left_out.png":
+                await page.get_by_role("button", name="Leave it out").click()
+                assert await page.locator("#added-picture").is_hidden()
+        await page.get_by_label("A further question").fill("And this?")
+        await page.get_by_role("button", name="Ask further").click()
+        await page.locator("#asked", has_text="And this?").wait_for()
+        await opened.has_status("Complete.")
+        assert await page.locator("#asked-picture").is_visible()
+        assert await page.locator("#added-picture").is_hidden()
+        assert await opened.accessibility_problems() == []
+        request = rig.engine.requests[-1]
+        assert [message.images for message in request.messages] == [(DEMO_PICTURE.read_bytes(),), (), (SECOND,)]
+
+        # The picture stays with its question, also in turns that add none, and is sent once.
+        await page.get_by_label("A further question").fill("Why?")
+        await page.keyboard.press("Enter")
+        await page.locator("#asked", has_text="Why?").wait_for()
+        await opened.has_status("Complete.")
+        assert await page.locator("#turns img:visible").count() == 1
+        assert await page.locator("#asked-picture").is_hidden()
+        request = rig.engine.requests[-1]
+        assert [len(message.images) for message in request.messages] == [1, 0, 1, 0, 0]
+        assert len(opened.uploads()) == 2
+        await page.locator("#entries button").nth(1).click()
+        assert await page.locator("#asked-picture").is_visible()
+        assert await page.locator("#asked-picture").evaluate(
+            "(image) => image.decode().then(() => image.naturalWidth)"
+        )
+
+
+async def test_a_file_that_is_no_picture_and_one_that_is_too_large_are_not_added(browser: Browser) -> None:
+    engine = FakeEngine()
+    engine.info = replace(engine.info, config=replace(engine.info.config, max_image_bytes=60_000))
+    async with faked(browser, engine) as (rig, opened):
+        chooser = opened.page.locator("#further-file")
+        await chooser.set_input_files({"name": "notes.txt", "mimeType": "text/plain", "buffer": b"notes"})
+        await opened.page.locator("#error", has_text="notes.txt").wait_for()
+        large = SECOND + bytes(60_000)
+        await chooser.set_input_files({"name": "large.png", "mimeType": "image/png", "buffer": large})
+        await opened.page.locator("#added-name", has_text="large.png").wait_for()
+        await opened.page.get_by_label("A further question").fill("And this?")
+        await opened.page.keyboard.press("Enter")
+        assert await opened.text("#problem") == "The picture may have at most 60000 bytes."
+        assert rig.engine.requests == []
 
 
 async def test_only_answers_in_text_have_further_questions(browser: Browser) -> None:
@@ -829,6 +891,34 @@ async def test_the_request_as_code_does_the_same(browser: Browser, nano: Server,
             assert name in samples[skill, language]
 
 
+async def test_a_conversation_as_code_does_the_same(browser: Browser, nano: Server, tmp_path: Path) -> None:
+    (client,) = (item for item in CLIENTS if item.name == "openai")
+    await asyncio.to_thread(install, client, ENVIRONMENTS / client.name)
+    for name, data in (("demo_picture.png", DEMO_PICTURE.read_bytes()), ("it's second.png", SECOND)):
+        (tmp_path / name).write_bytes(data)
+    async with window(browser, origin_of(nano)) as opened:
+        await opened.page.get_by_text("More settings").click()
+        await opened.ask("query", temperature="0", max_tokens="12")
+        await opened.has_status("Complete.")
+        file = {"name": "it's second.png", "mimeType": "image/png", "buffer": SECOND}
+        await opened.page.locator("#further-file").set_input_files(file)
+        await opened.page.locator("#added-name", has_text="second").wait_for()
+        await opened.page.get_by_label("A further question").fill("What color is the square? $HOME \"`'")
+        await opened.page.get_by_role("button", name="Ask further").click()
+        await opened.page.locator("#asked", has_text="square").wait_for()
+        await opened.has_status("Complete.")
+        answer = (await opened.text("#answer")).strip()
+        samples = {language: await opened.sample(language) for language in (*LANGUAGES, "OpenAI")}
+        for language, text in samples.items():
+            assert (text.count("demo_picture.png"), text.count("second.png")) == (1, 1), language
+        printed = await asyncio.gather(*(run(text, language, tmp_path) for language, text in samples.items()))
+        for language, shown in zip(samples, printed, strict=True):
+            assert json.dumps(answer)[1:-1] in shown or answer in shown, (language, shown)
+        # What the form holds is shown again once it is changed.
+        await opened.page.locator("#question").fill("How many shapes are there?")
+        assert "How many shapes are there?" in await opened.sample("Python")
+
+
 async def test_the_code_has_what_was_chosen_and_nothing_else(browser: Browser) -> None:
     async with faked(browser) as (rig, opened):
         assert await opened.sample("curl") == (
@@ -871,11 +961,21 @@ _FOCUSED = "[document.activeElement].map((item) => item.id || item.value || item
 async def test_everything_is_reached_by_the_keyboard_in_the_order_of_reading(browser: Browser) -> None:
     async with faked(browser) as (_, opened):
         reached: list[str] = []
-        for _ in range(18):
+        for _ in range(19):
             await opened.page.keyboard.press("Tab")
             reached.append(await opened.page.evaluate(_FOCUSED))
         assert reached == [
-            *("remove", "further", "ask-further", "save-json", "SUMMARY", "choose", "camera", "example"),
+            *(
+                "remove",
+                "further",
+                "ask-further",
+                "add-picture",
+                "save-json",
+                "SUMMARY",
+                "choose",
+                "camera",
+                "example",
+            ),
             *("query", "question", "reasoning", "ask", "SUMMARY", "SUMMARY", "BUTTON"),
             *("curl", "sample", "copy"),
         ]

@@ -19,8 +19,10 @@ export class AnswerView {
     this.overlay = overlay;
     this.given = given;
     clear();
+    $("result").classList.remove("blank");
     $("asked").textContent = inWords(request);
-    showTurns(request.body.messages ?? []);
+    showThumbnail($("asked-picture"), addedPicture(request, (request.body.messages?.length ?? 0) - 1));
+    showTurns(request);
     $("answer").setAttribute("aria-busy", "true");
     overlay.show(given);
   }
@@ -154,7 +156,8 @@ export function summary(request, answer) {
 export function clear() {
   for (const id of ["status", "asked", "error", "reasoning-text", "answer", "confidence", "timings"])
     $(id).replaceChildren();
-  for (const id of ["thoughts", "keep", "turns", "follow"]) $(id).hidden = true;
+  for (const id of ["thoughts", "keep", "turns", "follow", "asked-picture"]) $(id).hidden = true;
+  $("result").classList.add("blank");
   clearProblem();
   for (const control of document.querySelectorAll("[aria-invalid]")) markValid(control);
 }
@@ -171,6 +174,7 @@ export function bringIntoView() {
 
 /** Show a failure, and mark the controls that it is about. `again` is offered where a retry may help. */
 export function showFailure(failure, again) {
+  $("result").classList.remove("blank");
   const hasFields = failure.violations.length > 0;
   const lines = [paragraph(hasFields ? "The server does not accept this:" : sentence(failure.message))];
   const facts = [["Reason", failure.code]];
@@ -227,17 +231,36 @@ export function clearProblem() {
 const PARTS = { image: "Picture", image_url: "Picture" };
 
 /** The questions and answers before the last question of a conversation. */
-function showTurns(messages) {
+function showTurns(request) {
+  const messages = request.body.messages ?? [];
   const rows = [];
   for (let index = 0; index + 1 < messages.length; index += 2) {
-    const row = item(messages[index].content);
-    const answer = document.createElement("span");
+    const [row, turn, question, picture, answer] = ["li", "div", "div", "img", "span"].map((tag) =>
+      document.createElement(tag),
+    );
+    turn.className = "turn";
+    question.textContent = messages[index].content;
+    turn.append(question, picture);
+    showThumbnail(picture, addedPicture(request, index));
     answer.textContent = messages[index + 1].content.trim();
-    row.append(answer);
+    row.append(turn, answer);
     rows.push(row);
   }
   $("turns").replaceChildren(...rows);
   $("turns").hidden = rows.length === 0;
+}
+
+/** The picture of a message; null for the first one, whose picture is the large one. */
+function addedPicture({ pictures }, index) {
+  return index > 0 ? (pictures?.[index] ?? null) : null;
+}
+
+/** Show a picture in a small image; null shows none. */
+export function showThumbnail(image, picture) {
+  image.hidden = picture === null;
+  if (picture === null) return;
+  image.src = picture.url;
+  image.alt = `The added picture, ${picture.fileName}`;
 }
 
 function isText(skill) {

@@ -8,6 +8,7 @@ import {
   clearProblem,
   inWords,
   showFailure,
+  showThumbnail,
   showUnfilled,
   summary,
 } from "./answer.js";
@@ -45,6 +46,10 @@ let entries = [];
 let shown = null;
 /** What the marks of the request are about; an answer to another request is stale. */
 let subject = "";
+/** The picture of the next further question; null if it adds none. */
+let added = null;
+/** The conversation that is asked or shown; null once the form has changed. */
+let conversation = null;
 let numTaken = 0;
 
 // The server
@@ -142,9 +147,9 @@ async function takeExample({ isOpening = false } = {}) {
 
 /** Free pictures that neither are shown nor belong to an answer. */
 function closeUnused(pictures) {
-  for (const unused of pictures) {
-    if (unused !== picture && !entries.some((entry) => entry.picture === unused)) unused?.close();
-  }
+  const used = [picture, added, ...(conversation?.pictures ?? [])];
+  for (const entry of entries) used.push(entry.picture, ...(entry.request.pictures ?? []));
+  for (const unused of pictures) if (!used.includes(unused)) unused?.close();
 }
 
 function showPictureFacts() {
@@ -258,7 +263,8 @@ async function askFurther() {
   if (running && !running.isOpening) return;
   let request;
   try {
-    request = further(shown.request, shown.answer);
+    request = further(shown.request, shown.answer, picture, added);
+    requireSize(added, "add-picture");
   } catch (error) {
     if (!(error instanceof Unfilled)) throw error;
     showUnfilled(error);
@@ -266,6 +272,8 @@ async function askFurther() {
   }
   const again = async () => {
     drop();
+    conversation = request;
+    updateSample();
     await perform(request, { again });
   };
   await again();
@@ -315,6 +323,7 @@ function drop() {
   running?.abort.abort();
   running = null;
   shown = null;
+  conversation = null;
   clear();
   overlay.show(given());
   showRunning();
@@ -331,14 +340,19 @@ function showRunning() {
 /** Raises `Unfilled` where the skill needs a picture, or another one. */
 function requirePicture(asked) {
   if (picture === null && asked !== "query") throw new Unfilled("choose", "Choose a picture first.");
-  const most = facts?.max_image_bytes ?? Infinity;
-  if (picture?.blob?.size > most) throw new Unfilled("choose", `The picture may have at most ${most} bytes.`);
+  requireSize(picture, "choose");
 }
 
-/** Send the request, and once more if the server has dropped the stored picture. */
+/** Raises `Unfilled`, for the control with this id, where the server takes no picture of this size. */
+function requireSize(taken, id) {
+  const most = facts?.max_image_bytes ?? Infinity;
+  if (taken?.blob?.size > most) throw new Unfilled(id, `The picture may have at most ${most} bytes.`);
+}
+
+/** Send the request, and once more if the server has dropped a stored picture. */
 async function sendWithPicture(request, view, run) {
   const { signal } = run.abort;
-  const asked = picture;
+  const pictures = request.pictures ?? [picture];
   const say = (status) => {
     if (running === run) $("status").textContent = status;
   };
@@ -346,10 +360,11 @@ async function sendWithPicture(request, view, run) {
     const body = { ...request.body };
     // What nobody chose to send is not stored.
     const mayStore = facts?.stores_images && $("store").checked && !run.isOpening;
-    if (asked !== null) {
+    for (const [index, asked] of pictures.entries()) {
+      if (asked === null) continue;
       say("Sending the picture …");
       const reference = await asked.reference(server, mayStore, signal);
-      if (body.messages) body.messages = body.messages.with(0, { ...body.messages[0], image_urls: [reference] });
+      if (body.messages) body.messages = body.messages.with(index, { ...body.messages[index], image_urls: [reference] });
       else body.image_url = reference;
     }
     say("Working …");
@@ -361,8 +376,9 @@ async function sendWithPicture(request, view, run) {
   try {
     return await send();
   } catch (error) {
-    if (error.code !== "IMAGE_NOT_FOUND" || !asked?.stored) throw error;
-    asked.stored = null;
+    const stored = pictures.filter((asked) => asked?.stored);
+    if (error.code !== "IMAGE_NOT_FOUND" || stored.length === 0) throw error;
+    for (const asked of stored) asked.stored = null;
     return send();
   }
 }
@@ -373,7 +389,7 @@ function remember(entry) {
   const left = entries.splice(MOST_ENTRIES - 1);
   entries.unshift(entry);
   shown = entry;
-  closeUnused(left.map((old) => old.picture));
+  closeUnused(left.flatMap((old) => [old.picture, ...(old.request.pictures ?? [])]));
   showEntries();
   showSave();
   showFollow();
@@ -384,7 +400,28 @@ function showFollow() {
   const { request, answer } = shown;
   const isAsked = request.skill === "query" || request.skill === "chat";
   $("follow").hidden = !(isAsked && facts?.skills.chat && !answer.alternatives);
+  addPicture(null);
   if (request.skill === "chat") $("further").value = "";
+}
+
+async function addFile(file) {
+  try {
+    addPicture(await Picture.of(file, file.name || "picture.png"));
+  } catch (error) {
+    if (!(error instanceof Failure)) throw error;
+    showFailure(error);
+  }
+}
+
+/** Have the next further question add a picture, or none. */
+function addPicture(taken) {
+  clearProblem();
+  const before = added;
+  added = taken;
+  closeUnused([before]);
+  showThumbnail($("added-picture"), added);
+  $("added-name").textContent = added?.fileName ?? "";
+  $("drop-picture").hidden = added === null;
 }
 
 function showEntries() {
@@ -410,6 +447,7 @@ function showEntry(entry) {
   update();
   new AnswerView(entry.request, overlay, given()).show(entry.answer, entry.times);
   shown = entry;
+  conversation = entry.request.pictures ? entry.request : null;
   showEntries();
   showSave();
   showFollow();
@@ -470,7 +508,8 @@ function updateSample() {
       model: facts?.model ?? "",
     };
     const language = document.querySelector("[name=language]:checked").value;
-    text = sample(language, read(facts?.model), imageOfSample(), place);
+    const images = (conversation?.pictures ?? [picture]).map(imageOfSample);
+    text = sample(language, conversation ?? read(facts?.model), images, place);
   } catch (error) {
     if (!(error instanceof Unfilled)) throw error;
     text = `# ${error.message}\n`;
@@ -479,10 +518,10 @@ function updateSample() {
   $("copied").textContent = "";
 }
 
-function imageOfSample() {
-  if (picture === null) return null;
-  if (picture.address) return { address: picture.address };
-  return { file: picture.fileName, type: picture.blob.type || "image/png", original: picture.original };
+function imageOfSample(named) {
+  if (named === null) return null;
+  if (named.address) return { address: named.address };
+  return { file: named.fileName, type: named.blob.type || "image/png", original: named.original };
 }
 
 async function copy() {
@@ -510,6 +549,7 @@ $("follow").addEventListener("submit", (event) => {
 });
 $("form").addEventListener("input", (event) => {
   if (event.target.id === "token") return;
+  conversation = null;
   clearProblem();
   if (event.target.name === "skill") showSubject(picture?.isExample);
   update();
@@ -559,12 +599,18 @@ $("picture").addEventListener("error", () => {
   $("frame").hidden = true;
   showNotShown("This browser cannot show the picture. The server may still read it.");
 });
-for (const input of [$("file"), $("capture")]) {
+for (const [id, receive] of [["file", takeFile], ["capture", takeFile], ["further-file", addFile]]) {
+  const input = $(id);
   input.addEventListener("change", () => {
-    if (input.files.length) takeFile(input.files[0]);
+    if (input.files.length) receive(input.files[0]);
     input.value = "";
   });
 }
+$("add-picture").addEventListener("click", () => $("further-file").click());
+$("drop-picture").addEventListener("click", () => {
+  addPicture(null);
+  $("add-picture").focus();
+});
 addEventListener("paste", (event) => {
   const [file] = [...(event.clipboardData?.files ?? [])].filter((item) => item.type.startsWith("image/"));
   if (file) takeFile(file);

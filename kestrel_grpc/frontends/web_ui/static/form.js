@@ -83,17 +83,24 @@ export function showSubject(isExample) {
 
 /**
  * What a further question about an answer asks: the conversation so far and the question, with the settings of the
- * request before. Places and constraints were those of that request alone. Raises `Unfilled`.
+ * request before. Places and constraints were those of that request alone. `first` is the picture that the first
+ * question was about, `added` the one of this question; either may be null. `pictures` of what is returned has the
+ * picture of each message. Raises `Unfilled`.
  */
-export function further({ body: before, ...others }, { answer }) {
+export function further({ body: before, pictures, ...others }, { answer }, first, added) {
   const text = required("further", "Write a question.");
   const { question, constraint, spatial_refs, messages, ...body } = before;
   const turns = messages ?? [{ role: "user", content: question }];
-  const added = [
+  const next = [
     { role: "assistant", content: answer },
     { role: "user", content: text },
   ];
-  return { ...others, skill: "chat", body: { ...body, messages: [...turns, ...added] } };
+  return {
+    ...others,
+    skill: "chat",
+    body: { ...body, messages: [...turns, ...next] },
+    pictures: [...(pictures ?? [first]), null, added],
+  };
 }
 
 /** What the controls hold, but for the token. */

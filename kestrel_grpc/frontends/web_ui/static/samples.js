@@ -1,12 +1,16 @@
-// The same request as code. `request` is what `read` of form.js returns; `image` says how the picture is named.
+// The same request as code. `request` is what `read` or `further` of form.js returns; images say how pictures are named.
+
+/** What stands for an image in JSON until the words of the shell take its place: this and its number. */
+const IMAGE = "\uE000";
 
 /**
- * `image` is null, `{address}`, or `{file, type, original}`. `place` has `origin`, `grpcAddress`, `isEncrypted`,
- * `asksForTokens` and `model`.
+ * An image is null, `{address}`, or `{file, type, original}`: one, or for a conversation one for each message. `place`
+ * has `origin`, `grpcAddress`, `isEncrypted`, `asksForTokens` and `model`.
  */
-export function sample(language, request, image, place) {
-  const text = { curl, python, grpcurl, openai }[language](chosen(request), image, place);
-  return image?.original ? `# ${image.file} is ${image.original} as JPEG.\n${text}` : text;
+export function sample(language, request, images, place) {
+  const text = { curl, python, grpcurl, openai }[language](chosen(request), images, place);
+  const made = images.filter((image) => image?.original);
+  return made.map((image) => `# ${image.file} is ${image.original} as JPEG.\n`).join("") + text;
 }
 
 /** The request without what the page adds to show its answer. */
@@ -15,17 +19,29 @@ function chosen({ body: { stream, settings = {}, ...body }, ...request }) {
   return { ...request, body: Object.keys(others).length ? { ...body, settings: others } : body };
 }
 
-function curl({ skill, body, timeoutS }, image, place) {
+function curl({ skill, body, timeoutS }, images, place) {
   const headers = ["-H 'content-type: application/json'"];
   if (place.asksForTokens) headers.push('-H "authorization: Bearer $KESTREL_GRPC_TOKEN"');
   if (timeoutS) headers.push(`-H 'x-request-timeout: ${timeoutS}'`);
-  const name = image?.address ? shellText(image.address) : "$PICTURE";
-  const json = shellJson(body, image && `"image_url": "${name}"`);
+  const files = images.filter((image) => image?.file);
+  const variable = (image) => (files.length > 1 ? `PICTURE_${files.indexOf(image) + 1}` : "PICTURE");
+  const words = images.map((image) => image && (image.address ? shellText(image.address) : `$${variable(image)}`));
+  const json = shellJson(withImages(body, images, "image_url"), words);
   const call = `curl -s ${place.origin}/v1/${skill} ${headers.join(" \\\n    ")} -d @- <<END\n${json}\nEND\n`;
-  return image?.file ? `PICTURE="data:${image.type};base64,${base64Of(image.file)}"\n${call}` : call;
+  const set = files.map((image) => `${variable(image)}="data:${image.type};base64,${base64Of(image.file)}"\n`);
+  return set.join("") + call;
 }
 
-function grpcurl({ skill, body, adapter, timeoutS }, image, place) {
+/** The body with its images, for which `IMAGE` and a number stand. */
+function withImages(body, images, field) {
+  if (!body.messages) return images[0] ? { [field]: `${IMAGE}0`, ...body } : body;
+  const messages = body.messages.map((message, index) =>
+    images[index] ? { ...message, image_urls: [`${IMAGE}${index}`] } : message,
+  );
+  return { messages, ...body, messages };
+}
+
+function grpcurl({ skill, body, adapter, timeoutS }, images, place) {
   const method = {
     query: "Query",
     caption: "Caption",
@@ -33,24 +49,35 @@ function grpcurl({ skill, body, adapter, timeoutS }, image, place) {
     detect: "Detect",
     segment: "Segment",
     gaze: "Gaze",
+    chat: "Chat",
   };
   const prefix = isText(skill) ? "Complete" : "";
   const options = [place.isEncrypted ? "" : " -plaintext"];
   if (place.asksForTokens) options.push(' -H "authorization: Bearer $KESTREL_GRPC_TOKEN"');
   if (timeoutS) options.push(` -max-time ${timeoutS}`);
-  const source = image?.address ? `"uri": "${shellText(image.address)}"` : `"data": "${image && base64Of(image.file)}"`;
-  const json = shellJson(message(body, adapter), image && `"image": {${source}}`);
+  const words = images.map((image) => image && (image.address ? shellText(image.address) : base64Of(image.file)));
+  const source = (index) => ({ [images[index].address ? "uri" : "data"]: `${IMAGE}${index}` });
+  const made = message(body, adapter);
+  if (made.messages) made.messages = made.messages.map((turn, index) => said(turn, images[index] && source(index)));
+  const json = shellJson(images[0] && !made.messages ? { image: source(0), ...made } : made, words);
   const call = `kestrel.v1.VisionService/${prefix}${method[skill]}`;
   return `grpcurl${options.join("")} -d @ ${place.grpcAddress} ${call} <<END\n${json}\nEND\n`;
 }
 
-function python({ skill, body, adapter, timeoutS }, image, place) {
+/** A message of a conversation as the gRPC contract has it. */
+function said({ role, content }, image) {
+  const parts = [...(image ? [{ image }] : []), { text: content }];
+  return { role: `CHAT_ROLE_${role.toUpperCase()}`, parts };
+}
+
+function python({ skill, body, adapter, timeoutS }, images, place) {
   const imported = ["Client"];
   const named = (kind, sides) => {
     if (!imported.includes(kind)) imported.push(kind);
     return `${kind}(${sides.join(", ")})`;
   };
-  const given = [image === null ? "None" : literal(image.address ?? image.file)];
+  const names = images.map((image) => (image === null ? "None" : literal(image.address ?? image.file)));
+  const given = body.messages ? ["messages"] : [names[0]];
   const { n, ...settings } = body.settings ?? {};
   const keywords = { ...settings, ...body.constraint };
   if (body.question) given.push(literal(body.question));
@@ -81,12 +108,17 @@ function python({ skill, body, adapter, timeoutS }, image, place) {
   const token = place.asksForTokens ? "# The token is in the variable KESTREL_GRPC_TOKEN.\n" : "";
   const lines = pythonCall(skill, given.join(", "), n > 1);
   const block = lines.map((line) => `    ${line}\n`).join("");
-  return `from kestrel_client import ${imported.sort().join(", ")}\n\n${token}with Client(${literal(address)}) as client:\n${block}`;
+  const turns = (body.messages ?? []).map(({ role, content }, index) => {
+    const shows = images[index] ? `, [${names[index]}]` : "";
+    return `    ${named("ChatMessage", [`${literal(role)}, ${literal(content)}${shows}`])},\n`;
+  });
+  const messages = turns.length ? `messages = [\n${turns.join("")}]\n` : "";
+  return `from kestrel_client import ${imported.sort().join(", ")}\n\n${messages}${token}with Client(${literal(address)}) as client:\n${block}`;
 }
 
 function pythonCall(skill, given, hasSamples) {
   if (isText(skill)) {
-    const field = skill === "query" ? "answer" : "caption";
+    const field = skill === "caption" ? "caption" : "answer";
     const samples = hasSamples ? ["for other in result.alternatives:", `    print(other.${field})`] : [];
     return [`result = client.complete_${skill}(${given})`, `print(result.${field})`, ...samples];
   }
@@ -98,30 +130,34 @@ function pythonCall(skill, given, hasSamples) {
   }[skill];
 }
 
-function openai({ skill, body, adapter, timeoutS }, image, place) {
-  if (skill !== "query") return "# OpenAI's API has questions only.\n";
+function openai({ skill, body, adapter, timeoutS }, images, place) {
+  if (skill !== "query" && skill !== "chat") return "# OpenAI's API has questions only.\n";
   const { settings = {}, question, constraint, reasoning } = body;
   const { top_k, min_p, repetition_penalty, include_stop, ...standard } = settings;
   const extra = { reasoning, constraint, top_k, min_p, repetition_penalty, include_stop };
   for (const name of Object.keys(extra)) if (extra[name] === undefined) delete extra[name];
-  const url = image?.address ? literal(image.address) : `"data:${image?.type};base64," + picture`;
-  const parts = [`{"type": "text", "text": ${literal(question)}}`];
-  if (image) parts.push(`{"type": "image_url", "image_url": {"url": ${url}}}`);
+  const url = (image) => (image.address ? literal(image.address) : `data_url(${literal(image.file)}, ${literal(image.type)})`);
+  const turns = (body.messages ?? [{ role: "user", content: question }]).map(({ role, content }, index) => {
+    const parts = [`{"type": "text", "text": ${literal(content)}}`];
+    if (images[index]) parts.push(`{"type": "image_url", "image_url": {"url": ${url(images[index])}}}`);
+    return `{"role": ${literal(role)}, "content": ${images[index] ? `[${parts.join(", ")}]` : literal(content)}}`;
+  });
   const given = [`model=${literal(adapter ? `${place.model}/${adapter}` : place.model)}`];
-  given.push(`messages=[{"role": "user", "content": [${parts.join(", ")}]}]`);
+  given.push(turns.length > 1 ? `messages=[\n        ${turns.join(",\n        ")},\n    ]` : `messages=[${turns[0]}]`);
   given.push(...Object.entries(standard).map(([name, value]) => `${name}=${literal(value)}`));
   if (Object.keys(extra).length) given.push(`extra_body=${literal(extra)}`);
   if (timeoutS) given.push(`timeout=${literal(timeoutS)}`);
+  const hasFiles = images.some((image) => image?.file);
   const imports = ["import base64", "import os"].filter((line) =>
-    line.endsWith("os") ? place.asksForTokens : image?.file,
+    line.endsWith("os") ? place.asksForTokens : hasFiles,
   );
   const key = place.asksForTokens ? 'os.environ["KESTREL_GRPC_TOKEN"]' : '"none is asked for"';
   const lines = [...imports, ...(imports.length ? [""] : []), "from openai import OpenAI", ""];
-  lines.push(`client = OpenAI(base_url=${literal(`${place.origin}/v1`)}, api_key=${key})`);
-  if (image?.file) {
-    lines.push(`with open(${literal(image.file)}, "rb") as file:`);
-    lines.push("    picture = base64.b64encode(file.read()).decode()");
+  if (hasFiles) {
+    lines.push("", "def data_url(name, kind):", '    with open(name, "rb") as file:');
+    lines.push('        return f"data:{kind};base64,{base64.b64encode(file.read()).decode()}"', "", "");
   }
+  lines.push(`client = OpenAI(base_url=${literal(`${place.origin}/v1`)}, api_key=${key})`);
   lines.push("answer = client.chat.completions.create(", ...given.map((line) => `    ${line},`), ")");
   lines.push("for choice in answer.choices:", "    print(choice.message.content)");
   const left = ["spatial_refs", "priority", "cache", "max_queue_seconds"].filter((name) => name in body);
@@ -172,14 +208,13 @@ function reference(sides) {
 }
 
 function isText(skill) {
-  return skill === "query" || skill === "caption";
+  return ["query", "caption", "chat"].includes(skill);
 }
 
-/** An object as JSON in a here-document, in which a shell expands variables; `first` is a member in the shell's words. */
-function shellJson(value, first) {
+/** An object as JSON in a here-document, in which a shell expands variables; `words` take the places of images. */
+function shellJson(value, words) {
   const json = shellText(JSON.stringify(value, null, 2));
-  if (!first) return json;
-  return json === "{}" ? `{${first}}` : `{\n  ${first},${json.slice(1)}`;
+  return words.reduce((text, word, index) => (word === null ? text : text.replace(`"${IMAGE}${index}"`, () => `"${word}"`)), json);
 }
 
 /** A text in a here-document. */
