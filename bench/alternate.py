@@ -17,11 +17,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from bench.harness.load import LoadProcesses
 from bench.harness.output import Progress, write_json
 from bench.harness.rounds import Load, ask_once, rounds
-from bench.harness.serving import machine_facts, started_server
+from bench.harness.serving import CropCount, RunningServer, machine_facts, started_server
 from bench.harness.summary import Row
 
 ROWS = "direct:64,cot:64,long:64,direct:1,text:1,text:64"
@@ -49,6 +50,8 @@ class Comparison:
     measure: str
     first: tuple[float, ...]
     second: tuple[float, ...]
+    encoded_crops: tuple[float | None, float | None] = (None, None)
+    """Crops that each tree encoded for a picture, warming up included; None where it does not count them."""
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -77,31 +80,41 @@ def measure(
     num_rounds: int,
     window_s: float,
     warm_up_s: float,
+    servers: Mapping[str, RunningServer] = MappingProxyType({}),
 ) -> Iterator[Comparison]:
-    """Load by load, both trees in turns. `processes` by tree, the first and the second."""
+    """Load by load, both trees in turns. `processes` and `servers` by tree, the first and the second."""
     progress = Progress(len(loads) * num_rounds * len(processes))
     for load in loads:
         ask_once(load, processes)
     for load in loads:
         measure = measure_of(load)
         values: dict[str, list[float]] = {tree: [] for tree in processes}
+        before = {tree: server.encoded_crops() for tree, server in servers.items()}
         for tree, row in rounds(load, processes, num_rounds, window_s, warm_up_s):
             values[tree].append(value_of(row, measure))
             progress.end(f"{load}, {tree}: {values[tree][-1]:.4g} {measure}")
         first, second = values.values()
-        yield Comparison(str(load), measure, tuple(first), tuple(second))
+        after = {tree: server.encoded_crops() for tree, server in servers.items()}
+        crops = [_per_picture(before.get(tree), after.get(tree)) for tree in processes]
+        yield Comparison(str(load), measure, tuple(first), tuple(second), (crops[0], crops[1]))
     progress.close()
+
+
+def _per_picture(before: CropCount | None, after: CropCount | None) -> float | None:
+    return None if before is None or after is None else after.per_picture(before)
 
 
 def as_text(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
     """A Markdown table."""
     first, second = names
-    lines = [f"| load | measure | {first} | {second} | {second} takes | spread |", "|---|---|---|---|---|---|"]
+    head = f"| load | measure | {first} | {second} | {second} takes | spread | crops encoded a picture |"
+    lines = [head, "|---|---|---|---|---|---|---|"]
     for each in comparisons:
         lists = (", ".join(f"{value:.4g}" for value in values) for values in (each.first, each.second))
         change = f"{100 * each.slowdown:+.1f}% time"
+        crops = " / ".join("–" if value is None else f"{value:.2f}" for value in each.encoded_crops)
         lines.append(
-            "| " + " | ".join((each.name, each.measure, *lists, change, f"±{100 * each.spread:.1f}%")) + " |"
+            "| " + " | ".join((each.name, each.measure, *lists, change, f"±{100 * each.spread:.1f}%", crops)) + " |"
         )
     return "\n".join(lines)
 
@@ -140,7 +153,10 @@ def main() -> int:
     most = max(load.concurrency for load in loads)
     options = ("--model", arguments.model, "--max-batch-size", str(most), *arguments.server_options)
     with contextlib.ExitStack() as stack:
-        servers = {name: stack.enter_context(started_server(options, tree)) for name, tree in trees.items()}
+        servers = {
+            name: stack.enter_context(started_server(options, tree, has_metrics=True))
+            for name, tree in trees.items()
+        }
         for name, server in servers.items():
             print(f"{name} serves {server.address} after {server.ready_s:.1f} s", flush=True)
         processes = {
@@ -148,7 +164,9 @@ def main() -> int:
             for name, server in servers.items()
         }
         comparisons: list[Comparison] = []
-        for comparison in measure(loads, processes, arguments.rounds, arguments.seconds, arguments.warm_up):
+        for comparison in measure(
+            loads, processes, arguments.rounds, arguments.seconds, arguments.warm_up, servers
+        ):
             comparisons.append(comparison)
             rows = [asdict(each) | {"slowdown": each.slowdown, "spread": each.spread} for each in comparisons]
             ready = {name: server.ready_s for name, server in servers.items()}

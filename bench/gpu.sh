@@ -13,6 +13,7 @@
 #   accept       the built-in model in all precisions: its page of acceptance
 #   start        a first start and another one by stage, and the traffic right after them
 #   before       another checkout, BEFORE, and this one in turns, as servers of MODEL
+#   changed      pictures that change in a part from one request to the next, in BEFORE and here, in turns
 #   one-picture  attention of prompts with one picture in BEFORE and here, in turns: times, and equal bits
 #   flashinfer   attention by FlashInfer beside ours, its compilation and import, and `verify` with it; where it is
 #   stress       cached answers against computed ones, in float32, with adapters, constraints, samples and logprobs
@@ -32,7 +33,7 @@
 #   BATCHES       requests at once (default 1,4,16,64); PEER_BATCHES for the peer (default 1,64)
 #   ROW_SECONDS   length of each measurement (default 5)
 #   SERVE         more options of `kestrel-grpc serve`
-#   BEFORE        the older checkout of the stages `before` and `one-picture`
+#   BEFORE        the older checkout of the stages `before`, `changed` and `one-picture`
 #   ROWS, ROUNDS  loads and turns of the stage `before` (default those of bench.alternate)
 #   FOLDERS       checkpoints with expected answers, for `verify` (default tests/golden/*)
 #   JOBS          tests and verifications at once (default 8)
@@ -121,7 +122,7 @@ card_times() {
 }
 
 needs_weights() {
-    case " peer serve conversations caching batch processes gpus adapters constraints start before " in *" $1 "*) ;; *) false ;; esac
+    case " peer serve conversations caching batch processes gpus adapters constraints start before changed " in *" $1 "*) ;; *) false ;; esac
 }
 for stage in $stages; do
     if needs_weights "$stage" && [ ! -e "$folder/model.safetensors" ]; then
@@ -189,6 +190,12 @@ for stage in $stages; do
         measure 500 "before-$model" python3 -m bench.alternate --before "${BEFORE:?}" --model "$folder" \
             ${ROWS:+--rows "$ROWS"} ${ROUNDS:+--rounds "$ROUNDS"} \
             --json "$out/before-$model.json" -- --precision float8 --kv-pages 4000 "${options[@]}"
+        ;;
+    changed)
+        measure 500 "changed-$model" python3 -m bench.alternate --before "${BEFORE:?}" --model "$folder" \
+            --rows "${ROWS:-changed:64,direct:64,changed-png:64,changed-pointer:64,changed-typed:64,changed-scroll:64,changed-noise:64}" \
+            --rounds "${ROUNDS:-2}" --processes 8 --json "$out/changed-$model.json" \
+            -- --precision float8 --kv-pages 4000 "${options[@]}"
         ;;
     one-picture)
         measure 400 one-picture python3 -m bench.one_picture --before "${BEFORE:?}"

@@ -19,7 +19,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,10 @@ class Plan:
         return closed + len(self.workloads) + (MAX_RATES if self.open_workload else 0)
 
 
-def measure(plan: Plan, address: str, progress: Progress) -> Iterator[Row]:
+def measure(plan: Plan, server: RunningServer, progress: Progress) -> Iterator[Row]:
     """Every row of the closed loop, then of the open one."""
     best_rate_per_s = 0.0
-    with LoadProcesses(address, plan.num_processes, plan.num_pictures) as load:
+    with LoadProcesses(server.address, plan.num_processes, plan.num_pictures) as load:
         # What is compiled or captured at its first use is no row's business.
         progress.begin("first answers")
         load.closed(plan.workloads[0], max(plan.concurrencies), 0.1, FIRST_ANSWERS_S)
@@ -80,10 +80,14 @@ def measure(plan: Plan, address: str, progress: Progress) -> Iterator[Row]:
             for concurrency in plan.concurrencies_of(workload):
                 name = f"{workload.name}, {concurrency} at once"
                 progress.begin(name)
+                before = server.encoded_crops()
                 recording = load.closed(workload, concurrency, plan.window_s, plan.warm_up_s)
+                after = server.encoded_crops()
                 row = summarise(
                     workload.name, concurrency, recording, workload.num_tokens, plan.objective, is_open=False
                 )
+                if before is not None and after is not None:
+                    row = replace(row, encoded_crops=after.per_picture(before))
                 if workload is plan.open_workload:
                     best_rate_per_s = max(best_rate_per_s, row.requests_per_s)
                 progress.end(f"{name}: {row.requests_per_s:.1f} requests/s")
@@ -136,7 +140,7 @@ def served(arguments: argparse.Namespace, max_batch_size: int) -> Iterator[Runni
             write_endless(Path(kestrel_runtime.__path__[0]) / "nano", folder)
             model = str(folder)
         options = ("--model", model, "--max-batch-size", str(max_batch_size), *arguments.server_options)
-        yield stack.enter_context(started_server(options))
+        yield stack.enter_context(started_server(options, has_metrics="--metrics-port" not in options))
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
@@ -212,7 +216,7 @@ def main() -> int:
             "options": options,
             "measured_with": shlex.join(["python", "-m", "bench.serve", *sys.argv[1:]]),
         }
-        rows = list(measure(plan, server.address, progress))
+        rows = list(measure(plan, server, progress))
     client = list(measure_client(plan, progress))
     progress.close()
     peer: dict[str, Any] | None = None if arguments.peer is None else json.loads(arguments.peer.read_text())

@@ -90,15 +90,17 @@ def over_peer(rows: Sequence[Row], peer: Mapping[str, Any] | None) -> list[dict[
 
 
 def _rate_table(rows: Sequence[Row], load: str) -> Table:
-    head = ["requests/s", "tokens/s", "in time/s", "requests", "errors", "client cores", "client lag ms"]
+    head = ["requests/s", "tokens/s", "in time/s", "requests", "errors"]
+    head += ["crops encoded a picture", "client cores", "client lag ms"]
     table = [["workload", load, *head]]
     for row in rows:
         errors = ", ".join(f"{count} {name}" for name, count in row.errors.items())
         if row.wrong_lengths:
             errors += f"{', ' if errors else ''}{row.wrong_lengths} of another length"
         rates = map(number, (row.requests_per_s, row.tokens_per_s, row.goodput_per_s))
+        crops = "–" if row.encoded_crops is None else number(row.encoded_crops)
         client = map(number, (row.busiest_client, row.client_lag_ms))
-        table.append([row.workload, number(row.load), *rates, str(row.num_requests), errors or "0", *client])
+        table.append([row.workload, number(row.load), *rates, str(row.num_requests), errors or "0", crops, *client])
     return table
 
 

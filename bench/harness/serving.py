@@ -10,16 +10,17 @@ import os
 import platform
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -27,6 +28,18 @@ from kestrel_client import Client
 
 _STOP_TIMEOUT_S = 40
 _SOURCE_ROOTS = ("", "runtime", "kernels", "clients/python")
+
+
+class CropCount(NamedTuple):
+    """How many crops a server has encoded, of how many pictures."""
+
+    num_crops: float
+    num_pictures: float
+
+    def per_picture(self, before: CropCount) -> float | None:
+        """Crops encoded for each picture since a reading before; None without pictures."""
+        num_pictures = self.num_pictures - before.num_pictures
+        return (self.num_crops - before.num_crops) / num_pictures if num_pictures else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +51,17 @@ class RunningServer:
     pid: int = 0
     http_address: str = ""
     """Of its HTTP port; empty where it was not asked for one."""
+    metrics_port: int = 0
+    """0 where it has none."""
+
+    def encoded_crops(self) -> CropCount | None:
+        """Since its start; None where it has no port of metrics, or counts no crops."""
+        if not self.metrics_port:
+            return None
+        found = _read_metrics(f"http://127.0.0.1:{self.metrics_port}/metrics")
+        lookups, hits = (_of_tier(found, f"kestrel_cache_{what}_total", "crops") for what in ("lookups", "hits"))
+        pictures = _of_tier(found, "kestrel_cache_lookups_total", "embeddings")
+        return None if lookups is None or hits is None or pictures is None else CropCount(lookups - hits, pictures)
 
     def facts(self) -> dict[str, Any]:
         """What it says of itself."""
@@ -57,14 +81,18 @@ class RunningServer:
 
 @contextlib.contextmanager
 def started_server(
-    options: Sequence[str], tree: Path | None = None, *, program: str = "kestrel_grpc"
+    options: Sequence[str], tree: Path | None = None, *, program: str = "kestrel_grpc", has_metrics: bool = False
 ) -> Iterator[RunningServer]:
-    """`kestrel-grpc serve` with these options on a free port, until the block ends.
+    """`kestrel-grpc serve` with these options on a free port, until the block ends; with `has_metrics` on another
+    one for metrics.
 
     With a `tree`, the code of that checkout is served instead of the code that runs. `program` is the module that
     stands for `kestrel-grpc`.
     """
     command = (sys.executable, "-m", program, "serve", "--port", "0", "--log-level", "warning", *options)
+    metrics_port = _free_port() if has_metrics else 0
+    if has_metrics:
+        command += ("--metrics-port", str(metrics_port))
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tree, env=_environment(tree))
     assert process.stdout is not None, "asked for a pipe"
@@ -74,7 +102,7 @@ def started_server(
             raise RuntimeError(f"the server did not start: {' '.join(command)}")
         address, ready_s = line.split(" on ")[1].split()[0], time.perf_counter() - started
         http_address = process.stdout.readline().split()[-1] if "--http-port" in options else ""
-        yield RunningServer(address, ready_s, process.pid, http_address)
+        yield RunningServer(address, ready_s, process.pid, http_address, metrics_port)
     finally:
         process.send_signal(signal.SIGINT)  # which, unlike SIGTERM, is not announced to balancers first
         try:
@@ -92,6 +120,28 @@ def _environment(tree: Path | None) -> dict[str, str]:
         sources = (str(tree.resolve() / folder) for folder in _SOURCE_ROOTS)
         environment["PYTHONPATH"] = os.pathsep.join((*sources, environment.get("PYTHONPATH", "")))
     return environment
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _read_metrics(address: str) -> dict[str, float]:
+    """The values of all series."""
+    with urllib.request.urlopen(address, timeout=_SCRAPE_TIMEOUT_S) as response:
+        lines: list[str] = response.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+def _of_tier(found: Mapping[str, float], name: str, tier: str) -> float | None:
+    """The sum of a metric of one tier over all processes; None where there is none."""
+    own = [
+        value for series, value in found.items() if series.startswith(f"{name}{{") and f'tier="{tier}"' in series
+    ]
+    return sum(own) if own else None
 
 
 def machine_facts() -> dict[str, Any]:
@@ -224,10 +274,7 @@ class WatchedServer:
 
     def metrics(self) -> dict[str, float]:
         """Every series that the server has now."""
-        with urllib.request.urlopen(self._metrics, timeout=_SCRAPE_TIMEOUT_S) as response:
-            lines: list[str] = response.read().decode().splitlines()
-        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        return {name: float(value) for name, value in pairs}
+        return _read_metrics(self._metrics)
 
     def calls(self) -> Counter[str]:
         """How many gRPC calls have ended, by the name of the process that took them, as `Vitals` has it."""

@@ -37,6 +37,8 @@ class Row:
     total_ms: Percentiles = field(default_factory=dict)
     hit_share: float = 0.0
     """Of the answers, those to prompts of which the server had keys and values."""
+    encoded_crops: float | None = None
+    """Crops that the server encoded for each picture; None where it did not say so."""
     busiest_client: float = 0.0
     """Cores that the busiest load process used; near 1 the row measures the client."""
     client_lag_ms: float = 0.0

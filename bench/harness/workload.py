@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from kestrel_grpc.cli.bench.workload import chart, with_comment
+from bench.harness.changes import Change, ChangingPictures
+from kestrel_grpc.cli.bench.workload import another_picture, chart
 
 _ASPECTS = ("value", "label", "height", "width", "color")
 _WHICH = ("tallest", "shortest", "first", "second", "third", "last", "left", "right", "middle", "biggest")
@@ -28,6 +29,10 @@ TEXT_QUESTIONS = tuple(
 NUM_POPULAR = 1_000
 NUM_RETURNING = 64
 """How many pictures are asked about at a time, with `Picture.RETURNING`."""
+NUM_STREAMS = 64
+"""How many pictures change, with `Picture.CHANGED`."""
+_POPULAR_FROM, _RETURNING_FROM = 10**12, 2 * 10**12
+"""The numbers of pictures that come again; others have those of their requests."""
 
 
 class Picture(Enum):
@@ -40,6 +45,9 @@ class Picture(Enum):
     """A share of the requests shows one of `NUM_POPULAR` pictures, by Zipf's law; the others unique ones."""
     RETURNING = "returning"
     """Each picture is shown by a few requests, among requests that show others."""
+    CHANGED = "changed"
+    """Each of `NUM_STREAMS` callers shows a picture of its own, which changes in a part from one request to the
+    next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,10 @@ class Workload:
     """Whether the answer comes in pieces, by `Query`, or whole, by `CompleteQuery`."""
     example: str = ""
     """What has answers of this length."""
+    change: Change = Change.REPAINT
+    """How pictures change, with `Picture.CHANGED`."""
+    file_format: str = "JPEG"
+    """JPEG or PNG, with `Picture.CHANGED`."""
 
     @property
     def description(self) -> str:
@@ -67,6 +79,8 @@ class Workload:
             Picture.SAME: "a question about the one picture that all requests show",
             Picture.REPEATED: f"a question about a picture; in {self.repeat_share:.0%} of requests a popular one",
             Picture.RETURNING: f"one of {self.num_questions} questions about a picture",
+            Picture.CHANGED: f"a question about the next {self.file_format} of one of {NUM_STREAMS} callers, in "
+            f"which {self.change.value}",
         }[self.picture]
         ending = "" if self.is_streamed else " in one message"
         example = f", as long as {self.example}" if self.example else ""
@@ -94,6 +108,12 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
             Workload("repeats-50", Picture.REPEATED, 3, 0.5),
             Workload("repeats-90", Picture.REPEATED, 3, 0.9),
             Workload("returning-5", Picture.RETURNING, 3, num_questions=5),
+            Workload("changed", Picture.CHANGED, 3),
+            Workload("changed-png", Picture.CHANGED, 3, file_format="PNG"),
+            Workload("changed-pointer", Picture.CHANGED, 3, change=Change.POINTER, file_format="PNG"),
+            Workload("changed-typed", Picture.CHANGED, 3, change=Change.TYPED, file_format="PNG"),
+            Workload("changed-scroll", Picture.CHANGED, 3, change=Change.SCROLL, file_format="PNG"),
+            Workload("changed-noise", Picture.CHANGED, 3, change=Change.NOISE),
         )
     }
 )
@@ -115,14 +135,16 @@ def returning(block: int, num_questions: int, num_pictures: int = NUM_RETURNING)
 
 
 class Album:
-    """Pictures for any number of requests, of which so many are drawn; the same file never comes twice.
+    """Pictures for any number of requests, of which so many are drawn; the same picture never comes twice, unless
+    the workload says so.
 
-    Drawing costs the client more than asking. So drawings come again, each time with another comment in the file:
-    whoever remembers files by their bytes has not seen it.
+    Drawing costs the client more than asking. So drawings come again, each time with other pixels
+    (`another_picture`): whoever remembers files by their bytes, or crops by their pixels, has not seen it.
     """
 
     def __init__(self, num_drawn: int) -> None:
         self._drawn = [chart(seed) for seed in range(num_drawn)]
+        self._changing: dict[Change, ChangingPictures] = {}
 
     def picture(self, workload: Workload, number: int) -> bytes | None:
         """The picture of the request with this number; None where it has none."""
@@ -130,16 +152,21 @@ class Album:
             return None
         if workload.picture is Picture.SAME:
             return self._drawn[0]
+        if workload.picture is Picture.CHANGED:
+            if workload.change not in self._changing:
+                self._changing[workload.change] = ChangingPictures(workload.change)
+            version, stream = divmod(number, NUM_STREAMS)
+            return self._changing[workload.change].encoded(stream, version, workload.file_format)
         if workload.picture is Picture.REPEATED:
             chance = random.Random(number)  # so that a request is the same in every run
             if chance.random() < workload.repeat_share:
                 rank = bisect.bisect(_POPULARITY, chance.random() * _POPULARITY[-1])
-                return with_comment(self._drawn[rank % len(self._drawn)], f"popular {rank:08d}")
+                return another_picture(self._drawn[rank % len(self._drawn)], _POPULAR_FROM + rank)
         if workload.picture is Picture.RETURNING:
             block, place = divmod(number, workload.num_questions * NUM_RETURNING)
             picture = returning(block, workload.num_questions)[place]
-            return with_comment(self._drawn[picture % len(self._drawn)], f"returning {picture:06d}")
-        return with_comment(self._drawn[number % len(self._drawn)], f"{number:016d}")
+            return another_picture(self._drawn[picture % len(self._drawn)], _RETURNING_FROM + picture)
+        return another_picture(self._drawn[number % len(self._drawn)], number)
 
 
 def vocabulary() -> Iterator[str]:

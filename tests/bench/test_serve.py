@@ -46,7 +46,7 @@ def test_without_a_model_an_endless_copy_of_the_built_in_one_is_served(monkeypat
     served_options: list[str] = []
 
     @contextlib.contextmanager
-    def note(options: Sequence[str]) -> Iterator[RunningServer]:
+    def note(options: Sequence[str], **_: object) -> Iterator[RunningServer]:
         served_options.extend(options)
         tensors = load_file(Path(options[options.index("--model") + 1]) / "model.safetensors")
         assert tensors["model.text.lm_head.bias"][0] == END_BIAS

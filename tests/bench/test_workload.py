@@ -6,14 +6,17 @@ from collections import Counter
 import pytest
 from PIL import Image
 
-from bench.harness.workload import NUM_RETURNING, WORKLOADS, Album, chart
+from bench.harness.workload import NUM_RETURNING, NUM_STREAMS, WORKLOADS, Album
 from kestrel_grpc.cli.bench.workload import HEIGHT_PX, WIDTH_PX
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from tests.bench.small import SMALL_2
 
 
-def pixels(jpeg: bytes) -> bytes:
-    return Image.open(io.BytesIO(jpeg)).convert("RGB").tobytes()
+def crops_of(file: bytes | None) -> list[bytes]:
+    """The pixels of each crop."""
+    assert file is not None
+    picture = Image.open(io.BytesIO(file)).convert("RGB")
+    return [crop.tobytes() for crop in MoondreamCropping(SMALL_2.vision).make_crops(picture).pixels]
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +32,9 @@ def test_a_chart_has_nine_crops():
 def test_no_file_comes_twice_though_drawings_do(album: Album):
     files = [album.picture(WORKLOADS["direct"], number) for number in range(9)]
     assert len(set(files)) == 9
-    assert files[0] is not None
-    assert files[3] is not None
-    assert pixels(files[0]) == pixels(files[3]) == pixels(chart(0))
+    assert Image.open(io.BytesIO(files[3] or b"")).size == (WIDTH_PX, HEIGHT_PX)
+    crops = Counter(crop for file in files for crop in crops_of(file))
+    assert set(crops.values()) == {1}, "no crop comes twice either"
 
 
 def test_a_cached_picture_is_the_same_file_with_other_questions(album: Album):
@@ -60,3 +63,27 @@ def test_a_picture_that_returns_is_asked_about_so_often_among_others(album: Albu
     assert set(Counter(files).values()) == {5}
     assert len(set(files[: 5 * NUM_RETURNING])) == NUM_RETURNING
     assert len(set(files[:10])) > 5, "mixed"
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("changed", 2, 2),
+        ("changed-png", 2, 2),
+        ("changed-pointer", 2, 8),
+        ("changed-typed", 0, 4),
+        ("changed-scroll", 9, 9),
+        ("changed-noise", 9, 9),
+    ],
+)
+def test_the_next_picture_of_a_caller_changes_in_so_many_crops(name: str, least: int, most: int):
+    first, second = Album(1), Album(1)
+    numbers = [5 + NUM_STREAMS * version for version in range(4)]
+    files = [first.picture(WORKLOADS[name], number) for number in numbers]
+    assert second.picture(WORKLOADS[name], numbers[2]) == files[2], "the same in any order"
+    assert second.picture(WORKLOADS[name], numbers[1]) == files[1]
+    seen = set(crops_of(files[0]))
+    for file in files[1:]:
+        crops = set(crops_of(file))
+        assert least <= len(crops - seen) <= most
+        seen |= crops

@@ -22,6 +22,10 @@ from kestrel_grpc.cli.common import PICTURE_SUFFIXES
 
 WIDTH_PX, HEIGHT_PX = 800, 557
 JPEG_QUALITY = 90
+_TABLE_MARKER, _TABLE_HEADER_BYTES = b"\xff\xdb", 5
+"""The beginning of a quantisation table in a JPEG file: marker, length and number of the table."""
+_NUM_CHANGED_ENTRIES, _LARGEST_ENTRY = 9, 6
+"""The lowest frequencies, without the mean of a block; 6^9 is 10 million pictures of each drawing."""
 
 NUM_DRAWN = 16
 """The drawings of a process. Drawing takes longer than asking, so they are reused, each time as another file."""
@@ -141,7 +145,7 @@ class Workload:
             return lambda number: None
         drawn = [chart(seed) for seed in range(min(count or NUM_DRAWN, NUM_DRAWN))]
         if count is None:
-            return lambda number: with_comment(drawn[number % len(drawn)], f"{number:016d}")
+            return lambda number: another_picture(drawn[number % len(drawn)], number)
         return lambda number: with_comment(drawn[number % count % len(drawn)], f"{number % count:016d}")
 
 
@@ -184,6 +188,20 @@ def chart(seed: int, width_px: int = WIDTH_PX, height_px: int = HEIGHT_PX) -> by
     file = io.BytesIO()
     image.save(file, "JPEG", quality=JPEG_QUALITY)
     return file.getvalue()
+
+
+def another_picture(jpeg: bytes, number: int) -> bytes:
+    """Returns another picture for each number, made of a JPEG of `chart`: neither its file nor any of its crops is
+    known to a cache.
+
+    Other entries of the table by which frequencies are multiplied change the pixels of every edge, and a copy of
+    the file with them is made much faster than a picture is drawn.
+    """
+    chance, changed = random.Random(number), bytearray(jpeg)
+    table = jpeg.index(_TABLE_MARKER) + _TABLE_HEADER_BYTES
+    for entry in range(1, 1 + _NUM_CHANGED_ENTRIES):
+        changed[table + entry] = chance.randint(1, _LARGEST_ENTRY)
+    return with_comment(bytes(changed), f"{number:016d}")
 
 
 def with_comment(jpeg: bytes, comment: str) -> bytes:

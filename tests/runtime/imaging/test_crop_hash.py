@@ -56,3 +56,12 @@ def test_each_process_draws_its_own_multipliers():
     crop = random_crops(1, 4)
     first, second = (CropHash(crop.numel(), CPU)(crop) for _ in range(2))
     assert (first != second).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_device_computes_the_same_hashes_as_the_host():
+    crops = random_crops(5, 378)
+    make = CropHash(crops[0].numel(), torch.device("cuda"))
+    on_host = CropHash(crops[0].numel(), CPU)
+    vars(on_host)["_multipliers"].copy_(vars(make)["_multipliers"])
+    assert torch.equal(make(crops.cuda()).cpu(), on_host(crops))

@@ -103,9 +103,13 @@ class _CompleteImage(NamedTuple):
     entry: int
     """Its entry of the embeddings."""
     parts: list[Tensor]
-    """The features of each crop, [1, patches, enc_dim]."""
+    """The features of its crops in their order, each part [some, patches, enc_dim]."""
     grid: tuple[int, int]
     """The rows and columns of its crops."""
+
+    @property
+    def num_crops(self) -> int:
+        return 1 + self.grid[0] * self.grid[1]
 
 
 class _SampleKey(NamedTuple):
@@ -179,23 +183,27 @@ class MoondreamExecutor:
         for item in items:
             crops_id, image = _crops_id(item.sequence, item.image), _image_of(item)
             pixels += self._crops.take(crops_id, image, item.crops, is_last=item.is_last)
-        encoded: Sequence[Tensor] = ()
+        features = self._memory.crops[:0]
         if pixels:
             features = self._encode_crops(concatenated(pixels))
             self._keep(items, features)
-            encoded = features.split(1)
-        num_taken, complete = 0, list[_CompleteImage]()
-        for item in items:
+        complete: list[_CompleteImage] = []
+        own_features = features.split([len(item.crops) for item in items])
+        for item, encoded in zip(items, own_features, strict=True):
+            image = _image_of(item)
+            grid = image.rows, image.columns
+            if len(item.crops) == image.num_crops:  # in their order, so that they need no copy
+                complete.append(_CompleteImage(item.entry, [encoded], grid))
+                self._features.pop(item.sequence.id, None)
+                continue
             if item.is_first:
                 self._features[item.sequence.id] = {}
             known = self._features[item.sequence.id]
-            known.update(zip(item.crops, encoded[num_taken : num_taken + len(item.crops)], strict=True))
-            num_taken += len(item.crops)
+            known.update(zip(item.crops, encoded.split(1), strict=True) if item.crops else ())
             if item.is_last:
                 known.update((crop, self._memory.crops[place : place + 1]) for crop, place in item.found)
-                image = _image_of(item)
                 parts = [known[crop] for crop in range(image.num_crops)]
-                complete.append(_CompleteImage(item.entry, parts, (image.rows, image.columns)))
+                complete.append(_CompleteImage(item.entry, parts, grid))
                 del self._features[item.sequence.id]
         for some in self._projected_together(complete):
             images, grids = [concatenated(image.parts) for image in some], [image.grid for image in some]
@@ -217,11 +225,11 @@ class MoondreamExecutor:
         counted there, and a projection copies the features of all crops."""
         most, some, num_crops = self._memory.bounds.max_crops, list[_CompleteImage](), 0
         for image in images:
-            if some and num_crops + len(image.parts) > most:
+            if some and num_crops + image.num_crops > most:
                 yield some
                 some, num_crops = [], 0
             some.append(image)
-            num_crops += len(image.parts)
+            num_crops += image.num_crops
         if some:
             yield some
 

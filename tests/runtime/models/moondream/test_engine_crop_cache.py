@@ -10,8 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image, ImageDraw
 
+from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import CacheLoad
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import CachePolicy, Query, Request, RequestOptions, SamplingParams
@@ -188,3 +190,37 @@ async def test_a_cache_of_no_bytes_is_off(shallow3: LoadedModel) -> None:
     async with served(shallow3, **ALONE, crop_cache_bytes=0) as engine:
         await answer(engine, ask(WHOLE))
         assert engine.load().crop_cache == CacheLoad()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "float32"},
+        {"deterministic": True},
+        {"vision_backend": "fused-float8", "text_backend": "fused-float8"},
+    ],
+    ids=["float32", "deterministic", "float8"],
+)
+async def test_a_gpu_finds_crops_once_their_namespace_has_shown_some_again(settings: dict[str, Any]) -> None:
+    config = EngineConfig(model=str(MD3_SMALL), device="cuda", num_kv_pages=512, **ALONE, **settings)
+    requests = [ask(picture) for picture in (WHOLE, CORNER, OPPOSITE, WHOLE, CORNER)]
+
+    async def answers(engine: LocalEngine) -> list[object]:
+        return [(await answer(engine, request)).output for request in requests]
+
+    without = LocalEngine.start(replace(config, crop_cache_bytes=0))
+    try:
+        expected = await answers(without)
+    finally:
+        await asyncio.to_thread(without.close)
+    engine = LocalEngine.start(config)
+    try:
+        found = await answers(engine)
+        if "text_backend" not in settings:  # there the number of rows may change the last bits
+            assert found == expected
+        assert await num_encoded(engine, requests[0]) == 0
+        assert await num_encoded(engine, requests[0], namespace="another") >= 1
+        assert engine.load().crop_cache.num_hits > 0
+    finally:
+        await asyncio.to_thread(engine.close)

@@ -13,6 +13,9 @@ from kestrel_runtime.execution.graph_policy import CapturedGraphs, GraphBudget, 
 
 _USUAL_CROPS = 9
 """Crops of an image of 800 by 557 pixels: 2 by 4 and the global one."""
+_PARTS_OF_IMAGES = range(14, 36, 2)
+"""Numbers of crops of steps whose images have most of their crops in the crop cache: a step takes about eleven
+prompts, and a change inside one crop leaves two to be encoded."""
 
 
 class EncodeGraphs:
@@ -57,10 +60,11 @@ class EncodeGraphs:
         first.
 
         The first are those of usual images, of the largest image and of the largest step, and hold the others,
-        which are those of one image.
+        which are those of one image, and of the changed parts of several.
         """
         usual = {*range(_USUAL_CROPS, self._max_crops + 1, _USUAL_CROPS), self._max_crops_of_image, self._max_crops}
-        counts = usual if is_measured else {*range(1, self._max_crops_of_image)} - usual
+        parts = (count for count in _PARTS_OF_IMAGES if count <= self._max_crops)
+        counts = usual if is_measured else {*range(1, self._max_crops_of_image), *parts} - usual
         for count in sorted(counts, reverse=True):
             yield count, partial(self._stored, count)
 
