@@ -146,7 +146,7 @@ class EngineConfig:
         byte_count(0),
         "memory of the device for encoded crops that are kept for images with the same crops; 0: none are kept",
         unit="bytes",
-        default_text="1,024 crops on CUDA, else 128; at most 1/16 of what the weights leave",
+        default_text="1,024 crops on CUDA, else 128; at most 1/32 of what the weights leave",
     )
     adapters: str | None = option(
         None,

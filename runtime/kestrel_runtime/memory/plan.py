@@ -21,7 +21,7 @@ from kestrel_runtime.memory.host_limits import available_memory_bytes, total_mem
 
 MARGIN_BYTES = 256 * MIB
 _CACHED_IMAGES_ON_DEVICE, _CACHED_IMAGES_ON_HOST, _IMAGE_CACHE_SHARE = 256, 32, 16
-_CACHED_CROPS_ON_DEVICE, _CACHED_CROPS_ON_HOST, _CROP_CACHE_SHARE = 1024, 128, 16
+_CACHED_CROPS_ON_DEVICE, _CACHED_CROPS_ON_HOST, _CROP_CACHE_SHARE = 1024, 128, 32
 _GIB = 2**30
 _ADVICE = {
     "weights": "choose a smaller model, or weights in float8 (--text-backend, --vision-backend)",
@@ -108,7 +108,7 @@ def crop_cache_bytes(configured: int | None, crop_bytes: int, available_bytes: i
     """Returns the bytes for encoded crops that are kept: a whole number of crops of `crop_bytes` each.
 
     If no number of bytes is configured: enough for 1,024 crops on a CUDA device and 128 elsewhere, at most a
-    sixteenth of what the weights leave.
+    thirty-second of what the weights leave.
     """
     num_crops = _CACHED_CROPS_ON_HOST if is_host else _CACHED_CROPS_ON_DEVICE
     return _whole_items(configured, crop_bytes, num_crops, available_bytes // _CROP_CACHE_SHARE)

@@ -10,7 +10,13 @@ import torch
 from kestrel_runtime.api.config import MIB
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.memory import plan as memory_plan
-from kestrel_runtime.memory.plan import MARGIN_BYTES, MemoryNeeds, MemoryReading, plan_memory
+from kestrel_runtime.memory.plan import (
+    MARGIN_BYTES,
+    MemoryNeeds,
+    MemoryReading,
+    crop_cache_bytes,
+    plan_memory,
+)
 
 GIB = 2**30
 NEEDS = MemoryNeeds(
@@ -39,7 +45,9 @@ def test_on_a_gpu_the_cache_gets_what_the_utilization_leaves_beside_all_else() -
     assert num_pages(A_GPU) == int(rest // 3_145_731) == 21435
 
 
-@pytest.mark.parametrize("term", ["activation_bytes", "graph_bytes", "image_bytes"])
+@pytest.mark.parametrize(
+    "term", ["activation_bytes", "graph_bytes", "image_bytes", "image_cache_bytes", "crop_cache_bytes"]
+)
 @pytest.mark.parametrize("reading", [A_GPU, A_HOST])
 def test_each_term_takes_its_bytes_from_the_cache(term: str, reading: MemoryReading) -> None:
     more = replace(NEEDS, **{term: getattr(NEEDS, term) + 101 * NEEDS.page_bytes})
@@ -182,3 +190,19 @@ def test_weights_on_the_host_that_count_as_available_are_not_taken_twice(monkeyp
     monkeypatch.setattr(memory_plan, "available_memory_bytes", lambda: 900_001)
     assert MemoryReading.of(torch.device("cpu"), 50_021).weight_bytes == 50_021
     assert MemoryReading.of(torch.device("cpu"), 500_009).weight_bytes == 100_002
+
+
+@pytest.mark.parametrize(
+    ("configured", "available", "is_host", "crops"),
+    [
+        (None, 10**12, False, 1024),
+        (None, 10**12, True, 128),
+        (None, 32 * 77 * 1_679_616, False, 77),  # a thirty-second
+        (5 * 1_679_616 + 7, 10**12, False, 5),
+        (0, 10**12, False, 0),
+    ],
+)
+def test_encoded_crops_get_the_bytes_of_a_whole_number(
+    configured: int | None, available: int, crops: int, *, is_host: bool
+) -> None:
+    assert crop_cache_bytes(configured, 1_679_616, available, is_host=is_host) == crops * 1_679_616

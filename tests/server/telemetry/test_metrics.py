@@ -220,15 +220,21 @@ def test_the_documentation_lists_the_metrics_there_are(name, table):
 
 
 def test_every_tier_of_the_caches_is_read_at_each_scrape(engine: FakeEngine) -> None:
-    load = replace(engine.load(), image_cache=CacheLoad(1, 2, 3, 4, 5), prefix_cache=CacheLoad(6, 7, 8, 9, 10))
+    load = replace(
+        engine.load(),
+        image_cache=CacheLoad(1, 2, 3, 4, 5),
+        prefix_cache=CacheLoad(6, 7, 8, 9, 10),
+        crop_cache=CacheLoad(17, 18, 19, 20, 21, 22.5),
+    )
     engine.load = lambda: load
     metrics = ServerMetrics(engine, lambda: CacheLoad(11, 12, 13, 14, 15, 16.5))
     names = ("lookups_total", "hits_total", "evictions_total", "used_bytes", "capacity_bytes", "oldest_age_seconds")
     found = {
         tier: [value(metrics, f"kestrel_cache_{name}", tier=tier) for name in names]
-        for tier in ("embeddings", "prefix_pages", "stored_images")
+        for tier in ("crops", "embeddings", "prefix_pages", "stored_images")
     }
     assert found == {
+        "crops": [17, 18, 19, 20, 21, 22.5],
         "embeddings": [1, 2, 3, 4, 5, None],
         "prefix_pages": [6, 7, 8, 9, 10, None],
         "stored_images": [11, 12, 13, 14, 15, 16.5],

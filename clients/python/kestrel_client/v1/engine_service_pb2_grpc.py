@@ -125,8 +125,8 @@ class EngineServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ClearCache(self, request, context):
-        """Removes cached image embeddings, keys and values, of all callers or of some. Requests that run go on, and cache
-        nothing of what they have begun with. Images that `ImageService` stores stay.
+        """Removes cached image embeddings, encoded crops, keys and values, of all callers or of some. Requests that run go
+        on, and cache nothing of what they have begun with. Images that `ImageService` stores stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
