@@ -96,6 +96,12 @@ def add_client_commands(subparsers: argparse._SubParsersAction[argparse.Argument
             help="a further object to look for in the same call; may be repeated. Lines then begin with the object",
         )
         command.add_argument("--max-objects", metavar="N", type=int, help="maximum number of objects to find (150)")
+        command.add_argument(
+            "--min-score",
+            metavar="S",
+            type=float,
+            help="leave out objects with a lower score, from 0 to 1, and print the score of others behind them",
+        )
     gaze = _add(subparsers, _gaze, "find the place that somebody in the image looks at")
     for name in ("x", "y"):
         gaze.add_argument(
@@ -254,27 +260,34 @@ def _caption(client: Client, arguments: argparse.Namespace, image: str) -> None:
 
 
 def _point(client: Client, arguments: argparse.Namespace, image: str) -> int:
-    options, wanted = options_of(arguments), _wanted(arguments)
+    options, wanted, limits = options_of(arguments), _wanted(arguments), _limits(arguments)
     if arguments.json:
-        return _show(arguments, image, client.point(image, wanted, max_objects=arguments.max_objects, **options))
-    with client.stream_point(image, wanted, max_objects=arguments.max_objects, **options) as stream:
-        _print_found(wanted, ((name, found.point) for name, found in stream))
+        return _show(arguments, image, client.point(image, wanted, **limits, **options))
+    with client.stream_point(image, wanted, **limits, **options) as stream:
+        _print_found(arguments, ((name, found.point, found.score) for name, found in stream))
         return _show(arguments, image, stream.result(), are_shown=True)
 
 
 def _detect(client: Client, arguments: argparse.Namespace, image: str) -> int:
-    options, wanted = options_of(arguments), _wanted(arguments)
+    options, wanted, limits = options_of(arguments), _wanted(arguments), _limits(arguments)
     if arguments.json:
-        return _show(arguments, image, client.detect(image, wanted, max_objects=arguments.max_objects, **options))
-    with client.stream_detect(image, wanted, max_objects=arguments.max_objects, **options) as stream:
-        _print_found(wanted, ((name, found.box) for name, found in stream))
+        return _show(arguments, image, client.detect(image, wanted, **limits, **options))
+    with client.stream_detect(image, wanted, **limits, **options) as stream:
+        _print_found(arguments, ((name, found.box, found.score) for name, found in stream))
         return _show(arguments, image, stream.result(), are_shown=True)
 
 
-def _print_found(wanted: str | list[str], found: Iterator[tuple[str, Point | Box]]) -> None:
+def _print_found(arguments: argparse.Namespace, found: Iterator[tuple[str, Point | Box, float | None]]) -> None:
     """Prints a line for each object as soon as it is found; of several, the line begins with its name."""
-    for name, place in found:
-        show(_numbers(place) if isinstance(wanted, str) else f"{name}: {_numbers(place)}")
+    has_scores, has_names = arguments.min_score is not None, bool(arguments.further_objects)
+    for name, place, score in found:
+        line = _numbers(place, score if has_scores else None)
+        show(f"{name}: {line}" if has_names else line)
+
+
+def _limits(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of a call about objects that limit what is found."""
+    return {"max_objects": arguments.max_objects, "min_score": arguments.min_score}
 
 
 def _wanted(arguments: argparse.Namespace) -> str | list[str]:
@@ -319,7 +332,7 @@ def _embed(client: Client, arguments: argparse.Namespace, image: str) -> None:
     if arguments.json:
         _print_json(result)
     elif arguments.out is None:
-        show(*_lines(result))
+        show(*_lines(result, arguments))
 
 
 def _write_array(target: Path, values: Any) -> None:
@@ -360,7 +373,8 @@ def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) 
         elif out is not None:
             show(image)
         else:
-            show(*(f"{image}: {line}" for line in _lines(outcome.result)))
+            for line in _lines(outcome.result, arguments):
+                show(f"{image}: {line}")
         if isinstance(outcome.result, EmbedResult):
             rows.append(outcome.result.mean)
         status |= _report_groups(outcome.result, f"{image}: ")
@@ -377,8 +391,8 @@ def _job(arguments: argparse.Namespace, image: str) -> Job:
 
     given = None if image == NO_IMAGE else image
     options: dict[str, Any] = {**options_of(arguments)}
-    for name in ("max_objects", "length", "reasoning", "normalize", "dtype", "patches"):
-        if getattr(arguments, name, None):
+    for name in ("max_objects", "min_score", "length", "reasoning", "normalize", "dtype", "patches"):
+        if getattr(arguments, name, None) not in (None, False):
             options[name] = getattr(arguments, name)
     skill = arguments.skill
     if skill == "gaze":
@@ -507,8 +521,9 @@ def _text(sample: QueryResult | CaptionResult | QueryAlternative | CaptionAltern
     return sample.caption if isinstance(sample, CaptionResult | CaptionAlternative) else sample.answer
 
 
-def _lines(result: Result) -> list[str]:
-    """Returns the lines that show a result."""
+def _lines(result: Result, arguments: argparse.Namespace) -> list[str]:
+    """Returns the lines that show a result, with scores if the least one was asked for."""
+    has_scores = getattr(arguments, "min_score", None) is not None
     from kestrel_client import (
         CaptionResult,
         DetectResult,
@@ -523,13 +538,19 @@ def _lines(result: Result) -> list[str]:
         case QueryResult() | CaptionResult():
             return [" ".join(_text(sample).splitlines()) for sample in (result, *result.alternatives)]
         case PointResult():
-            lines = [_numbers(point) for point in result.points]
-            groups = ((group.object, _numbers(point)) for group in result.groups for point in group.points)
-            return [*lines, *(f"{name}: {line}" for name, line in groups)]
+            found = [("", result.objects), *((f"{group.object}: ", group.objects) for group in result.groups)]
+            return [
+                name + _numbers(item.point, item.score if has_scores else None)
+                for name, items in found
+                for item in items
+            ]
         case DetectResult():
-            lines = [_numbers(item.box) for item in result.objects]
-            groups = ((group.object, _numbers(item.box)) for group in result.groups for item in group.objects)
-            return [*lines, *(f"{name}: {line}" for name, line in groups)]
+            found = [("", result.objects), *((f"{group.object}: ", group.objects) for group in result.groups)]
+            return [
+                name + _numbers(item.box, item.score if has_scores else None)
+                for name, items in found
+                for item in items
+            ]
         case SegmentResult():
             return [f"{_numbers(segment.box)} {segment.svg_path}" for segment in result.segments]
         case EmbedResult():
@@ -553,7 +574,7 @@ def _show(
     """
     from kestrel_client import GazeResult
 
-    lines, has_groups = _lines(result), not isinstance(result, GazeResult) and bool(result.groups)
+    lines, has_groups = _lines(result, arguments), not isinstance(result, GazeResult) and bool(result.groups)
     if arguments.json:
         _print_json(result)
     elif lines:
@@ -601,9 +622,11 @@ def _plain(result: Result) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(result).items() if not isinstance(value, bytes)}
 
 
-def _numbers(place: Point | Box) -> str:
-    """Returns one line for people and for `cut`: fractions of the width and height from the top left corner."""
-    return " ".join(f"{number:.4f}" for number in dataclasses.astuple(place))
+def _numbers(place: Point | Box, score: float | None = None) -> str:
+    """Returns one line for people and for `cut`: fractions of the width and height from the top left corner, then
+    the score, if any."""
+    numbers = dataclasses.astuple(place) if score is None else (*dataclasses.astuple(place), score)
+    return " ".join(f"{number:.4f}" for number in numbers)
 
 
 def _draw(target: Path | None, image: str, result: PointResult | DetectResult | SegmentResult | GazeResult) -> None:

@@ -186,6 +186,7 @@ def _run(task: Task, client: Client, arguments: argparse.Namespace) -> int:
     }
     settings: Mapping[str, str] = {} if server is None else server["settings"]
     _print_scores(report.scores)
+    _print_rows(report.table)
     for name in ("server", "calls", "picture_sizes", "tokens", "took", "sent_from"):
         show(f"{name.replace('_', ' ')}: {facts[name]}")
     for warning in report.warnings:
@@ -324,8 +325,9 @@ def _answer(outcome: Outcome) -> Answer:
         case PointResult(points=points):
             return Answer(points=tuple((point.x, point.y) for point in points))
         case DetectResult(objects=objects):
-            boxes = (item.box for item in objects)
-            return Answer(boxes=tuple((box.x_min, box.y_min, box.x_max, box.y_max) for box in boxes))
+            boxes = tuple((item.box.x_min, item.box.y_min, item.box.x_max, item.box.y_max) for item in objects)
+            scores = tuple(item.score for item in objects if item.score is not None)
+            return Answer(boxes=boxes, scores=scores if len(scores) == len(boxes) else ())
         case _:
             raise AssertionError("no task asks for such a result")
 
@@ -338,7 +340,10 @@ def _show_progress(progress: Progress) -> None:
 def _print_scores(scores: Iterable[Score]) -> None:
     from kestrel_grpc.evaluation.html_report import score_cells
 
-    rows = [("score", "value", "95 % interval", "of"), *map(score_cells, scores)]
+    _print_rows([("score", "value", "95 % interval", "of"), *map(score_cells, scores)])
+
+
+def _print_rows(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         show("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

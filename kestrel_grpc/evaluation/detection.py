@@ -1,9 +1,9 @@
 """Scores detection on COCO: average precision of boxes, computed by pycocotools.
 
-Detect takes one kind of object and returns boxes without confidences. So each picture is asked about each category
-by its name, and every box gets the score 1. pycocotools then ranks boxes by picture and by their order in the
-answer, which makes average precision close to precision times recall. A detector that ranks its boxes well scores
-higher.
+Detect takes one kind of object, so each picture is asked about each category by its name. pycocotools ranks the
+boxes by their scores. "AP unranked" gives every box the score 1: pycocotools then ranks by picture and by the order
+in the answer, which makes average precision close to precision times recall. `Calibration` compares scores with the
+share of boxes that are right.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import io
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,12 +40,16 @@ from kestrel_grpc.evaluation.tasks import (
 DEFAULT_SPLIT = "val2017"
 MAX_BOXES = 100
 """The most boxes of a picture and a category that pycocotools counts."""
-_SCORE = 1.0
+_NO_SCORE = 1.0
+"""The score of every box where one has none, as of a server that makes none."""
 _AREAS = ("all", "small", "medium", "large")
 _AT_50, _AT_75 = 0, 5  # of the thresholds 0.50, 0.55 … 0.95
 _NAMES = ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large", "AR100")
 _IN_STATS = (0, 1, 2, 3, 4, 5, 8)
 """The index of each of `_NAMES` in `COCOeval.stats`."""
+_NUM_INTERVALS = 10
+"""The intervals of scores by which calibration is measured."""
+_BAR_CHARS = 20
 _SHOWN_LABELS = 60
 
 Categories = Literal["all", "present"]
@@ -92,15 +97,13 @@ class DetectionTask:
 
     @property
     def asks(self) -> str:
-        """The categories that are asked about, and the score of a box."""
+        """The categories that are asked about."""
         if self._which == "all":
-            asked = "Detect is asked for every category of the set in every picture."
-        else:
-            asked = (
-                "Detect is asked for the categories that are in a picture: false boxes of others cannot occur, so "
-                "these scores are higher than, and not comparable with, those over all categories."
-            )
-        return f"{asked} A box has no confidence; its score is {_SCORE:g}."
+            return "Detect is asked for every category of the set in every picture."
+        return (
+            "Detect is asked for the categories that are in a picture: false boxes of others cannot occur, so "
+            "these scores are higher than, and not comparable with, those over all categories."
+        )
 
     def calls(self) -> list[Call]:
         """Returns a call for each picture and category."""
@@ -110,16 +113,20 @@ class DetectionTask:
         ]
 
     def detections(self, answers: Sequence[Answer]) -> Detections:
-        """Returns all boxes of the answers, in the format that pycocotools loads."""
+        """Returns all boxes of the answers, in the format that pycocotools loads.
+
+        If one has no score, all have the same.
+        """
+        has_scores = _have_scores(answers)
         return [
             {
                 "image_id": image_id,
                 "category_id": category_id,
                 "bbox": _in_pixels(box, self._images[image_id]),
-                "score": _SCORE,
+                "score": score if has_scores else _NO_SCORE,
             }
             for (image_id, category_id), answer in zip(self._asked, answers, strict=True)
-            for box in answer.boxes
+            for box, score in zip_longest(answer.boxes, answer.scores)
         ]
 
     def report(self, answers: Sequence[Answer]) -> Report:
@@ -130,15 +137,32 @@ class DetectionTask:
         """
         detections = self.detections(answers)
         coco_eval = evaluate_boxes(self._instances, detections, self._image_ids)
+        count = len(self._image_ids)
         stats = [float(coco_eval.stats[place]) for place in _IN_STATS]
-        intervals = bootstrap_intervals(_Precisions.of(coco_eval).scores, len(self._image_ids))
+        intervals = bootstrap_intervals(_Precisions.of(coco_eval).scores, count)
         scores = [
-            Score(name, value, interval, len(self._image_ids))
+            Score(name, value, interval, count)
             for name, value, interval in zip(_NAMES, stats, intervals, strict=True)
             if value >= 0.0  # pycocotools gives -1 where there is no object of that size
         ]
         further = {"detections": detections, "ap_by_category": self._by_category(coco_eval)}
-        return Report(scores, self._cases(coco_eval, answers), further, tuple(object_warnings(answers)))
+        table: Sequence[Sequence[str]] = ()
+        if detections and _have_scores(answers):
+            scores.append(self._unranked(detections))
+            calibration = Calibration.of(coco_eval)
+            (interval,) = bootstrap_intervals(calibration.errors, count)
+            scores.append(Score("calibration error", calibration.error(np.ones(count)), interval, count))
+            table, further["calibration"] = calibration.table(), calibration.facts()
+        cases = self._cases(coco_eval, answers)
+        return Report(scores, cases, further, tuple(object_warnings(answers)), table)
+
+    def _unranked(self, detections: Detections) -> Score:
+        """Returns the average precision as if no box had a score."""
+        equal = [{**item, "score": _NO_SCORE} for item in detections]
+        coco_eval = evaluate_boxes(self._instances, equal, self._image_ids)
+        precisions, count = _Precisions.of(coco_eval), len(self._image_ids)
+        (interval,) = bootstrap_intervals(lambda weights: precisions.scores(weights)[:1], count)
+        return Score("AP unranked", float(coco_eval.stats[0]), interval, count)
 
     def _by_category(self, coco_eval: Any) -> dict[str, float]:
         # [thresholds, recalls, categories, areas, numbers of boxes]
@@ -335,6 +359,81 @@ def _matches(entries: Sequence[dict[str, Any] | None], num_thresholds: int) -> _
         (~is_matched & ~is_ignored)[:, order],
         num_true,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Compares the scores of boxes with the share of boxes that are right at an overlap of 0.5."""
+
+    picture: NDArray[np.intp]  # [boxes]
+    scores: NDArray[np.float64]  # [boxes]
+    is_right: NDArray[np.bool_]  # [boxes]
+
+    @classmethod
+    def of(cls, coco_eval: Any) -> Calibration:
+        """Returns the boxes that an evaluation by pycocotools counts as right or as false."""
+        num_pictures = len(coco_eval.params.imgIds)
+        picture: list[int] = []
+        scores: list[float] = []
+        is_right: list[bool] = []
+        for place, entry in enumerate(coco_eval.evalImgs):
+            if entry is None or entry["aRng"] != coco_eval.params.areaRng[0]:
+                continue
+            counts = ~(entry["dtIgnore"][_AT_50] > 0)
+            picture += [place % num_pictures] * int(counts.sum())
+            scores += np.asarray(entry["dtScores"], np.float64)[counts].tolist()
+            is_right += (entry["dtMatches"][_AT_50] > 0)[counts].tolist()
+        return cls(np.asarray(picture, np.intp), np.asarray(scores, np.float64), np.asarray(is_right, bool))
+
+    def _sums(self, weights: Weights) -> NDArray[Any]:
+        """Returns the weights of boxes, of scores and of right boxes by interval: [3, intervals]."""
+        place = np.minimum((self.scores * _NUM_INTERVALS).astype(np.intp), _NUM_INTERVALS - 1)
+        of_box = weights[self.picture]
+        return np.stack(
+            [
+                np.bincount(place, of_box * values, minlength=_NUM_INTERVALS)
+                for values in (np.ones(len(place)), self.scores, self.is_right)
+            ]
+        )
+
+    def error(self, weights: Weights) -> float:
+        """Returns the expected calibration error: the distance between the mean score and the share of right boxes
+        in an interval, as a mean over boxes; NaN without boxes."""
+        boxes, scores, right = self._sums(weights)
+        return float(np.abs(scores - right).sum() / boxes.sum()) if boxes.sum() else float("nan")
+
+    def errors(self, weights: Weights) -> list[float]:
+        """Returns the error alone, as `bootstrap_intervals` takes it."""
+        return [self.error(weights)]
+
+    def facts(self) -> list[dict[str, float]]:
+        """Returns, for each interval of scores with boxes, their number, mean score and share of right ones."""
+        sums = self._sums(np.ones(int(self.picture.max(initial=0)) + 1))
+        return [
+            {
+                "from": place / _NUM_INTERVALS,
+                "to": (place + 1) / _NUM_INTERVALS,
+                "boxes": int(boxes),
+                "mean_score": score / boxes,
+                "share_right": right / boxes,
+            }
+            for place, (boxes, score, right) in enumerate(sums.T.tolist())
+            if boxes
+        ]
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Returns the reliability diagram as rows of text, with a head and a bar for the share of right boxes."""
+        rows: list[tuple[str, ...]] = [("score", "boxes", "mean score", "right", "")]
+        for item in self.facts():
+            share = item["share_right"]
+            bar = "#" * round(_BAR_CHARS * share)
+            interval = f"{item['from']:.1f} to {item['to']:.1f}"
+            rows.append((interval, f"{item['boxes']:.0f}", f"{item['mean_score']:.3f}", f"{share:.3f}", bar))
+        return rows
+
+
+def _have_scores(answers: Sequence[Answer]) -> bool:
+    return all(len(answer.scores) == len(answer.boxes) for answer in answers)
 
 
 def _in_pixels(box: BoxSides, image: dict[str, Any]) -> list[float]:

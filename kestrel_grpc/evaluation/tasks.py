@@ -39,6 +39,8 @@ class Answer:
     text: str = ""
     points: tuple[Position, ...] = ()
     boxes: tuple[BoxSides, ...] = ()
+    scores: tuple[float, ...] = ()
+    """The score of each box; empty where one has none."""
     error: str | None = None
     is_cut: bool = False
     """True if the limit of tokens ended it."""
@@ -96,6 +98,8 @@ class Report:
     further: dict[str, Any] = field(default_factory=dict[str, Any])
     warnings: Sequence[str] = ()
     """The reasons why the scores may say little about the model."""
+    table: Sequence[Sequence[str]] = ()
+    """Rows that explain the scores further, the first of them a head."""
 
     def worst(self, count: int) -> list[Case]:
         """Returns the cases with the lowest scores, of equal ones the earlier in the set. Fully right ones are left

@@ -27,6 +27,7 @@ from kestrel_grpc.telemetry.histograms import Histogram, Series
 from kestrel_grpc.telemetry.logs import dropped_lines
 from kestrel_runtime.api.engine import CacheLoad, Engine, EngineInfo, EngineStatus, Load
 from kestrel_runtime.api.events import Finished
+from kestrel_runtime.api.requests import Detect, Point
 
 PROVIDER = "kestrel"
 _MAX_NAMED_ADAPTERS = 64
@@ -130,6 +131,7 @@ _FIRST_TOKEN_S = (
 _PER_TOKEN_S = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25)
 _TOKENS = tuple(4.0**power for power in range(14))
 _IMAGE_BYTES = tuple(1024.0 * 4**power for power in range(9))
+_SCORES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 CALL_DURATION = Metric(
     "rpc.server.call.duration",
@@ -194,9 +196,18 @@ IMAGE_SIZE = Metric(
     "kestrel.image.size", Kind.HISTOGRAM, "By", "Encoded size of the images received.", (), _IMAGE_BYTES
 )
 
+OBJECT_SCORE = Metric(
+    "kestrel.object.score",
+    Kind.HISTOGRAM,
+    "1",
+    "Scores of the objects in answers, of `point` and `detect`.",
+    ("gen_ai.operation.name",),
+    _SCORES,
+)
+
 METRICS = (
     *(CALL_DURATION, REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, TOKEN_USAGE),
-    *(QUEUE_DURATION, PREPROCESS_DURATION, PREFILL_DURATION, IMAGE_SIZE),
+    *(QUEUE_DURATION, PREPROCESS_DURATION, PREFILL_DURATION, IMAGE_SIZE, OBJECT_SCORE),
     Metric(
         "kestrel.requests.failed",
         Kind.COUNTER,
@@ -527,6 +538,8 @@ class ServerMetrics:
         self._preprocess = self._histogram(PREPROCESS_DURATION).series()
         self._prefill = self._histogram(PREFILL_DURATION).series()
         self._image_size = self._histogram(IMAGE_SIZE).series()
+        scores = self._histogram(OBJECT_SCORE)
+        self._scores = {skill: scores.series(skill) for skill in (Point.skill, Detect.skill)}
         # Kept by skill and model: looking up each series by its labels would cost as much as the observation.
         self._answer_series: dict[tuple[str, str], _AnswerSeries] = {}
 
@@ -582,6 +595,9 @@ class ServerMetrics:
         self._queue.observe(timing.queue_s)
         self._preprocess.observe(timing.preprocess_s)
         self._prefill.observe(timing.prefill_s)
+        if skill in self._scores:
+            for score in finished.scores:
+                self._scores[skill].observe(score)
 
     def _histogram(self, metric: Metric) -> Histogram:
         return Histogram(

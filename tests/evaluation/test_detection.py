@@ -114,6 +114,34 @@ def test_scores_are_those_of_pycocotools_called_by_hand(tmp_path: Path) -> None:
     }
 
 
+def test_scores_rank_boxes_and_are_compared_with_the_share_of_right_ones(tmp_path: Path) -> None:
+    task = open_detection(sets.coco(tmp_path))
+    truths = {
+        (call.image, call.text): [label.box for label in case.truth if label.name == call.text and label.box]
+        for case in task.report([Answer()] * len(task.calls())).cases
+        for call in task.calls()
+        if call.image == case.image
+    }
+    wrong = (0.9, 0.9, 0.99, 0.99)
+    # A false box comes first in each answer, with a lower score.
+    right = [tuple(truths[call.image, call.text]) for call in task.calls()]
+    ranked = [Answer(boxes=(wrong, *boxes), scores=(0.25, *[0.95] * len(boxes))) for boxes in right]
+    report = task.report(ranked)
+    values = {score.name: score.value for score in report.scores}
+    assert values["AP"] == pytest.approx(1.0)
+    assert values["AP unranked"] < 0.8
+    num_right, num_wrong = sum(map(len, right)), len(right)
+    error = (0.05 * num_right + 0.25 * num_wrong) / (num_right + num_wrong)
+    assert values["calibration error"] == pytest.approx(error)
+    low, high = report.further["calibration"]
+    assert (low["from"], low["boxes"], low["share_right"]) == (0.2, num_wrong, 0.0)
+    assert (high["to"], high["boxes"], high["mean_score"], high["share_right"]) == (1.0, num_right, 0.95, 1.0)
+    assert [row[1] for row in report.table] == ["boxes", str(num_wrong), str(num_right)]
+    unscored = task.report([Answer(boxes=answer.boxes) for answer in ranked])
+    assert "calibration" not in unscored.further
+    assert {score.name: score.value for score in unscored.scores}["AP"] == values["AP unranked"]
+
+
 def test_no_boxes_at_all_score_nothing(tmp_path: Path) -> None:
     task = open_detection(sets.coco(tmp_path))
     report = task.report([Answer(error="is gone") for _ in task.calls()])

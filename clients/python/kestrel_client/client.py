@@ -263,6 +263,7 @@ class Client:
         object: str | Sequence[str],
         *,
         max_objects: int | None = None,
+        min_score: float | None = None,
         spatial_refs: Sequence[SpatialRef] = (),
         **options: Unpack[CallOptions],
     ) -> PointResult:
@@ -273,17 +274,18 @@ class Client:
             object: What to look for, such as "dog" or "the red car"; or up to 64 such texts in a list: all are
                 looked for at the same time, and the result has a group for each.
             max_objects: The most objects to find, 1 to 1000; None means 150.
+            min_score: The least score of objects in the result, 0 to 1; others count towards `max_objects`.
             spatial_refs: Points and boxes of the image that `object` speaks about, in order.
             **options: `temperature`, `top_p`, `max_tokens`, `seed`, `stop`, `model`, `priority`, `cache`,
                 `max_queue_s`, `timeout_s`, `request_id` and others; see `CallOptions`.
 
         Returns:
             The places, as fractions of the image's width and height from its top left corner, and in pixels as
-            `points_px`.
+            `points_px`; in `objects` with their scores.
         """
         response = self._calls.call(
             self._calls.vision.Point,
-            lambda: requests.point(vision_pb2.PointRequest, object, max_objects, spatial_refs, options),
+            lambda: requests.point(vision_pb2.PointRequest, object, max_objects, spatial_refs, options, min_score),
             options,
             image,
         )
@@ -295,6 +297,7 @@ class Client:
         object: str | Sequence[str],
         *,
         max_objects: int | None = None,
+        min_score: float | None = None,
         spatial_refs: Sequence[SpatialRef] = (),
         **options: Unpack[CallOptions],
     ) -> PointStream:
@@ -304,6 +307,7 @@ class Client:
             image: The image, in any form of `ImageInput`.
             object: What to look for, as of `point`.
             max_objects: The most objects to find, 1 to 1000; None means 150.
+            min_score: The least score of objects in the result, 0 to 1; others count towards `max_objects`.
             spatial_refs: Points and boxes of the image that `object` speaks about, in order.
             **options: As of `point`.
 
@@ -313,7 +317,9 @@ class Client:
         """
         return self._calls.points(
             self._calls.vision.StreamPoint,
-            lambda: requests.point(vision_pb2.StreamPointRequest, object, max_objects, spatial_refs, options),
+            lambda: requests.point(
+                vision_pb2.StreamPointRequest, object, max_objects, spatial_refs, options, min_score
+            ),
             options,
             image,
             object,
@@ -325,6 +331,7 @@ class Client:
         object: str | Sequence[str],
         *,
         max_objects: int | None = None,
+        min_score: float | None = None,
         spatial_refs: Sequence[SpatialRef] = (),
         **options: Unpack[CallOptions],
     ) -> DetectResult:
@@ -335,17 +342,20 @@ class Client:
             object: What to look for, such as "dog" or "the red car"; or up to 64 such texts in a list: all are
                 looked for at the same time, and the result has a group for each.
             max_objects: The most objects to find, 1 to 1000; None means 150.
+            min_score: The least score of objects in the result, 0 to 1; others count towards `max_objects`.
             spatial_refs: Points and boxes of the image that `object` speaks about, in order.
             **options: `temperature`, `top_p`, `max_tokens`, `seed`, `stop`, `model`, `priority`, `cache`,
                 `max_queue_s`, `timeout_s`, `request_id` and others; see `CallOptions`.
 
         Returns:
-            The boxes, as fractions of the image's width and height from its top left corner, and in pixels as
-            `boxes_px`.
+            The boxes with their scores, as fractions of the image's width and height from its top left corner; in
+            pixels as `boxes_px`.
         """
         response = self._calls.call(
             self._calls.vision.Detect,
-            lambda: requests.detect(vision_pb2.DetectRequest, object, max_objects, spatial_refs, options),
+            lambda: requests.detect(
+                vision_pb2.DetectRequest, object, max_objects, spatial_refs, options, min_score
+            ),
             options,
             image,
         )
@@ -357,6 +367,7 @@ class Client:
         object: str | Sequence[str],
         *,
         max_objects: int | None = None,
+        min_score: float | None = None,
         spatial_refs: Sequence[SpatialRef] = (),
         **options: Unpack[CallOptions],
     ) -> DetectStream:
@@ -366,6 +377,7 @@ class Client:
             image: The image, in any form of `ImageInput`.
             object: What to look for, as of `detect`.
             max_objects: The most objects to find, 1 to 1000; None means 150.
+            min_score: The least score of objects in the result, 0 to 1; others count towards `max_objects`.
             spatial_refs: Points and boxes of the image that `object` speaks about, in order.
             **options: As of `detect`.
 
@@ -375,7 +387,9 @@ class Client:
         """
         return self._calls.boxes(
             self._calls.vision.StreamDetect,
-            lambda: requests.detect(vision_pb2.StreamDetectRequest, object, max_objects, spatial_refs, options),
+            lambda: requests.detect(
+                vision_pb2.StreamDetectRequest, object, max_objects, spatial_refs, options, min_score
+            ),
             options,
             image,
             object,

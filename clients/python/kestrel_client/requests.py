@@ -195,10 +195,12 @@ def point(
     max_objects: int | None,
     spatial_refs: Sequence[SpatialRef],
     options: CallOptions,
+    min_score: float | None = None,
 ) -> AnyPoint:
     """Returns the request to point at objects, as a message of `kind`."""
     message = kind(**_objects(object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options))
     _put(message, "max_objects", max_objects)
+    _put(message, "min_score", min_score)
     return message
 
 
@@ -208,10 +210,12 @@ def detect(
     max_objects: int | None,
     spatial_refs: Sequence[SpatialRef],
     options: CallOptions,
+    min_score: float | None = None,
 ) -> AnyDetect:
     """Returns the request for boxes around objects, as a message of `kind`."""
     message = kind(**_objects(object), spatial_refs=_spatial_refs(spatial_refs), **_shared(options))
     _put(message, "max_objects", max_objects)
+    _put(message, "min_score", min_score)
     return message
 
 

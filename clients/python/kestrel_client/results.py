@@ -108,6 +108,9 @@ class PointedObject:
     """An object found, and its place."""
 
     point: Point
+    score: float | None = None
+    """The confidence of the model, from 0 to 1, for sorting; None from an older server. It is no share of right
+    answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,9 @@ class DetectedObject:
     """An object found, and the box around it."""
 
     box: Box
+    score: float | None = None
+    """The confidence of the model, from 0 to 1, for sorting; None from an older server. It is no share of right
+    answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,12 +301,14 @@ class PointGroup:
         points: One place per object found, in the order of the model.
         finish_reason: Why generation ended; UNKNOWN where there is an error.
         error: The exception that a call about this object alone would raise.
+        objects: The places with their scores.
     """
 
     object: str
     points: tuple[Point, ...]
     finish_reason: FinishReason
     error: KestrelClientError | None = None
+    objects: tuple[PointedObject, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +336,8 @@ class PointResult(Result):
     points: tuple[Point, ...]
     object: str = ""
     groups: tuple[PointGroup, ...] = ()
+    objects: tuple[PointedObject, ...] = ()
+    """The places with their scores; empty from an older server."""
 
     @property
     def points_px(self) -> tuple[tuple[int, int], ...]:
@@ -638,10 +648,21 @@ def point_result(message: vision_service_pb2.PointResponse, object: str | Sequen
     """Reads points."""
     points = tuple(_point(point) for point in message.points)
     groups = tuple(
-        PointGroup(group.object, tuple(map(_point, group.points)), **_group(group, message.info.request_id))
+        PointGroup(
+            group.object,
+            tuple(map(_point, group.points)),
+            objects=_pointed(group.objects),
+            **_group(group, message.info.request_id),
+        )
         for group in message.groups
     )
-    return PointResult(points=points, object=_one(object), groups=groups, **_info(message.info))
+    return PointResult(
+        points=points,
+        object=_one(object),
+        groups=groups,
+        objects=_pointed(message.objects),
+        **_info(message.info),
+    )
 
 
 def detect_result(message: vision_service_pb2.DetectResponse, object: str | Sequence[str]) -> DetectResult:
@@ -657,12 +678,20 @@ def detect_result(message: vision_service_pb2.DetectResponse, object: str | Sequ
 
 def pointed_object(message: vision_service_pb2.PointedObject) -> PointedObject:
     """Reads an object pointed at."""
-    return PointedObject(_point(message.point))
+    return PointedObject(_point(message.point), _score(message))
 
 
 def detected_object(message: vision_service_pb2.DetectedObject) -> DetectedObject:
     """Reads an object with its box."""
-    return DetectedObject(box(message.box))
+    return DetectedObject(box(message.box), _score(message))
+
+
+def _score(message: vision_service_pb2.PointedObject | vision_service_pb2.DetectedObject) -> float | None:
+    return message.score if message.HasField("score") else None
+
+
+def _pointed(items: Iterable[vision_service_pb2.PointedObject]) -> tuple[PointedObject, ...]:
+    return tuple(map(pointed_object, items))
 
 
 def _detected(items: Iterable[vision_service_pb2.DetectedObject]) -> tuple[DetectedObject, ...]:

@@ -79,6 +79,7 @@ def write_coco(target: Path, data_set: DataSet, lines: Path) -> None:
                         "bbox": [round(value, 2) for value in (left, top, width, height)],
                         "area": round(width * height, 2),
                         "iscrowd": 0,
+                        **({"score": box["score"]} if "score" in box else {}),
                     }
                 )
     categories = [{"id": number, "name": name} for number, name in enumerate(data_set.wanted, 1)]

@@ -126,7 +126,7 @@ class GrpcFrontend:
             capabilities=[
                 *(("chat",) if Chat.skill in engine.info.skills else ()),
                 *(() if store is None else ("images",)),
-                *(("objects",) if engine.info.skills.keys() & {Point.skill, Detect.skill} else ()),
+                *(("objects", "scores") if engine.info.skills.keys() & {Point.skill, Detect.skill} else ()),
             ],
         )
         public = (_VISION,) if store is None else (_VISION, _IMAGES)

@@ -6,10 +6,11 @@ one that converts the events of that request to its response.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -287,20 +288,19 @@ def _caption_alternative(finished: Finished) -> wire.CaptionAlternative:
 
 def point(message: wire.PointRequest | wire.StreamPointRequest) -> Point:
     """Returns the request for the positions of objects, streamed or not."""
-    return _about_objects(Point, message, max_objects=_max_objects(message), objects=_objects(message))
+    return _about_objects(Point, message, **_settings(message))
 
 
 def point_response(finished: Finished, request_id: str, model: str) -> wire.PointResponse:
     """Returns the response with the positions."""
-    points = rendering.points(_expect(finished, PointOutput).points)
-    return wire.PointResponse(points=points, info=rendering.info(finished, request_id, model))
+    found = _pointed(_expect(finished, PointOutput))
+    return wire.PointResponse(**found, info=rendering.info(finished, request_id, model))
 
 
 def point_groups(answers: Sequence[ObjectAnswer], info: generation_pb2.ResponseInfo) -> wire.PointResponse:
     """Returns the response with the positions of several objects."""
     groups = [
-        wire.PointGroup(points=rendering.points(_outputs(answer, PointOutput, "points")), **_group_facts(answer))
-        for answer in answers
+        wire.PointGroup(**_pointed(_outputs(answer, PointOutput)), **_group_facts(answer)) for answer in answers
     ]
     return wire.PointResponse(groups=groups, info=info)
 
@@ -309,8 +309,7 @@ def point_event(event: Event, request_id: str, model: str) -> wire.StreamPointRe
     """Returns one message of a `StreamPoint` stream."""
     if isinstance(event, FoundObject):
         assert isinstance(event.place, Location), "points are found"
-        (place,) = rendering.points((event.place,))
-        return wire.StreamPointResponse(found=wire.PointedObject(point=place))
+        return wire.StreamPointResponse(found=_pointed_object(event.place, event.score))
     if isinstance(event, Started):
         return wire.StreamPointResponse(started=rendering.started(event, request_id, model))
     return wire.StreamPointResponse(completed=point_response(_last(event), request_id, model))
@@ -325,19 +324,19 @@ def last_point_event(
 
 def detect(message: wire.DetectRequest | wire.StreamDetectRequest) -> Detect:
     """Returns the request for boxes around objects, streamed or not."""
-    return _about_objects(Detect, message, max_objects=_max_objects(message), objects=_objects(message))
+    return _about_objects(Detect, message, **_settings(message))
 
 
 def detect_response(finished: Finished, request_id: str, model: str) -> wire.DetectResponse:
     """Returns the response with the boxes."""
-    objects = _detected(_expect(finished, DetectOutput).boxes)
+    objects = _detected(_expect(finished, DetectOutput))
     return wire.DetectResponse(objects=objects, info=rendering.info(finished, request_id, model))
 
 
 def detect_groups(answers: Sequence[ObjectAnswer], info: generation_pb2.ResponseInfo) -> wire.DetectResponse:
     """Returns the response with the boxes around several objects."""
     groups = [
-        wire.DetectGroup(objects=_detected(_outputs(answer, DetectOutput, "boxes")), **_group_facts(answer))
+        wire.DetectGroup(objects=_detected(_outputs(answer, DetectOutput)), **_group_facts(answer))
         for answer in answers
     ]
     return wire.DetectResponse(groups=groups, info=info)
@@ -347,8 +346,7 @@ def detect_event(event: Event, request_id: str, model: str) -> wire.StreamDetect
     """Returns one message of a `StreamDetect` stream."""
     if isinstance(event, FoundObject):
         assert isinstance(event.place, Box), "boxes are found"
-        (found,) = _detected((event.place,))
-        return wire.StreamDetectResponse(found=found)
+        return wire.StreamDetectResponse(found=_detected_object(event.place, event.score))
     if isinstance(event, Started):
         return wire.StreamDetectResponse(started=rendering.started(event, request_id, model))
     return wire.StreamDetectResponse(completed=detect_response(_last(event), request_id, model))
@@ -361,12 +359,31 @@ def last_detect_event(
     return wire.StreamDetectResponse(completed=detect_groups(answers, info))
 
 
-def _detected(boxes: Iterable[Box]) -> list[wire.DetectedObject]:
-    return [wire.DetectedObject(box=rendering.region(box)) for box in boxes]
+def _pointed(output: PointOutput | None) -> dict[str, Any]:
+    """Returns the fields of a response or a group with points."""
+    if output is None:
+        return {}
+    found = [_pointed_object(*item) for item in zip_longest(output.points, output.scores)]
+    return {"points": rendering.points(output.points), "objects": found}
 
 
-def _outputs(answer: ObjectAnswer, output_type: type[Any], name: str) -> Sequence[Any]:
-    return () if answer.finished is None else getattr(_expect(answer.finished, output_type), name)
+def _pointed_object(place: Location, score: float | None) -> wire.PointedObject:
+    (point,) = rendering.points((place,))
+    return wire.PointedObject(point=point, score=score)
+
+
+def _detected(output: DetectOutput | None) -> list[wire.DetectedObject]:
+    if output is None:
+        return []
+    return [_detected_object(*item) for item in zip_longest(output.boxes, output.scores)]
+
+
+def _detected_object(box: Box, score: float | None) -> wire.DetectedObject:
+    return wire.DetectedObject(box=rendering.region(box), score=score)
+
+
+def _outputs(answer: ObjectAnswer, output_type: type[Any]) -> Any:
+    return None if answer.finished is None else _expect(answer.finished, output_type)
 
 
 def _group_facts(answer: ObjectAnswer) -> dict[str, Any]:
@@ -463,13 +480,13 @@ def _about_objects(kind: type[ObjectRequestT], message: Any, **own: Any) -> Obje
     return parsing.new_request(kind, message, violations, object=message.object, spatial_refs=refs, **own)
 
 
-def _objects(message: _ObjectsMessage) -> tuple[str, ...]:
-    """Returns the names of the objects; of too many, which are refused, no more than show it."""
-    return tuple(message.objects[: MAX_OBJECT_NAMES + 1])
-
-
-def _max_objects(message: _ObjectsMessage) -> int | None:
-    return message.max_objects if message.HasField("max_objects") else None
+def _settings(message: _ObjectsMessage) -> dict[str, Any]:
+    """Returns the fields of a request for points or boxes; of too many names, which are refused, no more than show
+    it."""
+    given = {
+        name: getattr(message, name) if message.HasField(name) else None for name in ("max_objects", "min_score")
+    }
+    return {**given, "objects": tuple(message.objects[: MAX_OBJECT_NAMES + 1])}
 
 
 def _last(event: Event) -> Finished:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -37,7 +37,7 @@ FINISH_REASONS: Mapping[FinishReason, str] = MappingProxyType(
     }
 )
 Points = Callable[[Iterable[Location]], list[Any]]
-"""The format of points: `pairs` or `objects`."""
+"""The format of points without scores: `pairs` or `objects`."""
 
 _ITEMS_AT_ONCE = 16
 """The most tokens that are encoded at a time, each with up to 20 alternatives. Other threads wait for them."""
@@ -111,8 +111,20 @@ def result(output: Output, points: Points, grounding_points: Points) -> dict[str
     if isinstance(output, EmbedOutput):
         return {"mean": output.mean, "patch_count": output.num_patches}
     if isinstance(output, PointOutput):
-        return {"points": points(output.points)}
-    return {"objects": [box(found) for found in output.boxes]}
+        found = points(output.points)
+        if points is pairs:  # a pair has no place for a score
+            return {"points": found, **({"scores": list(output.scores)} if output.scores else {})}
+        return {"points": _with_scores(found, output.scores)}
+    return {"objects": _with_scores([box(found) for found in output.boxes], output.scores)}
+
+
+def scored(fields: Any, score: float | None) -> Any:
+    """Returns the fields of an object that was found with its score, if there is one."""
+    return fields if score is None else {**fields, "score": score}
+
+
+def _with_scores(found: list[dict[str, Any]], scores: Sequence[float]) -> list[dict[str, Any]]:
+    return [scored(*item) for item in zip(found, scores, strict=True)] if scores else found
 
 
 def ending(finished: Finished) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from kestrel_grpc.frontends.http.output_json import (
     objects,
     pairs,
     result,
+    scored,
     sent_event,
     to_json,
 )
@@ -105,9 +106,11 @@ class Renderer:
 
     def _found(self, found: FoundObject) -> dict[str, Any]:
         if isinstance(found.place, Box):
-            return {"type": "bbox", "bbox": box(found.place)}
+            return {"type": "bbox", "bbox": scored(box(found.place), found.score)}
         (place,) = self._points((found.place,))
-        return {"type": "point", "point": place}
+        if self._is_kestrel:
+            return {"type": "point", **scored({"point": place}, found.score)}
+        return {"type": "point", "point": scored(place, found.score)}
 
     def _facts(self, finished: Finished) -> dict[str, Any]:
         metrics, others = self._metrics(finished), finished.alternatives

@@ -216,11 +216,14 @@ class _ObjectsBody(_ImageBody, _PlacesBody, _StreamBody):
         max_length=MAX_OBJECT_NAMES,
         examples=[["bird", "branch"]],
     )
+    min_score: float | None = Field(
+        None, description="The least score of objects in the answer, from 0 to 1; none leaves out no object."
+    )
 
     @property
     def wanted(self) -> dict[str, Any]:
-        """The objects to look for, as fields of the engine's requests."""
-        return {"object": self.object, "objects": tuple(self.objects or ())}
+        """The objects to look for and their least score, as fields of the engine's requests."""
+        return {"object": self.object, "objects": tuple(self.objects or ()), "min_score": self.min_score}
 
 
 class PointBody(_ObjectsBody):

@@ -45,6 +45,7 @@ INPUTS: Mapping[str, Input] = MappingProxyType(
             Input("TOP_P", "FP32"),
             Input("MAX_TOKENS", "INT32"),
             Input("MAX_OBJECTS", "INT32"),
+            Input("MIN_SCORE", "FP32"),
             Input("REASONING", "BOOL"),
             Input("STREAM", "BOOL"),
             Input("SPATIAL_REFS", "FP32", (-1, -1)),

@@ -161,13 +161,19 @@ def _gaze(tensors: _Tensors, sampling: SamplingParams, options: RequestOptions) 
 
 def _about_objects(kind: type[Point] | type[Detect] | type[Segment]) -> _Build:
     def build(tensors: _Tensors, sampling: SamplingParams, options: RequestOptions) -> Request:
+        # Of an outline there is only one.
+        limits: dict[str, Any] = (
+            {}
+            if kind is Segment
+            else {"max_objects": tensors.value("MAX_OBJECTS"), "min_score": tensors.value("MIN_SCORE")}
+        )
         return kind(
             object=tensors.text("OBJECT"),
             image=tensors.image(),
-            max_objects=None if kind is Segment else tensors.value("MAX_OBJECTS"),
             spatial_refs=tensors.spatial_refs(),
             sampling=sampling,
             options=options,
+            **limits,
         )
 
     return build

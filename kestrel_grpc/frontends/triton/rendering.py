@@ -27,6 +27,7 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "image": "IMAGE",
         "length": "LENGTH",
         "max_objects": "MAX_OBJECTS",
+        "min_score": "MIN_SCORE",
         "spatial_refs": "SPATIAL_REFS",
         "sampling.temperature": "TEMPERATURE",
         "sampling.top_p": "TOP_P",

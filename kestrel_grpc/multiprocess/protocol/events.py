@@ -91,10 +91,12 @@ class _Box(_Tagged):
 
 class _FoundBox(_Tagged):
     place: Box
+    score: float | None
 
 
 class _FoundPoint(_Tagged):
     place: Location
+    score: float | None
 
 
 class _Patches(_Tagged):
@@ -121,7 +123,9 @@ def _to_wire(event: Event) -> _WireEvent:
     if isinstance(event, OutlineBox):
         return _Box(event)
     if isinstance(event, FoundObject):
-        return _FoundBox(event.place) if isinstance(event.place, Box) else _FoundPoint(event.place)
+        if isinstance(event.place, Box):
+            return _FoundBox(event.place, event.score)
+        return _FoundPoint(event.place, event.score)
     if isinstance(event, PatchEmbeddings):
         return _Patches(event)
     assert not event.alternatives, "an engine answers with one sample"
@@ -139,7 +143,7 @@ def _from_wire(event: _WireEvent) -> Event:
     if isinstance(event, _Box):
         return event.box
     if isinstance(event, _FoundBox | _FoundPoint):
-        return FoundObject(event.place)
+        return FoundObject(event.place, event.score)
     if isinstance(event, _Patches):
         return event.patches
     return Finished(

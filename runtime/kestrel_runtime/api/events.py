@@ -7,7 +7,7 @@ one by one. Those of embeddings are `PatchEmbeddings`.
 from __future__ import annotations
 
 import builtins
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -171,6 +171,8 @@ class PointOutput:
     """The places found, in the model's order."""
 
     points: tuple[Location, ...]
+    scores: tuple[float, ...] = field(default=(), compare=False)
+    """The score of each place (`FoundObject.score`); empty if the model family makes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,8 @@ class DetectOutput:
     """The boxes found, in the model's order."""
 
     boxes: tuple[Box, ...]
+    scores: tuple[float, ...] = field(default=(), compare=False)
+    """The score of each box (`FoundObject.score`); empty if the model family makes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +190,11 @@ class FoundObject:
 
     place: Location | Box
     """The place of the object, or the box around it, as the skill finds them."""
+    score: float | None = field(default=None, compare=False)
+    """The confidence of the model in the object, from 0 to 1; None if the model family makes none.
+
+    Equal answers have equal scores within rounding only, so that comparisons leave them out.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +264,14 @@ class Finished:
         """The tokens that were generated in `timing.decode_s`: those of this sample after its first."""
         num_others = sum(other.usage.num_output_tokens for other in self.alternatives)
         return max(0, self.usage.num_output_tokens - num_others - 1)
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        """The scores of the objects in this answer and its alternatives."""
+        outputs = (each.output for each in (self, *self.alternatives))
+        return tuple(
+            score for output in outputs if isinstance(output, PointOutput | DetectOutput) for score in output.scores
+        )
 
     @property
     def is_large(self) -> bool:

@@ -341,6 +341,8 @@ class _ObjectsRequest(_ObjectRequest):
 
     objects: tuple[str, ...] = ()
     """The names of several objects, at most `MAX_OBJECT_NAMES`, in place of `object`, which is then empty."""
+    min_score: float | None = None
+    """The least score, from 0 to 1, of objects in the answer; None for all. Others count towards `max_objects`."""
 
     @property
     def text(self) -> str:
@@ -356,6 +358,11 @@ class _ObjectsRequest(_ObjectRequest):
             yield Violation("objects", f"must be at most {MAX_OBJECT_NAMES}")
         for index, name in enumerate(self.objects[:MAX_OBJECT_NAMES]):
             yield from _text(f"objects[{index}]", name)
+
+    def violations(self) -> Iterator[Violation]:
+        yield from _ObjectRequest.violations(self)
+        if self.min_score is not None and not 0.0 <= self.min_score <= 1.0:  # also catches NaN
+            yield Violation("min_score", "must be from 0 to 1")
 
 
 @dataclass(frozen=True, slots=True)

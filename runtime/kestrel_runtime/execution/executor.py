@@ -83,8 +83,8 @@ class Executor(Protocol):
     def sample(self, hidden: Tensor, inputs: PrefillInputs | DecodeInputs) -> Tensor:
         """Samples after `forward` of the same inputs.
 
-        Returns float32 [N or B, 2 + V]: id, number of values, values, and logprobs where a row needs them. Valid
-        until the next step of its kind.
+        Returns float32 [N or B, 3 + V]: id, number of values, values, score, and logprobs where a row needs them.
+        Valid until the next step of its kind.
         """
         ...
 

@@ -135,12 +135,20 @@ class TokenSampler:
         settings, uniform = self._random
         return sample(logits, settings.temperature, settings.top_p, uniform[:, number])
 
-    def write(self, ids: Tensor, num_values: Tensor, values: Tensor) -> Tensor:
-        """Writes what was sampled to the rows: ids, num_values int64 [B]; values float32 [B, V].
+    def preference(self, logits: Tensor, token_id: int, other_id: int) -> Tensor:
+        """Returns float32 [B]: the probability of one token of logits [B, vocabulary] if these two were the only
+        ones, at temperature 1. It is 1 where the rule forbids the other token."""
+        is_forced = self._rules.forbidden[:, other_id][self._before.rules]
+        other = logits[:, other_id].masked_fill(is_forced, float("-inf"))
+        return (logits[:, token_id] - other).sigmoid()
 
-        Returns float32 [B, 2 + V]: id, or `OVERFLOWED`, number of values and the values. With logprobs
-        [B, 2 + V + 1 + 2 * T], where T is at most `MAX_LOGPROBS`: behind these the id's logprob, the T most likely
-        ids, and their logprobs.
+    def write(self, ids: Tensor, num_values: Tensor, values: Tensor, scores: Tensor | None = None) -> Tensor:
+        """Writes what was sampled to the rows: ids, num_values int64 [B]; values float32 [B, V]. `scores` float32
+        [B, 1] has the confidence in tokens with values, None for a family that makes none.
+
+        Returns float32 [B, 3 + V]: id, or `OVERFLOWED`, number of values, the values, and the score, -1 without.
+        With logprobs [B, 4 + V + 2 * T], where T is at most `MAX_LOGPROBS`: behind these the id's logprob, the T
+        most likely ids, and their logprobs.
         """
         before = self._before
         if self._needs.is_controlled:
@@ -152,7 +160,9 @@ class TokenSampler:
         if self._is_finite is not None:
             ids = ids.masked_fill(~self._is_finite, OVERFLOWED)
         # Ids lie far below 2^24, up to where float32 holds every whole number.
-        columns = (torch.stack((ids, num_values), dim=1).float(), values)
+        if scores is None:
+            scores = values.new_full((len(ids), 1), -1.0)
+        columns = (torch.stack((ids, num_values), dim=1).float(), values, scores)
         return torch.cat(columns if self._logprobs is None else (*columns, self._logprobs), dim=1)
 
 

@@ -85,13 +85,13 @@ class StepHandle:
     """A step in flight. Its sampled tokens stay on the device until `wait`."""
 
     def __init__(self, output: Tensor | None, stream: CudaStream, values_per_token: int) -> None:
-        """Takes the output, float32 [sampled, 2 + V], or wider with logprobs (`TokenSampler.write`).
+        """Takes the output, float32 [sampled, 3 + V], or wider with logprobs (`TokenSampler.write`).
 
         It is valid in stream order; None where nothing is sampled, or not yet.
         """
         self._output: Tensor | None = None
         self._embeddings: list[EmbeddingsInFlight] = []
-        self._first_logprob = 2 + values_per_token
+        self._num_columns = 3 + values_per_token
         self.add(output, stream)
 
     def add(self, output: Tensor | None, stream: CudaStream) -> None:
@@ -119,12 +119,11 @@ class StepHandle:
             self.done.synchronize()
         if self._output is None:
             return []
-        if self._output.shape[1] > self._first_logprob:
-            return [_token_with_logprobs(row, self._first_logprob) for row in self._output.tolist()]
+        count = self._num_columns
+        if self._output.shape[1] > count:
+            return [_token_with_logprobs(row, count) for row in self._output.tolist()]
         # Most tokens have no values. This runs for each token of each sequence, so the common case is kept short.
-        return [
-            Token(int(row[0]), tuple(row[2 : 2 + int(row[1])]) if row[1] else ()) for row in self._output.tolist()
-        ]
+        return [_token_with_values(row, count) if row[1] else Token(int(row[0])) for row in self._output.tolist()]
 
 
 class UnsampledStep(StepHandle):
@@ -422,6 +421,12 @@ class StepRunner:
         return DecodeInputs(fields, size, needs.sampling, len(sequences), needs.uses_adapters)
 
 
+def _token_with_values(row: list[float], count: int) -> Token:
+    """Returns a token from the first `count` columns of its row of a step's output, the last of them its score."""
+    score = row[count - 1]
+    return Token(int(row[0]), tuple(row[2 : 2 + int(row[1])]), score=score if score >= 0.0 else None)
+
+
 def _copied_to_host(values: Tensor) -> Tensor:
     """Returns a tensor whose copy to the host is launched; on the host the tensor itself."""
     if not values.is_cuda:
@@ -430,8 +435,9 @@ def _copied_to_host(values: Tensor) -> Tensor:
 
 
 def _token_with_logprobs(row: list[float], first: int) -> Token:
-    """Returns a token from its row of a step's output; its logprob is at column `first`."""
+    """Returns a token from its row of a step's output; its logprob is at column `first`, behind its score."""
     num_top = (len(row) - first - 1) // 2
     ids, logprobs = row[first + 1 : first + 1 + num_top], row[first + 1 + num_top :]
     top = tuple((int(token_id), logprob) for token_id, logprob in zip(ids, logprobs, strict=True))
-    return Token(int(row[0]), tuple(row[2 : 2 + int(row[1])]), row[first], top)
+    token = _token_with_values(row, first) if row[1] else Token(int(row[0]))
+    return token._replace(logprob=row[first], top=top)

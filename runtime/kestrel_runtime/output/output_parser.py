@@ -27,6 +27,8 @@ class Token(NamedTuple):
     """Natural logarithm of the token's probability; None if no sequence of its step asked for it."""
     top: tuple[tuple[int, float], ...] = ()
     """Ids and logprobs of the most likely tokens, the most likely first; empty without `logprob`."""
+    score: float | None = None
+    """The confidence in a token with values, from 0 to 1; None for text, and where the model family makes none."""
 
 
 class TokenRule(NamedTuple):

@@ -176,7 +176,7 @@ def test_logprobs_are_those_of_the_model_whatever_the_settings(name: str) -> Non
     wanted = [logit - total for logit in LOGITS]
     order = sorted(range(VOCABULARY), key=lambda token_id: -LOGITS[token_id])
     for token_id, row in zip(drawn, sample(sequences, with_logprobs=True), strict=True):
-        logprob, ids, logprobs = row[3], row[4 : 4 + VOCABULARY], row[4 + VOCABULARY :]
+        logprob, ids, logprobs = row[4], row[5 : 5 + VOCABULARY], row[5 + VOCABULARY :]
         assert row[0] == token_id
         assert logprob == pytest.approx(wanted[token_id], abs=1e-5)
         assert ids == order

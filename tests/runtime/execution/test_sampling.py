@@ -82,7 +82,7 @@ def test_what_is_written_moves_a_row_on() -> None:
     rows = torch.tensor([state.row(sequence)])
     sampler = TokenSampler(state, rules, rows, SampleNeeds(False, 0), philox_uniform)
     sampled = sampler.write(torch.tensor([7]), torch.tensor([1]), torch.tensor([[0.5, 0.0]]))
-    assert sampled.tolist() == [[7, 1, 0.5, 0.0]]
+    assert sampled.tolist() == [[7, 1, 0.5, 0.0, -1.0]]
     exhausted = rules.row(sequence.request.parser.grammar, 1)
     assert [column.item() for column in state.read(rows)] == [7, 1, exhausted, 1, 1, 5]
     assert state.values(rows).tolist() == [[0.5, 0.0]]

@@ -24,8 +24,8 @@ from kestrel_grpc.telemetry.metrics import (
 )
 from kestrel_runtime.api.adapters import AdapterLoad
 from kestrel_runtime.api.engine import CacheLoad, EngineStatus, Load, MemoryPlan
-from kestrel_runtime.api.events import Finished, FinishReason, QueryOutput, Timing, Usage
-from kestrel_runtime.api.requests import Query, RequestOptions
+from kestrel_runtime.api.events import Box, DetectOutput, Finished, FinishReason, QueryOutput, Timing, Usage
+from kestrel_runtime.api.requests import Detect, Query, RequestOptions
 from tests.fakes import FakeEngine
 from tests.reference_fixtures import CHECKOUT
 
@@ -102,6 +102,20 @@ async def test_an_answer_leaves_its_tokens_and_where_its_time_went(metrics):
         for kind in ("input", "output")
     ]
     assert tokens == [735, 3]
+
+
+async def test_scores_of_objects_are_counted_by_skill(metrics):
+    outputs = [DetectOutput((Box(0.0, 0.0, 1.0, 1.0),) * 2, (0.25, 0.75)), DetectOutput(())]
+    call = answered_call()
+    call.request = RequestSummary(Detect("bird", b"image"))
+    assert call.finished is not None
+    first, second = [replace(call.finished, output=output) for output in outputs]
+    call.finished = replace(first, alternatives=(second,))
+    metrics.record(call, OK)
+    found = [
+        value(metrics, f"kestrel_object_score_{name}", gen_ai_operation_name="detect") for name in ("count", "sum")
+    ]
+    assert found == [2, 1.0]
 
 
 async def test_a_single_token_has_no_time_per_token(metrics):

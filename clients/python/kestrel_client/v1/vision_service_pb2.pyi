@@ -185,7 +185,7 @@ class CaptionResult(_message.Message):
     def __init__(self, caption: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
 
 class PointRequest(_message.Message):
-    __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects")
+    __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects", "min_score")
     OBJECT_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +193,7 @@ class PointRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    MIN_SCORE_FIELD_NUMBER: _ClassVar[int]
     object: str
     image: _media_pb2.Image
     max_objects: int
@@ -200,7 +201,8 @@ class PointRequest(_message.Message):
     sampling: _generation_pb2.SamplingParams
     options: _generation_pb2.RequestOptions
     objects: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., objects: _Optional[_Iterable[str]] = ...) -> None: ...
+    min_score: float
+    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., objects: _Optional[_Iterable[str]] = ..., min_score: _Optional[float] = ...) -> None: ...
 
 class ObjectError(_message.Message):
     __slots__ = ("code", "reason", "message")
@@ -212,17 +214,27 @@ class ObjectError(_message.Message):
     message: str
     def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
+class PointedObject(_message.Message):
+    __slots__ = ("point", "score")
+    POINT_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    point: _media_pb2.NormalizedPoint
+    score: float
+    def __init__(self, point: _Optional[_Union[_media_pb2.NormalizedPoint, _Mapping]] = ..., score: _Optional[float] = ...) -> None: ...
+
 class PointGroup(_message.Message):
-    __slots__ = ("object", "points", "finish_reason", "error")
+    __slots__ = ("object", "points", "finish_reason", "error", "objects")
     OBJECT_FIELD_NUMBER: _ClassVar[int]
     POINTS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
     object: str
     points: _containers.RepeatedCompositeFieldContainer[_media_pb2.NormalizedPoint]
     finish_reason: _generation_pb2.FinishReason
     error: ObjectError
-    def __init__(self, object: _Optional[str] = ..., points: _Optional[_Iterable[_Union[_media_pb2.NormalizedPoint, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., error: _Optional[_Union[ObjectError, _Mapping]] = ...) -> None: ...
+    objects: _containers.RepeatedCompositeFieldContainer[PointedObject]
+    def __init__(self, object: _Optional[str] = ..., points: _Optional[_Iterable[_Union[_media_pb2.NormalizedPoint, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., error: _Optional[_Union[ObjectError, _Mapping]] = ..., objects: _Optional[_Iterable[_Union[PointedObject, _Mapping]]] = ...) -> None: ...
 
 class DetectGroup(_message.Message):
     __slots__ = ("object", "objects", "finish_reason", "error")
@@ -236,24 +248,20 @@ class DetectGroup(_message.Message):
     error: ObjectError
     def __init__(self, object: _Optional[str] = ..., objects: _Optional[_Iterable[_Union[DetectedObject, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., error: _Optional[_Union[ObjectError, _Mapping]] = ...) -> None: ...
 
-class PointedObject(_message.Message):
-    __slots__ = ("point",)
-    POINT_FIELD_NUMBER: _ClassVar[int]
-    point: _media_pb2.NormalizedPoint
-    def __init__(self, point: _Optional[_Union[_media_pb2.NormalizedPoint, _Mapping]] = ...) -> None: ...
-
 class PointResponse(_message.Message):
-    __slots__ = ("points", "groups", "info")
+    __slots__ = ("points", "groups", "objects", "info")
     POINTS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     points: _containers.RepeatedCompositeFieldContainer[_media_pb2.NormalizedPoint]
     groups: _containers.RepeatedCompositeFieldContainer[PointGroup]
+    objects: _containers.RepeatedCompositeFieldContainer[PointedObject]
     info: _generation_pb2.ResponseInfo
-    def __init__(self, points: _Optional[_Iterable[_Union[_media_pb2.NormalizedPoint, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[PointGroup, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
+    def __init__(self, points: _Optional[_Iterable[_Union[_media_pb2.NormalizedPoint, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[PointGroup, _Mapping]]] = ..., objects: _Optional[_Iterable[_Union[PointedObject, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
 
 class StreamPointRequest(_message.Message):
-    __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects")
+    __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects", "min_score")
     OBJECT_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +269,7 @@ class StreamPointRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    MIN_SCORE_FIELD_NUMBER: _ClassVar[int]
     object: str
     image: _media_pb2.Image
     max_objects: int
@@ -268,7 +277,8 @@ class StreamPointRequest(_message.Message):
     sampling: _generation_pb2.SamplingParams
     options: _generation_pb2.RequestOptions
     objects: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., objects: _Optional[_Iterable[str]] = ...) -> None: ...
+    min_score: float
+    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., objects: _Optional[_Iterable[str]] = ..., min_score: _Optional[float] = ...) -> None: ...
 
 class StreamPointResponse(_message.Message):
     __slots__ = ("started", "found", "completed", "object_index")
@@ -283,7 +293,7 @@ class StreamPointResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[_generation_pb2.StreamStarted, _Mapping]] = ..., found: _Optional[_Union[PointedObject, _Mapping]] = ..., completed: _Optional[_Union[PointResponse, _Mapping]] = ..., object_index: _Optional[int] = ...) -> None: ...
 
 class DetectRequest(_message.Message):
-    __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects")
+    __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects", "min_score")
     OBJECT_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +301,7 @@ class DetectRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    MIN_SCORE_FIELD_NUMBER: _ClassVar[int]
     object: str
     image: _media_pb2.Image
     max_objects: int
@@ -298,13 +309,16 @@ class DetectRequest(_message.Message):
     sampling: _generation_pb2.SamplingParams
     options: _generation_pb2.RequestOptions
     objects: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., objects: _Optional[_Iterable[str]] = ...) -> None: ...
+    min_score: float
+    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., objects: _Optional[_Iterable[str]] = ..., min_score: _Optional[float] = ...) -> None: ...
 
 class DetectedObject(_message.Message):
-    __slots__ = ("box",)
+    __slots__ = ("box", "score")
     BOX_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
     box: _media_pb2.NormalizedBox
-    def __init__(self, box: _Optional[_Union[_media_pb2.NormalizedBox, _Mapping]] = ...) -> None: ...
+    score: float
+    def __init__(self, box: _Optional[_Union[_media_pb2.NormalizedBox, _Mapping]] = ..., score: _Optional[float] = ...) -> None: ...
 
 class DetectResponse(_message.Message):
     __slots__ = ("objects", "groups", "info")
@@ -317,7 +331,7 @@ class DetectResponse(_message.Message):
     def __init__(self, objects: _Optional[_Iterable[_Union[DetectedObject, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[DetectGroup, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
 
 class StreamDetectRequest(_message.Message):
-    __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects")
+    __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects", "min_score")
     OBJECT_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
@@ -325,6 +339,7 @@ class StreamDetectRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    MIN_SCORE_FIELD_NUMBER: _ClassVar[int]
     object: str
     image: _media_pb2.Image
     max_objects: int
@@ -332,7 +347,8 @@ class StreamDetectRequest(_message.Message):
     sampling: _generation_pb2.SamplingParams
     options: _generation_pb2.RequestOptions
     objects: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., objects: _Optional[_Iterable[str]] = ...) -> None: ...
+    min_score: float
+    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., objects: _Optional[_Iterable[str]] = ..., min_score: _Optional[float] = ...) -> None: ...
 
 class StreamDetectResponse(_message.Message):
     __slots__ = ("started", "found", "completed", "object_index")

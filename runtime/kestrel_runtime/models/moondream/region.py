@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from kestrel_runtime.models.moondream.config import RegionConfig
 from kestrel_runtime.models.moondream.layers import Mlp
 
+NEARBY = 64
+"""Bins are near one if they are within 1 / NEARBY of all bins from it: 16 of 1024.
+
+That is 1/64 of the image's side for a coordinate, and 11 % of a size (2 ** (10 / 64))."""
 SIZE_OCTAVES = 10
 """The smallest size is 2 ** -SIZE_OCTAVES of the image."""
 
@@ -56,6 +60,23 @@ class RegionModel(nn.Module):
         """Converts bins int64 to float32 sizes from 2^-10 to 1."""
         # In float64, since vectorised float32 powers differ between elements in their last bit.
         return torch.exp2(bins.double() / (num_bins - 1) * SIZE_OCTAVES - SIZE_OCTAVES).float()
+
+    @staticmethod
+    def mass_near(logits: Tensor, bins: Tensor) -> Tensor:
+        """Returns the probability of the bins near chosen ones (`NEARBY`), at temperature 1: float32 [...].
+
+        logits: float32 [..., bins]; bins: int64 [...]. Only log-softmaxes add up, since their bits of a row do not
+        depend on other rows.
+        """
+        num_bins = logits.shape[-1]
+        reach = max(num_bins // NEARBY, 1)
+        places = bins[..., None] + torch.arange(-reach, reach + 1, device=bins.device)
+        is_outside = (places < 0) | (places >= num_bins)
+        near = logits.gather(-1, places.clamp(0, num_bins - 1)).masked_fill(is_outside, float("-inf"))
+        # The chosen bin's share of all bins, divided by its share of those near it.
+        of_all = logits.log_softmax(dim=-1).gather(-1, bins[..., None])[..., 0]
+        of_near = near.log_softmax(dim=-1)[..., reach]
+        return (of_all - of_near).exp().clamp(max=1.0)
 
     def _normed(self, hidden: Tensor) -> Tensor:
         return hidden if self.ln is None else self.ln(hidden)

@@ -51,25 +51,39 @@ class MoondreamSampler:
         """Samples a token for each row and writes it to the row's request state.
 
         hidden: [B, dim] after each row's last token, before the final LayerNorm; rows: [B] int64. Returns float32
-        [B, 4]: id, number of values and the values; the id `OVERFLOWED` where numbers of `hidden` are not finite.
+        [B, 5]: id, number of values, values, score; the id `OVERFLOWED` where numbers of `hidden` are not finite.
+
+        The score of a token with values is the probability of the token over that of the end, where the rule leaves
+        the choice, times the probability near each of its values (`RegionModel.mass_near`), all at temperature 1.
         """
         sampler = TokenSampler(self._state, self._rules, rows, needs, self._uniform)
         hidden = sampler.finite(hidden).to(self._text.wte.dtype)
-        ids = sampler.ids(self._text.logits(hidden).float())
+        text_logits = self._text.logits(hidden).float()
+        ids = sampler.ids(text_logits)
         num_values = torch.zeros_like(ids)
-        values = torch.zeros(len(ids), VALUES_PER_TOKEN, device=hidden.device)
+        # In one tensor, so that a step without such tokens, as most are, makes no further one.
+        values, scores = torch.zeros(len(ids), VALUES_PER_TOKEN + 1, device=hidden.device).split(
+            VALUES_PER_TOKEN, 1
+        )
         is_spatial = sampler.is_spatial
         if needs.value_kinds & COORDINATES_BIT:
             logits = self._region.coordinate_logits(hidden).float()
-            found = self._region.coordinates(sampler.pick(logits, 1), logits.shape[-1])
+            bins = sampler.pick(logits, 1)
+            found = self._region.coordinates(bins, logits.shape[-1])
             is_coordinate = is_spatial & (ids == self._ids.coord_id)
             num_values = torch.where(is_coordinate, COORDINATE, num_values)
             values[:, 0] = torch.where(is_coordinate, found, values[:, 0])
+            score = sampler.preference(text_logits, self._ids.coord_id, self._ids.eos_id)
+            score = score * self._region.mass_near(logits, bins)
+            scores = torch.where(is_coordinate[:, None], score[:, None], scores)
         if needs.value_kinds & SIZES_BIT:
             logits = self._region.size_logits(hidden).float()
-            bins = [sampler.pick(logits[:, axis], 1 + axis) for axis in range(2)]
-            found = self._region.sizes(torch.stack(bins, dim=1), logits.shape[-1])
+            bins = torch.stack([sampler.pick(logits[:, axis], 1 + axis) for axis in range(2)], dim=1)
+            found = self._region.sizes(bins, logits.shape[-1])
             is_size = is_spatial & (ids == self._ids.size_id)
             num_values = torch.where(is_size, SIZE, num_values)
             values = torch.where(is_size[:, None], found, values)
-        return sampler.write(ids, num_values, values)
+            width, height = self._region.mass_near(logits, bins).unbind(1)
+            score = sampler.preference(text_logits, self._ids.size_id, self._ids.eos_id) * width * height
+            scores = torch.where(is_size[:, None], score[:, None], scores)
+        return sampler.write(ids, num_values, values, scores)

@@ -178,7 +178,8 @@ def test_generated_places_are_fed_back_by_their_value():
     assert all(token.id == 5 and len(token.value) == 1 for token in generated)
     again = Bench(model)
     (rest,) = again.generate(1, again.add([*TEXT, *generated[:2]], rule=rule))
-    assert rest == generated[2:]
+    assert [(token.id, token.value) for token in rest] == [(token.id, token.value) for token in generated[2:]]
+    assert [token.score for token in rest] == pytest.approx([token.score for token in generated[2:]])
 
 
 def test_a_step_samples_for_the_prompts_that_end_in_it_and_for_no_other():

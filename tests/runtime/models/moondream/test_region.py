@@ -32,6 +32,39 @@ def test_sizes_between_are_spread_evenly_over_the_octaves(bin_):
     assert RegionModel.sizes(torch.tensor([bin_]), 1024).item() == pytest.approx(2 ** (bin_ / 1023 * 10 - 10))
 
 
+# Confidence in values
+
+
+@pytest.mark.parametrize("num_bins", [1024, 96, 3])
+def test_the_mass_near_a_bin_is_the_sum_of_probabilities_within_a_64th_of_all_bins(num_bins):
+    torch.manual_seed(num_bins)
+    logits, reach = 3 * torch.randn(5, 2, num_bins), max(num_bins // 64, 1)
+    bins = torch.randint(num_bins, (5, 2))
+    bins[0] = torch.tensor([0, num_bins - 1])  # where half of them lie outside
+    found = RegionModel.mass_near(logits, bins)
+    probabilities = logits.double().softmax(dim=-1)
+    for place in range(10):
+        row, axis = divmod(place, 2)
+        bin_ = int(bins[row, axis])
+        wanted = probabilities[row, axis, max(bin_ - reach, 0) : bin_ + reach + 1].sum().item()
+        assert found[row, axis].item() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_mass_near_a_certain_bin_is_one_and_never_more():
+    logits = torch.full((1, 1024), -100.0)
+    logits[0, 5] = 100.0
+    assert RegionModel.mass_near(logits, torch.tensor([5])).tolist() == [1.0]
+    assert (RegionModel.mass_near(torch.zeros(64, 1), torch.zeros(64, dtype=torch.int64)) == 1.0).all()
+
+
+def test_the_mass_near_a_bin_has_the_same_bits_alone_and_among_others():
+    torch.manual_seed(0)
+    logits, bins = torch.randn(9, 1024), torch.randint(1024, (9,))
+    together = RegionModel.mass_near(logits, bins)
+    for row in range(9):
+        assert torch.equal(RegionModel.mass_near(logits[row : row + 1], bins[row : row + 1])[0], together[row])
+
+
 # Values in
 
 

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -57,6 +59,20 @@ def draw_from(model, hidden, sequences):
     rows = torch.tensor([state.row(sequence) for sequence in sequences])
     sampled = sampler.sample(hidden, rows, needs_of(state, sequences))
     return [Token(int(id), tuple(values[: int(count)])) for id, count, *values in sampled.tolist()]
+
+
+def scores_of(hidden, sequences):
+    """The scores in the last column, of a batch."""
+    state, rules = opened(MODEL, sequences)
+    rows = torch.tensor([state.row(sequence) for sequence in sequences])
+    sampled = MoondreamSampler(MODEL, state, rules, philox_uniform).sample(hidden, rows, needs_of(state, sequences))
+    return sampled[:, -1]
+
+
+def mass(logits, bin_):
+    """The definition: the probability of the bins at most a 64th of all bins away."""
+    probabilities, reach = logits.double().softmax(dim=-1), len(logits) // 64 or 1
+    return probabilities[max(bin_ - reach, 0) : bin_ + reach + 1].sum().item()
 
 
 def best(logits):
@@ -194,6 +210,36 @@ def test_a_seed_draws_anew_with_every_token():
     assert drawn == [at(count) for count in range(20)]
 
 
+def test_the_score_is_the_chance_of_going_on_times_that_of_values_near_those_chosen():
+    hidden = hidden_states(20)
+    y, extent = TokenRule(allowed=(COORDINATE,), is_spatial=True), TokenRule(allowed=(SIZE,), is_spatial=True)
+    rules = [*[X_OR_END] * 16, y, y, extent, extent]
+
+    def sequences():  # drawn at temperatures to which the score owes nothing
+        return [
+            new_sequence(rule=rule, temperature=0.0 if index % 2 else 100.0, seed=index)
+            for index, rule in enumerate(rules)
+        ]
+
+    tokens = draw(hidden, *sequences())
+    wanted = []
+    for index, (token, rule) in enumerate(zip(tokens, rules, strict=True)):
+        row = hidden[index : index + 1]
+        ids = MODEL.text.logits(row)[0].double()
+        chance = (ids[COORDINATE] - ids[EOS]).sigmoid().item() if rule is X_OR_END else 1.0
+        if token.id == COORDINATE:
+            logits = MODEL.region.coordinate_logits(row)[0]
+            wanted.append(chance * mass(logits, round(token.value[0] * len(logits))))
+        elif token.id == SIZE:
+            logits = MODEL.region.size_logits(row)[0]
+            bins = [round((math.log2(size) / 10 + 1) * (logits.shape[-1] - 1)) for size in token.value]
+            wanted.append(mass(logits[0], bins[0]) * mass(logits[1], bins[1]))
+        else:
+            wanted.append(0.0)
+    assert scores_of(hidden, sequences()).tolist() == pytest.approx(wanted, rel=1e-4)
+    assert {token.id for token in tokens[:16]} == {COORDINATE, EOS}
+
+
 def test_whether_an_object_comes_does_not_tell_where_it_is():
     model = random_model(tiny_config())
     model.text.lm_head.weight[[COORDINATE, EOS]] = 0  # an object or the end, as the coin falls
@@ -241,7 +287,7 @@ def test_what_is_sampled_is_fed_in_next():
     )
     found = state.read(rows)
     assert [found.token_ids.item(), found.num_values.item()] == sampled[0, :2].tolist() == [SIZE, 2]
-    assert torch.equal(state.values(rows), sampled[:, 2:])
+    assert torch.equal(state.values(rows), sampled[:, 2:4])
     assert found.num_sampled.item() == 1
 
 

@@ -47,6 +47,9 @@ class Ask:
     refs: tuple[tuple[float, ...], ...] = ()
     """Points and boxes; of a gaze, the eye alone."""
     max_objects: int | None = None
+    min_score: float | None = None
+    objects: tuple[str, ...] = ()
+    """Several names of objects in place of the text."""
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     model: str = "fake"
     is_streamed: bool = False
@@ -63,8 +66,11 @@ class Ask:
             return Caption(length=self.text, **shared)
         if self.skill == "gaze":
             return Gaze(eye=PointRef(*self.refs[0]), **shared)
-        kind = {"point": Point, "detect": Detect, "segment": Segment}[self.skill]
-        return kind(self.text, max_objects=self.max_objects, spatial_refs=refs, **shared)
+        shared |= {"max_objects": self.max_objects, "spatial_refs": refs}
+        if self.skill == "segment":
+            return Segment(self.text, **shared)
+        kind = Point if self.skill == "point" else Detect
+        return kind(self.text, objects=self.objects, min_score=self.min_score, **shared)
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,12 @@ CASES = (
     Case("a short caption", Ask("caption", "short"), {"caption": "a short kestrel"}),
     Case("a streamed caption", Ask("caption", "long", is_streamed=True), {"caption": "a long kestrel"}),
     Case("points", Ask("point", "bird", max_objects=3, refs=((0.5, 0.5),)), {"points": POINTS}),
-    Case("boxes", Ask("detect", "bird", max_objects=3, refs=(BOX,)), {"boxes": [BOX]}),
+    Case("boxes", Ask("detect", "bird", max_objects=3, min_score=0.5, refs=(BOX,)), {"boxes": [BOX]}),
+    Case(
+        "boxes of several objects",
+        Ask("detect", "", objects=("bird", "branch"), max_objects=3, min_score=0.5),
+        {"groups": [("bird", [BOX]), ("branch", [BOX])]},
+    ),
     Case("a gaze", Ask("gaze", "", refs=((0.5, 0.25),)), {"points": [(0.25, 0.75)]}),
     Case("an outline", Ask("segment", "bird", refs=((0.5, 0.5),)), {"path": "M 0 0 L 1 1 z", "box": BOX}),
     Case("an empty question", Ask(text=""), reason=_INVALID, fields=("question",)),
@@ -139,8 +150,12 @@ CASES = (
         reason=_INVALID,
         fields=("eye.y", "sampling.temperature"),
     ),
-    Case("a seed", Ask(sampling={"seed": -1}), reason=_INVALID, fields=("sampling.seed",)),
-    Case("too few objects", Ask("point", "bird", max_objects=0), reason=_INVALID, fields=("max_objects",)),
+    Case(
+        "too few objects, and a score that is none",
+        Ask("point", "bird", max_objects=0, min_score=1.5),
+        reason=_INVALID,
+        fields=("max_objects", "min_score"),
+    ),
     Case(
         "several violations",
         Ask(text=" ", sampling={"temperature": 1000.0, "top_p": 0.0, "max_tokens": 0}),

@@ -89,6 +89,10 @@ def _message(ask: Ask) -> Any:
         fields["object"] = ask.text
     if ask.max_objects is not None:
         fields["max_objects"] = ask.max_objects
+    if ask.min_score is not None:
+        fields["min_score"] = ask.min_score
+    if ask.objects:
+        fields["objects"] = ask.objects
     if ask.refs and ask.skill != "gaze":
         fields["spatial_refs"] = [_ref(ref) for ref in ask.refs]
     if isinstance(ask.image, bytes):
@@ -120,6 +124,8 @@ def _answer(result: Any) -> dict[str, Any]:
         return {"points": _points(result.points)}
     if name == "Gaze":
         return {"points": _points([result.target])}
+    if name == "Detect" and result.groups:
+        return {"groups": [(group.object, [_box(item.box) for item in group.objects]) for group in result.groups]}
     if name == "Detect":
         return {"boxes": [_box(item.box) for item in result.objects]}
     (segment,) = result.segments

@@ -84,6 +84,10 @@ class RestColumn(_HttpColumn):
             body["spatial_refs"] = ask.refs
         if ask.max_objects is not None:
             body["settings"]["max_objects"] = ask.max_objects
+        if ask.min_score is not None:
+            body["min_score"] = ask.min_score
+        if ask.objects:
+            body["objects"] = list(ask.objects)
         if ask.reasoning:
             body["reasoning"] = True
         if ask.is_streamed:
@@ -101,6 +105,8 @@ class RestColumn(_HttpColumn):
             return {"caption": found["caption"]}
         if ask.skill in ("point", "gaze"):
             return {"points": [(point["x"], point["y"]) for point in found["points"]]}
+        if ask.objects:
+            return {"groups": [(group["object"], list(map(_box, group["objects"]))) for group in found["groups"]]}
         if ask.skill == "detect":
             return {"boxes": [_box(item) for item in found["objects"]]}
         return {"path": found["path"], "box": _box(found["bbox"])}

@@ -26,7 +26,7 @@ class TritonColumn:
     def expresses(self, ask: Ask) -> bool:
         has_points_and_boxes = len({len(ref) for ref in ask.refs}) > 1
         has_image_elsewhere = isinstance(ask.image, str)
-        return not (has_points_and_boxes or has_image_elsewhere or "seed" in ask.sampling)
+        return not (has_points_and_boxes or has_image_elsewhere or ask.objects or "seed" in ask.sampling)
 
     def method(self, ask: Ask) -> str:
         return f"inference.GRPCInferenceService/{'ModelStreamInfer' if ask.is_streamed else 'ModelInfer'}"
@@ -95,6 +95,8 @@ def _message(ask: Ask) -> Any:
         inputs["SPATIAL_REFS"] = [list(ref) for ref in ask.refs]
     if ask.max_objects is not None:
         inputs["MAX_OBJECTS"] = ask.max_objects
+    if ask.min_score is not None:
+        inputs["MIN_SCORE"] = ask.min_score
     inputs |= {name.upper(): value for name, value in ask.sampling.items()}
     if ask.reasoning:
         inputs["REASONING"] = True

@@ -18,6 +18,7 @@ from kestrel_runtime.api.events import (
     DetectOutput,
     Finished,
     FinishReason,
+    FoundObject,
     Grounding,
     Location,
     Output,
@@ -90,11 +91,23 @@ def test_caption_result_has_caption_and_info() -> None:
 
 def test_points_boxes_and_outlines_keep_their_order() -> None:
     points = vision.point_response(finished(PointOutput((Location(0.5, 0.25), Location(1.0, 0.75)))), "id", "m")
-    assert as_dict(points) == {"points": [{"x": 0.5, "y": 0.25}, {"x": 1.0, "y": 0.75}], "info": INFO}
+    places = [{"x": 0.5, "y": 0.25}, {"x": 1.0, "y": 0.75}]
+    assert as_dict(points) == {"points": places, "objects": [{"point": place} for place in places], "info": INFO}
     boxes = vision.detect_response(finished(DetectOutput((BOX,))), "id", "m")
     assert as_dict(boxes) == {"objects": [{"box": BOX_DICT}], "info": INFO}
     outlines = vision.segment_response(finished(SegmentOutput((SegmentMask("M 0 0 z", BOX),))), "id", "m")
     assert as_dict(outlines) == {"segments": [{"svg_path": "M 0 0 z", "box": BOX_DICT}], "info": INFO}
+
+
+def test_objects_have_their_scores_whole_and_streamed() -> None:
+    scored = PointOutput((Location(0.5, 0.25), Location(1.0, 0.75)), (0.5, 0.0))
+    points = vision.point_response(finished(scored), "id", "m")
+    assert [(item.point.x, item.score) for item in points.objects] == [(0.5, 0.5), (1.0, 0.0)]
+    assert all(item.HasField("score") for item in points.objects)
+    boxes = vision.detect_response(finished(DetectOutput((BOX,), (0.25,))), "id", "m")
+    assert as_dict(boxes)["objects"] == [{"box": BOX_DICT, "score": 0.25}]
+    assert vision.detect_event(FoundObject(BOX, 0.25), "id", "m").found == boxes.objects[0]
+    assert vision.point_event(FoundObject(Location(1.0, 0.75), 0.0), "id", "m").found == points.objects[1]
 
 
 def test_streams_carry_the_same_events() -> None:

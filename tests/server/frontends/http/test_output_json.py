@@ -57,6 +57,18 @@ def test_points_are_objects_or_pairs() -> None:
     assert pairs([PLACE]) == [(0.5, 0.25)]
 
 
+def test_objects_have_their_scores_and_pairs_have_them_next_to_them() -> None:
+    places, scores = (PLACE, Location(1.0, 0.0)), (0.5, 0.0)
+    boxes = result(DetectOutput((Box(0.0, 0.25, 0.5, 1.0),), (0.75,)), pairs, pairs)
+    assert boxes == {"objects": [{"x_min": 0.0, "y_min": 0.25, "x_max": 0.5, "y_max": 1.0, "score": 0.75}]}
+    points = result(PointOutput(places, scores), objects, pairs)
+    assert points == {"points": [{"x": 0.5, "y": 0.25, "score": 0.5}, {"x": 1.0, "y": 0.0, "score": 0.0}]}
+    assert result(PointOutput(places, scores), pairs, pairs) == {
+        "points": [(0.5, 0.25), (1.0, 0.0)],
+        "scores": [0.5, 0.0],
+    }
+
+
 def test_text_is_sent_as_utf_8_and_half_a_surrogate_pair_as_a_question_mark() -> None:
     assert to_json({"chunk": "\u9e1f\n"}) == '{"chunk":"\u9e1f\\n"}'.encode()
     assert to_json({"chunk": "\ud83d"}) == b'{"chunk":"?"}'

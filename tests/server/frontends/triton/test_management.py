@@ -64,6 +64,7 @@ async def test_the_model_is_described() -> None:
         "TOP_P": ("FP32", [1]),
         "MAX_TOKENS": ("INT32", [1]),
         "MAX_OBJECTS": ("INT32", [1]),
+        "MIN_SCORE": ("FP32", [1]),
         "REASONING": ("BOOL", [1]),
         "STREAM": ("BOOL", [1]),
         "SPATIAL_REFS": ("FP32", [-1, -1]),

@@ -91,7 +91,7 @@ OUTPUTS = (
     QueryOutput("yes", Reasoning("since", (Grounding(0, 3, (Location(0.25, 0.5),)),), LOGPROBS), LOGPROBS),
     QueryOutput("no", None),
     CaptionOutput("a cat", LOGPROBS),
-    PointOutput((Location(0.5, 0.75),)),
+    PointOutput((Location(0.5, 0.75),), (0.125,)),
     DetectOutput((Box(0.0, 0.25, 0.5, 1.0),)),
     SegmentOutput((SegmentMask("M 0 0 Z", Box(0.0, 0.0, 1.0, 1.0), is_partial=True),)),
     EmbedOutput((0.25, -1.5), 729),
@@ -152,7 +152,7 @@ def test_answers_arrive_as_they_were(output: Any) -> None:
     finished = Finished(output, FinishReason.STOP_SEQUENCE, USAGE, TIMING, "stop", (640, 481))
     delta = TextDelta("ä", TextChannel.REASONING, 3, 2, LOGPROBS)
     box = Box(0.0, 0.25, 0.5, 1.0)
-    found = (FoundObject(box), FoundObject(Location(0.25, 0.75)))
+    found = (FoundObject(box), FoundObject(Location(0.25, 0.75), 0.5), FoundObject(box, 0.25))
     patches = PatchEmbeddings(7, 2, bytes(range(256)))
     events: list[Event] = [Started(USAGE), delta, OutlineBox(box), *found, patches, finished]
     sent = CODEC.encode([Events((events_of(2**40, events),))])
@@ -161,6 +161,7 @@ def test_answers_arrive_as_they_were(output: Any) -> None:
     (item,) = message.of_requests
     assert item.id == 2**40
     assert events_in(item) == (events, None)
+    assert repr(events_in(item)[0]) == repr(events)  # with the scores, which comparisons leave out
 
 
 def all_errors() -> list[KestrelError]:

@@ -33,7 +33,7 @@ class _DetectParser(ObjectParser):
     def __init__(self, request: Detect, config: MoondreamConfig) -> None:
         ids = config.tokenizer
         value_ids = (ids.coord_id, ids.coord_id, ids.size_id)
-        super().__init__(config, value_ids, request.max_objects, request.sampling.max_tokens)
+        super().__init__(config, value_ids, request.max_objects, request.sampling.max_tokens, request.min_score)
         self._boxes: list[Box] = []
 
     def add(self, values: list[tuple[float, ...]]) -> Box:
@@ -42,7 +42,7 @@ class _DetectParser(ObjectParser):
         return self._boxes[-1]
 
     def output(self) -> DetectOutput:
-        return DetectOutput(tuple(self._boxes))
+        return DetectOutput(tuple(self._boxes), tuple(self.scores))
 
 
 def box_around(x: float, y: float, width: float, height: float) -> Box:

@@ -6,6 +6,7 @@ Source: the public reference's `_generate_points`.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 
 from kestrel_runtime.api.engine import SkillDefaults
@@ -16,6 +17,9 @@ from kestrel_runtime.models.family import Prompt
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_OBJECTS, Skill, framed_prompt
 from kestrel_runtime.output.output_parser import Grammar, GrammarState, OutputParser, Token, TokenRule
+
+_SCORE_DIGITS = 4
+"""Further digits would differ between batches in float32, where answers are equal otherwise."""
 
 
 class PointSkill(Skill):
@@ -29,7 +33,7 @@ class PointSkill(Skill):
         return object_prompt(self.name, request, tokenizer, config)
 
     def new_parser(self, request: Point, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
-        return PointParser(config, request.max_objects, request.sampling.max_tokens)
+        return PointParser(config, request.max_objects, request.sampling.max_tokens, request.min_score)
 
 
 def object_prompt(skill: str, request: Point | Detect, tokenizer: Tokenizer, config: MoondreamConfig) -> Prompt:
@@ -39,10 +43,19 @@ def object_prompt(skill: str, request: Point | Detect, tokenizer: Tokenizer, con
 
 
 class ObjectParser(OutputParser):
-    """Parses objects of a fixed number of values until the end token, `max_objects` or `max_tokens`."""
+    """Parses objects of a fixed number of values until the end token, `max_objects` or `max_tokens`.
+
+    The score of an object is the product of those of its tokens. Objects below `min_score` are left out, and count
+    towards `max_objects`, which limits what the model generates.
+    """
 
     def __init__(
-        self, config: MoondreamConfig, value_ids: tuple[int, ...], max_objects: int | None, max_tokens: int | None
+        self,
+        config: MoondreamConfig,
+        value_ids: tuple[int, ...],
+        max_objects: int | None,
+        max_tokens: int | None,
+        min_score: float | None = None,
     ) -> None:
         ids = config.tokenizer
         self._eos_id = ids.eos_id
@@ -51,7 +64,10 @@ class ObjectParser(OutputParser):
         self.max_tokens = max_values if max_tokens is None else min(max_values, max_tokens)
         self._num_tokens = 0
         self._num_objects = 0
-        self._values: list[tuple[float, ...]] = []
+        self._min_score = min_score
+        self._object: list[Token] = []
+        self.scores: list[float] = []
+        """The scores of the objects so far; empty if tokens have none."""
         self._values_per_object = len(value_ids)
         choices = [(value_ids[0], ids.eos_id), *((value,) for value in value_ids[1:])]
         self.grammar = Grammar(
@@ -71,23 +87,43 @@ class ObjectParser(OutputParser):
             return []
         found: list[FoundObject] = []
         self._num_tokens += 1
-        self._values.append(token.value)
-        if len(self._values) == self._values_per_object:
-            found.append(FoundObject(self.add(self._values)))
+        self._object.append(token)
+        if len(self._object) == self._values_per_object:
+            found = self._complete()
             self._num_objects += 1
-            self._values = []
+            self._object = []
         if self._num_objects == self._max_objects:
             self.finish_reason = FinishReason.MAX_OBJECTS
         elif self._num_tokens == self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
         return found
 
+    def _complete(self) -> list[FoundObject]:
+        score = _score(self._object)
+        if score is not None:
+            if self._min_score is not None and score < self._min_score:
+                return []
+            self.scores.append(score)
+        return [FoundObject(self.add([token.value for token in self._object]), score)]
+
+
+def _score(tokens: list[Token]) -> float | None:
+    """Returns the product of the scores of tokens, rounded; None if one has none."""
+    scores = [token.score for token in tokens if token.score is not None]
+    return round(math.prod(scores), _SCORE_DIGITS) if len(scores) == len(tokens) else None
+
 
 class PointParser(ObjectParser):
     """x and y per object."""
 
-    def __init__(self, config: MoondreamConfig, max_objects: int | None, max_tokens: int | None) -> None:
-        super().__init__(config, (config.tokenizer.coord_id,) * 2, max_objects, max_tokens)
+    def __init__(
+        self,
+        config: MoondreamConfig,
+        max_objects: int | None,
+        max_tokens: int | None,
+        min_score: float | None = None,
+    ) -> None:
+        super().__init__(config, (config.tokenizer.coord_id,) * 2, max_objects, max_tokens, min_score)
         self._points: list[Location] = []
 
     def add(self, values: list[tuple[float, ...]]) -> Location:
@@ -96,4 +132,4 @@ class PointParser(ObjectParser):
         return self._points[-1]
 
     def output(self) -> PointOutput:
-        return PointOutput(tuple(self._points))
+        return PointOutput(tuple(self._points), tuple(self.scores))

@@ -59,6 +59,27 @@ def test_a_box_reaches_half_its_size_to_each_side_of_its_centre(config):
     assert detect.finish_reason is FinishReason.STOP
 
 
+def test_the_score_of_a_box_is_the_product_of_those_of_its_tokens():
+    detect = parser()
+    scored = [token._replace(score=score) for token, score in zip(OBJECT, (0.5, 0.5, 0.25), strict=True)]
+    (found,) = consume(detect, [*scored, END])
+    assert (found, found.score) == (FoundObject(OBJECT_BOX), 0.0625)
+    assert output(detect, DetectOutput).scores == (0.0625,)
+
+
+def test_objects_below_the_least_score_are_left_out_and_count_towards_the_most():
+    def scored(score):
+        return [token._replace(score=score if token is OBJECT[0] else 1.0) for token in OBJECT]
+
+    request = Detect("cat", IMAGE, max_objects=4, min_score=0.5)
+    detect = SKILL.new_parser(request, TOKENIZER, MOONDREAM_3)
+    found = consume(detect, [token for score in (0.25, 0.5, 0.0, 0.75) for token in scored(score)])
+    assert [item.score for item in found] == [0.5, 0.75]
+    assert detect.output() == DetectOutput((OBJECT_BOX,) * 2)
+    assert output(detect, DetectOutput).scores == (0.5, 0.75)
+    assert detect.finish_reason is FinishReason.MAX_OBJECTS
+
+
 def test_an_object_is_x_then_y_then_size_and_the_end_comes_only_between_objects():
     detect = parser()
     for _ in range(3):
