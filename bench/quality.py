@@ -146,7 +146,7 @@ def _conversations(seed: int, world: World) -> Iterator[Task]:
     if asked is not None:
         yield _turns("pair", (Turn(asked.question, asked.answer, num_images=2),), images, seed)
     if turns := dialogue(scene, rng):
-        yield _turns("second turn", turns[:2], images[:1], seed)
+        yield _turns("second turn", turns, images[:1], seed)
     asked = ask(scene, rng.choice(SHORT_KINDS), rng)
     if asked is not None:
         turns = (Turn(asked.question, asked.answer, num_images=1),)

@@ -1,4 +1,4 @@
-"""`python -m training`: prepare, train, polish, converse, export, or all five; or train the example adapter."""
+"""`python -m training`: prepare, train, polish, converse, settle, export, or all; or train the example adapter."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ import torch
 
 from training.adapter.run import AdapterRecipe, train_adapter
 from training.corpus import corpus
-from training.export import export
+from training.export import blended, export
 from training.model import config_dict
 from training.tokens import train_tokenizer
-from training.train import CONVERSE, POLISH, Recipe, train
+from training.train import CONVERSE, POLISH, SETTLE, SETTLED_SHARE, Recipe, train
 
 
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m training", description=__doc__)
-    parser.add_argument("task", choices=("prepare", "train", "polish", "converse", "export", "all", "adapter"))
+    parser.add_argument(
+        "task", choices=("prepare", "train", "polish", "converse", "settle", "export", "all", "adapter")
+    )
     parser.add_argument("--folder", type=Path, default=Path("build/nano"), help="where everything is kept")
     parser.add_argument("--steps", type=int, help="steps of the whole run")
     parser.add_argument("--scenes", type=int, help="new pictures per step")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="pause with a checkpoint after these")
     parser.add_argument("--within", type=float, default=float("inf"), help="fewer steps where all take longer")
-    parser.add_argument("--start", type=Path, help="converse: the exported weights to start from (those of polish)")
+    parser.add_argument("--start", type=Path, help="converse, settle: the exported weights to start from")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--plain", action="store_true", help="do not compile")
     parser.add_argument("--log-every", type=int, default=50)
@@ -53,8 +55,16 @@ def main() -> None:
         if arguments.start is None:
             export(polished, second)
         _go_on(arguments, second, conversing, CONVERSE)
+    settled = arguments.folder / "settled"
+    if arguments.task in ("settle", "all"):
+        between = arguments.start or arguments.folder / "between"
+        if arguments.start is None:
+            third = arguments.folder / "third"
+            export(conversing, third)
+            blended(arguments.folder / "second", third, SETTLED_SHARE, between)
+        _go_on(arguments, between, settled, SETTLE)
     if arguments.task in ("export", "all"):
-        export(conversing, arguments.folder / "export")
+        export(settled, arguments.folder / "export")
 
 
 def _go_on(arguments: argparse.Namespace, start: Path, folder: Path, recipe: Recipe) -> None:

@@ -18,7 +18,8 @@ from training.records import Record, record
 from training.scenes import Scene
 
 _SYSTEM_SHARE = 0.3
-_SHARES = {"own": 56, "instructed": 12, "record": 20, "dialogue": 12}
+_PAIR_SHARE = 70
+_SHARES = {"own": 62, "instructed": 8, "record": 20, "dialogue": 10}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,9 @@ class ConversingTeacher(Teacher):
         Otherwise at most the first of the examples has the second picture, between its turns.
         """
         draw = rng.random()
-        if draw < 0.45:
+        if draw < 0.4:
             return True, self._mixed(scenes[0], rng, lambda: self._of_pair(scenes, rng))
-        first = None if draw < 0.72 else self._later(scenes, rng)
+        first = None if draw > 0.64 else self._later(scenes, rng)
         return False, self._begun_with(first, self._mixed(scenes[0], rng, None))
 
     @staticmethod
@@ -54,7 +55,7 @@ class ConversingTeacher(Teacher):
         }
         shares = dict(_SHARES)
         if of_pair is not None:
-            makers["pair"], shares["pair"] = of_pair, sum(shares.values())
+            makers["pair"], shares["pair"] = of_pair, _PAIR_SHARE
         while True:
             example = makers[rng.choices(tuple(shares), tuple(shares.values()))[0]]()
             if example is not None:

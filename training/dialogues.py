@@ -221,7 +221,7 @@ def _place(thing: Thing) -> str:
 
 def _reworded(turn: Turn, rng: random.Random) -> Turn:
     """Now and then an answer as another model or a person would word it, which later turns are to understand."""
-    if rng.random() < 0.75 or len(turn.answer) > 40:
+    if rng.random() < 0.75 or len(turn.answer) > 40 or turn.answer in ("Yes", "No"):
         return turn
     answer = rng.choice((f" {turn.answer}", f"{turn.answer}.", f"{turn.answer[0].upper()}{turn.answer[1:]}.",
                          f" {turn.answer[0].upper()}{turn.answer[1:]}.", f"It is {turn.answer}."))  # fmt: skip

@@ -80,6 +80,9 @@ def which(scenes: Pair, rng: random.Random) -> Exchange | None:
         "which of the two {noun}s has {one}",
         "Where is there {one}, in the first or in the second {noun}?",
     )
+    # Now and then without the article, so that a choice between "first" and "second" is right too.
+    if rng.random() < 0.2:
+        answer = answer.removeprefix("the ")
     return Exchange("pair", rng.choice(templates).format(noun=noun, one=one, many=many), answer)
 
 

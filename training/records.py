@@ -183,12 +183,7 @@ def _of_groups(scene: Scene, rng: random.Random) -> Record | None:
     entries = [
         {key: {color: thing.color, name: thing.name, count: number}[key] for key in keys} for number, thing in found
     ]
-    item = {
-        "type": "object",
-        "properties": {key: {"type": "integer" if key == count else "string"} for key in keys},
-        "required": keys,
-        "additionalProperties": False,
-    }
+    item = _object({key: {"type": "integer" if key == count else "string"} for key in keys})
     templates = (
         "List the shapes: {keys} of each.",
         "List all shapes with {keys}.",
@@ -202,7 +197,7 @@ def _of_groups(scene: Scene, rng: random.Random) -> Record | None:
     if rng.random() < 0.35:
         return _worded(question, entries, {"type": "array", "items": item}, rng, keys)
     outer = rng.choice(("shapes", "shapes", "objects", "items"))
-    return _asked(question, {outer: entries}, {outer: {"type": "array", "items": item}}, rng, keys)
+    return _asked(question, {outer: entries}, {outer: {"type": "array", "items": item}}, rng)
 
 
 _NAMES = (
@@ -240,7 +235,9 @@ def _of_text(rng: random.Random) -> Record | None:
         said = [f"a {color} {shape}" for color, shape in pairs]
         listed = said[0] if len(said) == 1 else ", ".join(said[:-1]) + " and " + said[-1]
         entries = [{"color": color, "name": shape, "count": 1} for color, shape in pairs]
-        return Record(f"Name {listed} as JSON.", "", _json({"shapes": entries}), {"type": "object"}, True, False)
+        item = _object({"color": {"type": "string"}, "name": {"type": "string"}, "count": {"type": "integer"}})
+        schema = _object({"shapes": {"type": "array", "items": item}})
+        return Record(f"Name {listed} as JSON.", "", _json({"shapes": entries}), schema, True, False)
     if draw < 0.35:
         first, second, event, day = _name(rng), _name(rng), rng.choice(_EVENTS), rng.choice(_DAYS)
         question = f"{first} and {second} are going to a {event} on {day}."
@@ -286,20 +283,17 @@ def _schemas(facts: dict[str, Any], keys: list[str], rng: random.Random) -> dict
     return schemas
 
 
-def _asked(
-    question: str,
-    value: dict[str, Any],
-    schemas: dict[str, Any],
-    rng: random.Random,
-    keys: list[str] | None = None,
-) -> Record:
-    schema = {
+def _asked(question: str, value: dict[str, Any], schemas: dict[str, Any], rng: random.Random) -> Record:
+    return _worded(question, value, _object(schemas), rng, list(value))
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
         "type": "object",
-        "properties": schemas,
-        "required": list(schemas),
+        "properties": properties,
+        "required": list(properties),
         "additionalProperties": False,
     }
-    return _worded(question, value, schema, rng, keys or list(value))
 
 
 _TITLES = ("Shape", "Answer", "Result", "Response", "Item", "Picture", "UserInfo", "Output", "Data")
@@ -318,7 +312,18 @@ def _worded(question: str, value: Any, schema: dict[str, Any], rng: random.Rando
     if draw < 0.42:
         return Record(question, "", answer, schema, True)
     listed = ", ".join(keys[:-1]) + " and " + keys[-1] if len(keys) > 1 else keys[0]
-    if draw < 0.7:
+    entries = value if isinstance(value, list) else next(iter(value.values()))
+    has_entries = isinstance(entries, list) and bool(entries) and isinstance(entries[0], dict)
+    if draw < 0.7 and has_entries:
+        inner = ", ".join(entries[0])
+        if isinstance(value, list):
+            wish = rng.choice(("Answer with a JSON list of objects with {}.", "Return a JSON list: {} of each."))
+            wish = wish.format(inner)
+        else:
+            wish = rng.choice(
+                ("Answer in JSON: a list {} of objects with {}.", 'Return JSON with the key "{}", a list of {}.')
+            ).format(keys[0], inner)
+    elif draw < 0.7:
         noun = rng.choice(("fields", "keys")) if len(keys) > 1 else rng.choice(("field", "key"))
         wish = rng.choice(
             (

@@ -74,7 +74,7 @@ POLISH = Recipe(
 """A second, shorter run that starts from what the first one exported."""
 
 CONVERSE = Recipe(
-    num_steps=2600,
+    num_steps=1125,
     delays=(0, 7, 17),
     muon_lr=0.008,
     adam_lr=0.0012,
@@ -87,6 +87,13 @@ CONVERSE = Recipe(
     conversing=True,
 )
 """A third run, which starts from what the second one exported and teaches conversations."""
+
+SETTLE = replace(
+    CONVERSE, num_steps=1400, muon_lr=0.0035, adam_lr=0.0005, num_warmup_steps=20, constant_share=0.0, seed=4
+)
+"""A fourth run, which starts between the second and the third one, and restores what the third one has lost."""
+SETTLED_SHARE = 0.85
+"""Where it starts, from 0 for the second to 1 for the third run."""
 _PACE_STEPS = 100
 """After so many steps a run with a time limit looks how many more fit."""
 
