@@ -1,4 +1,4 @@
-"""`python -m tests.deploy`: check the manifests whose kinds others define against published schemas.
+"""`python -m tests.deploy`: check the manifests whose kinds others define against published schemas, and the chart.
 
 The schemas are packages for Node.js, which are installed below `build/clients/` on first use. Each manifest is also
 checked with mistakes in it, which must be found.
@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.clients.catalogue import Client
 from tests.clients.environments import ENVIRONMENTS, command
@@ -47,7 +49,8 @@ def main() -> int:
         elif failed:
             print(f"{manifest.name}: not found: {mistake}")
     print(f"{len(checks) - num_failed} passed, {num_failed} failed")
-    return 1 if num_failed or not checks else 0
+    status = pytest.main(["-q", "-n0", str(Path(__file__).with_name("rendered_chart.py"))])
+    return 1 if num_failed or not checks or status else 0
 
 
 def checks_of(manifest: Manifest) -> Iterator[tuple[Manifest, str | None, dict[str, Any]]]:

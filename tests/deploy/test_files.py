@@ -194,7 +194,7 @@ def test_every_file_names_the_image_by_the_version_of_the_package():
         for path in files
         for name in re.findall(r"(?:image: |--tag |[ =]all |=on )(kestrel-grpc[\w:.]*)", path.read_text("utf-8"))
     ]
-    assert len(names) == 6
+    assert len(names) == 8
     assert set(names) == {f"kestrel-grpc:{__version__}"}
 
 

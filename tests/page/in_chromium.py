@@ -688,11 +688,16 @@ async def test_an_adapter_answers(browser: Browser, nano: Server) -> None:
 # Further questions
 
 
-def said_last(rig: HttpServing) -> list[str]:
-    """The texts of the last conversation that reached the engine."""
+def last_chat(rig: HttpServing) -> Chat:
+    """The last conversation that reached the engine."""
     request = rig.engine.requests[-1]
     assert isinstance(request, Chat)
-    return [message.text for message in request.messages]
+    return request
+
+
+def said_last(rig: HttpServing) -> list[str]:
+    """The texts of the last conversation that reached the engine."""
+    return [message.text for message in last_chat(rig).messages]
 
 
 async def test_a_further_question_has_the_conversation_and_the_picture(browser: Browser) -> None:
@@ -755,7 +760,7 @@ async def test_a_further_question_adds_a_picture(browser: Browser) -> None:
         assert await page.locator("#asked-picture").is_visible()
         assert await page.locator("#added-picture").is_hidden()
         assert await opened.accessibility_problems() == []
-        request = rig.engine.requests[-1]
+        request = last_chat(rig)
         assert [message.images for message in request.messages] == [(DEMO_PICTURE.read_bytes(),), (), (SECOND,)]
 
         # The picture stays with its question, also in turns that add none, and is sent once.
@@ -765,7 +770,7 @@ async def test_a_further_question_adds_a_picture(browser: Browser) -> None:
         await opened.has_status("Complete.")
         assert await page.locator("#turns img:visible").count() == 1
         assert await page.locator("#asked-picture").is_hidden()
-        request = rig.engine.requests[-1]
+        request = last_chat(rig)
         assert [len(message.images) for message in request.messages] == [1, 0, 1, 0, 0]
         assert len(opened.uploads()) == 2
         await page.locator("#entries button").nth(1).click()
