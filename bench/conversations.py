@@ -37,7 +37,7 @@ from bench.harness.output import Progress, write_json
 from bench.harness.serving import machine_facts, started_server
 from bench.harness.workload import QUESTIONS
 from kestrel_client import AsyncClient, ChatMessage
-from kestrel_grpc.cli.bench.workload import chart, with_comment
+from kestrel_grpc.cli.bench.workload import another_picture, chart
 
 WITHOUT_CACHES = ("--prefix-cache", "off", "--image-cache-bytes", "0")
 NUM_DRAWN = 16
@@ -106,7 +106,9 @@ class Speaker:
     def picture(self) -> bytes:
         """Returns a picture that the server has not seen."""
         self._num_begun += 1
-        return with_comment(self._drawn[self._num_begun % len(self._drawn)], f"{self._name} {self._num_begun:012d}")
+        return another_picture(
+            self._drawn[self._num_begun % len(self._drawn)], f"{self._name} {self._num_begun:012d}"
+        )
 
     async def turn(self, messages: Sequence[ChatMessage]) -> tuple[float, Any]:
         """Asks the last message; returns the time of the first token in ms, and the result."""

@@ -31,8 +31,6 @@ NUM_RETURNING = 64
 """How many pictures are asked about at a time, with `Picture.RETURNING`."""
 NUM_STREAMS = 64
 """How many pictures change, with `Picture.CHANGED`."""
-_POPULAR_FROM, _RETURNING_FROM = 10**12, 2 * 10**12
-"""The numbers of pictures that come again; others have those of their requests."""
 
 
 class Picture(Enum):
@@ -161,12 +159,12 @@ class Album:
             chance = random.Random(number)  # so that a request is the same in every run
             if chance.random() < workload.repeat_share:
                 rank = bisect.bisect(_POPULARITY, chance.random() * _POPULARITY[-1])
-                return another_picture(self._drawn[rank % len(self._drawn)], _POPULAR_FROM + rank)
+                return another_picture(self._drawn[rank % len(self._drawn)], f"popular {rank:08d}")
         if workload.picture is Picture.RETURNING:
             block, place = divmod(number, workload.num_questions * NUM_RETURNING)
             picture = returning(block, workload.num_questions)[place]
-            return another_picture(self._drawn[picture % len(self._drawn)], _RETURNING_FROM + picture)
-        return another_picture(self._drawn[number % len(self._drawn)], number)
+            return another_picture(self._drawn[picture % len(self._drawn)], f"returning {picture:06d}")
+        return another_picture(self._drawn[number % len(self._drawn)], f"{number:016d}")
 
 
 def vocabulary() -> Iterator[str]:

@@ -8,10 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image, ImageChops
 
-from bench.caches import area_under_curve, measure, padded_image, served, summary, trials
+from bench.caches import (
+    area_under_curve,
+    measure,
+    new_image,
+    other_file,
+    padded_image,
+    served,
+    summary,
+    trials,
+)
 from bench.harness.serving import started_server
 from kestrel_client import Client
 from tests.bench.small import write_endless_nano
@@ -107,3 +117,10 @@ def test_only_within_one_namespace_an_image_that_the_victim_has_asked_about_is_c
     assert 0 < across["known"] < NUM_TRIALS
     assert across["hits_known"] == across["hits_unknown"] == within["hits_unknown"] == 0
     assert within["hits_known"] == within["known"] > 0
+
+
+def test_the_attack_on_crops_sends_another_file_of_the_same_pixels() -> None:
+    image = new_image(np.random.default_rng(3))
+    other = other_file(image)
+    assert other != image
+    assert Image.open(io.BytesIO(other)).tobytes() == Image.open(io.BytesIO(image)).tobytes()

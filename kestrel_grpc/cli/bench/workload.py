@@ -28,7 +28,7 @@ _NUM_CHANGED_ENTRIES, _LARGEST_ENTRY = 9, 6
 """The lowest frequencies, without the mean of a block; 6^9 is 10 million pictures of each drawing."""
 
 NUM_DRAWN = 16
-"""The drawings of a process. Drawing takes longer than asking, so they are reused, each time as another file."""
+"""The drawings of a process. Drawing takes longer than asking, so they are reused, each time with other pixels."""
 
 QUESTIONS = (
     "What is in this picture?",
@@ -122,7 +122,7 @@ class Workload:
 
     @property
     def num_kinds(self) -> int:
-        """The number of pictures that differ in more than a comment."""
+        """The number of drawings or given files."""
         if self.pictures is not None:
             return len(picture_files(self.pictures))
         return NUM_DRAWN if self.num_pictures is None else min(self.num_pictures, NUM_DRAWN)
@@ -131,7 +131,7 @@ class Workload:
         if self.pictures is not None:
             return f"{self.num_kinds} given file{'' if self.num_kinds == 1 else 's'}, in turn"
         if self.num_pictures is None:
-            return "drawn charts, another file in each request"
+            return "drawn charts, another picture in each request"
         if self.num_pictures == 0:
             return "none"
         return f"{self.num_pictures} drawn chart{'' if self.num_pictures == 1 else 's'}, in turn"
@@ -145,8 +145,8 @@ class Workload:
             return lambda number: None
         drawn = [chart(seed) for seed in range(min(count or NUM_DRAWN, NUM_DRAWN))]
         if count is None:
-            return lambda number: another_picture(drawn[number % len(drawn)], number)
-        return lambda number: with_comment(drawn[number % count % len(drawn)], f"{number % count:016d}")
+            return lambda number: another_picture(drawn[number % len(drawn)], f"{number:016d}")
+        return lambda number: another_picture(drawn[number % count % len(drawn)], f"{number % count:016d}")
 
 
 def picture_files(path: Path) -> list[Path]:
@@ -190,24 +190,19 @@ def chart(seed: int, width_px: int = WIDTH_PX, height_px: int = HEIGHT_PX) -> by
     return file.getvalue()
 
 
-def another_picture(jpeg: bytes, number: int) -> bytes:
-    """Returns another picture for each number, made of a JPEG of `chart`: neither its file nor any of its crops is
-    known to a cache.
+def another_picture(jpeg: bytes, name: str) -> bytes:
+    """Returns another picture for each name, made of a JPEG of `chart`: no cache has its file or any of its crops.
 
     Other entries of the table by which frequencies are multiplied change the pixels of every edge, and a copy of
     the file with them is made much faster than a picture is drawn.
     """
-    chance, changed = random.Random(number), bytearray(jpeg)
+    chance, changed = random.Random(name), bytearray(jpeg)
     table = jpeg.index(_TABLE_MARKER) + _TABLE_HEADER_BYTES
     for entry in range(1, 1 + _NUM_CHANGED_ENTRIES):
         changed[table + entry] = chance.randint(1, _LARGEST_ENTRY)
-    return with_comment(bytes(changed), f"{number:016d}")
-
-
-def with_comment(jpeg: bytes, comment: str) -> bytes:
-    """Returns the same picture as another file, which caches do not know."""
-    text = comment.encode()
-    return jpeg[:2] + b"\xff\xfe" + (2 + len(text)).to_bytes(2, "big") + text + jpeg[2:]
+    text = name.encode()
+    comment = b"\xff\xfe" + (2 + len(text)).to_bytes(2, "big") + text
+    return bytes(changed[:2]) + comment + bytes(changed[2:])
 
 
 def _words(chance: random.Random, count: int) -> str:

@@ -35,7 +35,7 @@ CONDITIONS = {
     },
     "asked": {
         "skill": "query",
-        "pictures": "drawn charts, another file in each request",
+        "pictures": "drawn charts, another picture in each request",
         "picture_sizes": {"801 × 557 px": 16},
         "texts": "12 default",
     },
@@ -172,7 +172,7 @@ def test_a_report_says_the_server_the_requests_and_the_machine() -> None:
     for shown in (text(found), page(found)):
         assert "1.2.3, a model in bfloat16 on 2 × NVIDIA H200; kv_dtype float8" in shown
         assert (
-            "query; pictures: drawn charts, another file in each request (801 × 557 px); questions: 12 default"
+            "query; pictures: drawn charts, another picture in each request (801 × 557 px); questions: 12 default"
             in shown
         )
         assert "on average 700 tokens in, 25% of them cached, and 5.0 out" in shown
