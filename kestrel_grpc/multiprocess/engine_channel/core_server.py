@@ -57,7 +57,7 @@ from kestrel_grpc.multiprocess.protocol.messages import (
 from kestrel_grpc.multiprocess.protocol.questions import Exchange, Message
 from kestrel_grpc.multiprocess.protocol.requests import ImageSummary, decode_request
 from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError
-from kestrel_runtime.api.events import Event, Finished, PatchEmbeddings
+from kestrel_runtime.api.events import EmbedOutput, Event, Finished, PatchEmbeddings
 from kestrel_runtime.api.images import DecodedPixels, RemoteImage
 from kestrel_runtime.api.stream import Delivery, Stream
 from kestrel_runtime.engine.engine import LocalEngine
@@ -374,7 +374,9 @@ class _Frontend(Exchange):
             if isinstance(error, InternalError):
                 _log.error("a request failed", exc_info=error.__cause__)
             finished = events[-1] if events and isinstance(events[-1], Finished) else None
-            num_bytes = sum(len(event.data) for event in events if isinstance(event, PatchEmbeddings))
+            num_bytes = 0
+            if finished is not None and isinstance(finished.output, EmbedOutput):  # all its events arrive together
+                num_bytes = sum(len(event.data) for event in events if isinstance(event, PatchEmbeddings))
             if num_bytes > room:
                 error = EngineUnavailable("the front end does not read fast enough")
                 items.append(events_of(stream.id, [], error))

@@ -485,6 +485,7 @@ class Preprocessor:
                 tenant=tenant,
                 computes_anew=request.options.cache is CachePolicy.REFRESH,
                 is_transient=request.options.is_transient,
+                is_turn=isinstance(request, Chat),
                 embeddings=embeddings,
             ),
             clock=clock,

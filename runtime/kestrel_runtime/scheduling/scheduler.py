@@ -333,14 +333,16 @@ class Scheduler:
             self._deactivate(sequence)
         self._release_embeddings(sequence)
         sequence.move_to(SequenceState.FINISHED)
-        self._isolated = deque(item for item in self._isolated if item.sequence is not sequence)
-        self._alone = [other for other in self._alone if other is not sequence]
+        if self._isolated:
+            self._isolated = deque(item for item in self._isolated if item.sequence is not sequence)
+        if self._alone:
+            self._alone = [other for other in self._alone if other is not sequence]
 
     def finish(self, sequence: TokenSequence) -> None:
-        """Removes a sequence whose answer is complete. Its positions are published first: a conversation may go on
-        behind them."""
+        """Removes a sequence whose answer is complete. If a next turn may follow it, all of its positions are
+        published first; of others only the full pages are."""
         keys, num_positions = sequence.cache.keys, sequence.num_written
-        if keys is not None and sequence.state is SequenceState.RUNNING:
+        if sequence.request.is_turn and keys is not None and sequence.state is SequenceState.RUNNING:
             keys.add_share_point(sequence.tokens, num_positions, self._pages.page_size)
             self._publish(sequence, num_positions, self._now)
         self.remove(sequence)
@@ -499,9 +501,10 @@ class Scheduler:
     def _release_embeddings(self, sequence: TokenSequence) -> None:
         """Ends the sequence's leases of entries for embeddings, and of crops."""
         for image in sequence.images:
-            self._embeddings.release(_lease_id(sequence, image))
-            self._crops.release(_lease_id(sequence, image))
-            image.forget_embeddings()
+            if image.entry is not None or image.pixels is not None:  # else it was in cached pages
+                self._embeddings.release(_lease_id(sequence, image))
+                self._crops.release(_lease_id(sequence, image))
+                image.forget_embeddings()
 
     def _release(self, sequence: TokenSequence) -> None:
         self._stop_filling(sequence)
@@ -675,12 +678,12 @@ class Scheduler:
             is_transient=request.is_transient,
             now=now,
         )
-        if sequence.spans:
-            share_point = sequence.missing_share_point(num_positions, self._pages.page_size)
-            if self._shared_prefills.key_of(sequence) != share_point:
-                self._stop_filling(sequence)
-                if share_point is not None:
-                    self._shared_prefills.begin(share_point, sequence)
+        filled = self._shared_prefills.key_of(sequence)
+        share_point = sequence.missing_share_point(num_positions, self._pages.page_size)
+        if filled != share_point:
+            self._stop_filling(sequence)
+            if share_point is not None:
+                self._shared_prefills.begin(share_point, sequence)
 
     def _stop_filling(self, sequence: TokenSequence) -> None:
         for parked in self._shared_prefills.end(sequence):

@@ -179,6 +179,8 @@ class SequenceRequest:
     """True if the sequence uses no cached data, and replaces it."""
     is_transient: bool = False
     """True if what the sequence publishes takes the place of nothing that others have published."""
+    is_turn: bool = False
+    """True if the request is a turn of a conversation, whose next turn continues behind the answer."""
     embeddings: EmbeddingForm | None = None
     """The form in which the sequence reads the embeddings of its image; None if it generates tokens."""
 
@@ -287,6 +289,8 @@ class TokenSequence:
     """The number of `tokens` at its last start."""
     num_pending: int = 0
     """Tokens that steps in flight sample: they have positions and pages, but are not in `tokens` yet."""
+    tenant: str = field(init=False)
+    """The tenant of the request, a field of its own since every step asks for it."""
     num_image_positions: int = field(init=False)
     """The number of positions of all images."""
     num_further_positions: int = field(init=False)
@@ -299,7 +303,7 @@ class TokenSequence:
 
     def __post_init__(self) -> None:
         places: list[tuple[int, int]] = []
-        self.num_image_positions = 0
+        self.tenant, self.num_image_positions = self.request.tenant, 0
         for image in self.images:  # not in functions of their own, since every request takes this path
             places.append((image.start, image.start + image.num_positions))
             self.num_image_positions += image.num_positions
@@ -307,10 +311,6 @@ class TokenSequence:
         self.num_further_positions = -len(self.tokens) if reads_embeddings else self.num_image_positions
         self.spans = bidirectional_spans(places)
         self.share_points = tuple(sorted((*map(_end_of, self.spans), *self.answer_ends)))
-
-    @property
-    def tenant(self) -> str:
-        return self.request.tenant
 
     @property
     def priority(self) -> Priority:
@@ -353,7 +353,9 @@ class TokenSequence:
     def missing_share_point(self, num_positions: int, page_size: int) -> Digest | None:
         """Returns the key of the first image that the first `num_positions` do not cover; None if they cover all,
         or without keys."""
-        return None if self.cache.keys is None else self.cache.keys.missing_share_point(num_positions, page_size)
+        if self.cache.keys is None or not self.spans or num_positions >= self.spans[-1][1]:
+            return None
+        return self.cache.keys.missing_share_point(num_positions, page_size)
 
     def belongs_to(self, namespace: str | None, image: bytes | None) -> bool:
         """Returns True if the sequence would publish pages, embeddings or crops of a namespace, or of an image in

@@ -487,6 +487,7 @@ def test_images_have_their_places_between_the_words_and_equal_ones_are_decoded_o
     size = first.num_positions
     assert [image.start for image in sequence.images] == [1, 1 + size + num_words, 1 + 2 * (size + num_words)]
     assert sequence.answer_ends == (second.start, third.start)
+    assert sequence.request.is_turn
     assert sequence.share_points == (first.end, second.start, second.end, third.start, third.end)
     assert sequence.length == len(sequence.tokens) + 3 * size
     assert (first.size_px, second.size_px) == ((500, 400), (37, 41))

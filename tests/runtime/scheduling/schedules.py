@@ -225,6 +225,7 @@ class Schedule:
         )
         sequence.request.computes_anew = random.random() < 0.1
         sequence.request.is_transient = random.random() < 0.1
+        sequence.request.is_turn = random.random() < 0.9
         left_out: list[SequenceImage] = []
         if random.random() < 0.95:
             if random.random() < 0.95:

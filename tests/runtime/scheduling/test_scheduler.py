@@ -573,11 +573,12 @@ def test_i12_a_sequence_that_lacks_the_pixels_of_one_image_waits_without_those_o
     assert sequence in world.step().members
 
 
-def test_the_end_of_a_finished_answer_is_found_by_the_next_turn_of_its_conversation():
+@pytest.mark.parametrize("is_turn", [True, False])
+def test_the_end_of_a_finished_answer_is_found_by_the_next_turn_of_its_conversation(is_turn):
     world, maker = World(page_size=4), PrefixKeyMaker({}, 4)
     image = ImageContent(1, 3, b"c" * 32)
     first = world.add(4, image=3, crops=2, generates=4)
-    first.cache.keys = maker.keys([*first.tokens], (image,))
+    first.cache.keys, first.request.is_turn = maker.keys([*first.tokens], (image,)), is_turn
     world.steps(3)
     world.scheduler.finish(first)
     answer = first.tokens[:-1]
@@ -585,4 +586,5 @@ def test_the_end_of_a_finished_answer_is_found_by_the_next_turn_of_its_conversat
     assert end % 4, "inside a page"
     second = world.add([*answer, Token(7), Token(8)], image=3, crops=2)
     second.cache.keys = maker.keys([*second.tokens], (image,), answer_ends=(end,))
-    assert world.scheduler.schedule(0.0).prefill.prefill[0].start == end
+    start = world.scheduler.schedule(0.0).prefill.prefill[0].start
+    assert start == (end if is_turn else end - end % 4)  # of other answers the full pages
