@@ -289,8 +289,8 @@ class Preprocessor:
                     raise
                 facts.append(found)
                 are_known = are_known and is_known
-            if len(facts) > 1:
-                self._budget.check_images(_decoding_bytes(facts))
+            if len(facts) > 1 and self._may_fit(request):
+                self._budget.check_images(_decoding_bytes(facts, images))
             # Requests with another policy compute their images anew, so preparing them here would be wasted.
             if facts and are_known and request.options.cache is CachePolicy.USE:
                 done = self._prepared_at_once(request, images, clock, tenant, namespace, adapter, facts)
@@ -321,9 +321,18 @@ class Preprocessor:
                 standing=request.options.standing,
                 tenant=tenant,
                 compiles=request.constraint is not None,
-                num_bytes=0 if shared is not None and shared.decoded else _decoding_bytes(facts),
+                num_bytes=self._num_bytes_of_job(request, facts, shared),
             )
         )
+
+    def _may_fit(self, request: Request) -> bool:
+        """Returns False if the images alone exceed the context: such a request is refused before any is decoded."""
+        return len(request.images) * self._positions_per_image < self._max_context
+
+    def _num_bytes_of_job(self, request: Request, facts: list[ImageFacts], shared: SharedImages | None) -> int:
+        if not self._may_fit(request) or (shared is not None and shared.decoded):
+            return 0
+        return _decoding_bytes(facts, request.images)
 
     def prepare(
         self,
@@ -526,7 +535,7 @@ class Preprocessor:
             priority=request.priority,
             standing=request.standing,
             tenant=request.tenant,
-            num_bytes=_decoding_bytes(facts),
+            num_bytes=_decoding_bytes(facts, images),
         )
 
     def _facts_of(self, image: RequestImage, namespace: str, request: Request) -> tuple[ImageFacts, bool]:
@@ -602,17 +611,19 @@ class Preprocessor:
         return header.decoding_bytes + _CROP_COPIES * crops_bytes(header.height, header.width, self._cropping)
 
 
-def _decoding_bytes(facts: Iterable[ImageFacts]) -> int:
+def _decoding_bytes(facts: Iterable[ImageFacts], images: Iterable[RequestImage]) -> int:
     """Returns the most memory that decoding images one after the other takes, while those before are kept.
 
     Equal images are decoded once.
     """
-    kept, most, seen = 0, 0, set[bytes]()
-    for item in facts:
-        if item.digest in seen:
+    kept, most, seen, not_hashed = 0, 0, set[bytes](), list[RequestImage]()
+    for item, image in zip(facts, images, strict=True):
+        if item.digest in seen or any(len(other) == len(image) and other == image for other in not_hashed):
             continue
         if item.digest is not None:
             seen.add(item.digest)
+        else:
+            not_hashed.append(image)
         kept += item.num_kept_bytes
         most = max(most, item.num_bytes - item.num_kept_bytes)
     return kept + most

@@ -19,7 +19,7 @@ from kestrel_runtime.api.errors import (
     QueueTimeout,
     RequestRefused,
 )
-from kestrel_runtime.api.images import HashedImage, image_digest
+from kestrel_runtime.api.images import HashedImage, image_digest, is_hashed_at_once
 from kestrel_runtime.api.requests import (
     CachePolicy,
     Caption,
@@ -519,6 +519,31 @@ def test_images_that_take_too_much_memory_together_are_refused_with_both_numbers
     with pytest.raises(ImageError, match=r"at most 12 MiB together while they are decoded, and take \d\d MiB"):
         submit(preprocessor, about(*large), clock())
     assert submit(preprocessor, about(*large[:1] * 8), clock()).result(MAX_WAIT_S), "equal ones are decoded once"
+    preprocessor.close()
+
+
+def test_equal_images_count_once_also_before_they_are_hashed(loaded: LoadedModel) -> None:
+    preprocessor = new_preprocessor(loaded, max_context=8000, max_decoded_bytes=16 * 2**20)
+    copies = [
+        bytes(bytearray(plain(1000, 900, 7)) + bytes(2**18)) for _ in range(8)
+    ]  # what follows a PNG is not read
+    assert not is_hashed_at_once(copies[0])
+    assert submit(preprocessor, about(*copies), clock()).result(MAX_WAIT_S)
+    preprocessor.close()
+
+
+def test_images_that_exceed_the_context_are_refused_for_that_whatever_memory_they_take(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = loaded.model.config.positions_per_image
+    preprocessor = new_preprocessor(loaded, max_context=8 * size, max_decoded_bytes=16 * 2**20)
+    monkeypatch.setattr(preprocessor, "_decode", lambda *arguments: pytest.fail("an image was decoded"))
+    monkeypatch.setattr(preprocessor, "_message_tokens", lambda request: [])  # the family has no conversations
+    large = [plain(1000, 900, colour) for colour in range(8)]
+    for shown in (large, large[:1] * 8):
+        with pytest.raises(ContextLengthExceeded) as caught:
+            submit(preprocessor, about(*shown), clock()).result(MAX_WAIT_S)
+        assert caught.value.num_prompt_tokens > 8 * size
     preprocessor.close()
 
 
