@@ -30,13 +30,17 @@ class Step(NamedTuple):
     """What it writes of prompts: page and place → sequence and position."""
 
 
+def _ends(numbers):
+    return (numbers[0], numbers[-1] + 1) if numbers else (0, 0)
+
+
 class Turn:
     """A plan, with the work of both of its steps in the shape in which tests compare it."""
 
     def __init__(self, plan: Plan, steps: list[Step]):
         self.steps = steps
         self.images = [item.image for item in plan.prefill.encode]
-        self.encode = [Range(item.sequence, item.crops[0], item.crops[-1] + 1) for item in plan.prefill.encode]
+        self.encode = [Range(item.sequence, *_ends(item.crops)) for item in plan.prefill.encode]
         self.prefill = [Range(chunk.sequence, chunk.start, chunk.end) for chunk in plan.prefill.prefill]
         self.decode = list(plan.decode.decode)
         self.sampled = [*plan.prefill.sampled, *plan.decode.sampled]

@@ -1,10 +1,13 @@
-"""I1 to I12 are the invariants in the docstring of `kestrel_runtime.scheduling.scheduler`."""
+"""I1 to I14 are the invariants in the docstring of `kestrel_runtime.scheduling.scheduler`."""
+
+from dataclasses import replace
 
 import pytest
 
 from kestrel_runtime.api.requests import Priority
 from kestrel_runtime.output.output_parser import Token
-from kestrel_runtime.scheduling.cache_keys import Digest, ImageContent, PrefixKeyMaker
+from kestrel_runtime.scheduling.cache_keys import EVERYBODY, Digest, ImageContent, PrefixKeyMaker
+from kestrel_runtime.scheduling.crop_cache import CropCache
 from kestrel_runtime.scheduling.scheduler import Scheduler, SharedPrefills
 from kestrel_runtime.scheduling.sequence import SequenceState
 from tests.runtime.sequences import new_sequence
@@ -588,3 +591,65 @@ def test_the_end_of_a_finished_answer_is_found_by_the_next_turn_of_its_conversat
     second.cache.keys = maker.keys([*second.tokens], (image,), answer_ends=(end,))
     start = world.scheduler.schedule(0.0).prefill.prefill[0].start
     assert start == (end if is_turn else end - end % 4)  # of other answers the full pages
+
+
+# I14: crops in the pool
+
+
+def with_crops(world, shown, scope=EVERYBODY):
+    """A sequence whose image shows these crops."""
+    sequence = world.add(4, image=3, crops=len(shown))
+    (image,) = sequence.images
+    image.crop_scope, image.pixels = scope, replace(image.pixels, digests=tuple(shown))
+    return sequence
+
+
+def world_with_pool(num_places=8, **settings):
+    world = World(**settings)
+    vars(world.scheduler)["_crops"] = CropCache(num_places)
+    return world
+
+
+def encoded(turn):
+    return [item.crops for step in turn.steps for item in step.batch.encode]
+
+
+def test_i14_found_crops_are_not_encoded_and_leave_the_places_of_a_step_to_others():
+    world = world_with_pool(crops=2)
+    world.add(4)
+    world.step()  # so that the crops of a step are bounded
+    first = with_crops(world, [b"a", b"b", b"c", b"d"])
+    assert [encoded(world.step()), encoded(world.step())] == [[(0, 1)], [(2, 3)]]
+    assert first.state is RUNNING
+    second, third = with_crops(world, [b"a", b"x", b"c", b"d"]), with_crops(world, [b"y", b"c", b"b", b"a"])
+    assert encoded(world.step()) == [(1,), (0,)]
+    assert (second.state, third.state) == (RUNNING, RUNNING)
+    assert encoded(world.step()) == []
+
+
+def test_i14_an_image_whose_crops_are_all_found_is_complete_in_one_step():
+    world = world_with_pool()
+    with_crops(world, [b"a", b"b"])
+    world.step()
+    again = with_crops(world, [b"b", b"a"])
+    (item,) = (item for step in world.step().steps for item in step.batch.encode)
+    assert (item.crops, [crop for crop, _ in item.found], item.is_last) == ((), [0, 1], True)
+    assert again.state is RUNNING
+
+
+def test_i14_equal_crops_of_one_step_are_encoded_once():
+    world = world_with_pool()
+    with_crops(world, [b"a", b"a", b"b"])
+    with_crops(world, [b"b", b"c", b"a"])
+    assert encoded(world.step()) == [(0, 2), (1,)]
+
+
+def test_i14_without_places_or_scope_all_crops_are_encoded():
+    world = world_with_pool(1)
+    for _ in range(2):
+        with_crops(world, [b"a", b"a", b"b"])
+        assert encoded(world.step()) == [(0, 2)]
+        with_crops(world, [b"a", b"a", b"b"], scope=None)
+        assert encoded(world.step()) == [(0, 1, 2)]
+        with_crops(world, [b"c"])  # takes the place
+        world.step()
