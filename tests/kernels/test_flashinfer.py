@@ -15,7 +15,7 @@ import torch
 from kestrel_ops import Kernels, reference
 from kestrel_ops.dispatch import function_of, implementation_of, module_of
 from tests.kernels import fake_flashinfer
-from tests.kernels.implementations import FLOAT8, relative_error
+from tests.kernels.implementations import DEVICE, FLOAT8, relative_error
 from tests.kernels.paged import Heads, padded
 from tests.kernels.test_dispatch import MODEL, TEXT, with_text
 from tests.kernels.test_invariant import Context
@@ -25,6 +25,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 OPERATIONS = ("prefill_attention", "rotary_decode_attention")
 CHOICES = dict.fromkeys(OPERATIONS, "flashinfer")
 HEADS = Heads(4, 2, 16)
+HERE = torch.empty(0, device=DEVICE).device
 
 
 def installed(monkeypatch, version):
@@ -81,7 +82,7 @@ def test_padding_of_a_step_is_no_part_of_the_plan(library):
     wanted = context.run(reference.invariant_attention, [(0, 0, 9), (1, 2, 5)])
 
     def padded_step(query, keys, values, table, starts, lengths, visible, longest):
-        nothing = torch.zeros(4, dtype=torch.int32)
+        nothing = torch.zeros(4, dtype=torch.int32, device=DEVICE)
         return by_pages(
             torch.cat((query, query[:4])),
             *(keys, values, torch.cat((table, table[:1])), torch.cat((starts, starts[-1:]))),
@@ -105,7 +106,7 @@ def test_a_step_of_padding_alone_computes_nothing(library):
 
 def test_float8_pages_are_read_with_their_scales(library):
     context = Context([20, 9], [((0, 9), (12, 20)), ()], HEADS, 4, dtype=torch.bfloat16)
-    scales = torch.tensor([0.5]), torch.tensor([0.25])
+    scales = torch.tensor([0.5], device=DEVICE), torch.tensor([0.25], device=DEVICE)
 
     def in_float8(operation):
         def run(query, keys, values, *chunks):
@@ -129,7 +130,7 @@ def test_all_layers_of_a_step_have_one_plan(library):
         return torch.stack([by_pages(*arguments) for _ in range(3)])
 
     first = context.run(all_layers, [(0, 0, 9)])
-    wrapper = prefills(torch.device("cpu"), torch.bfloat16, torch.bfloat16, 16)._wrapper
+    wrapper = prefills(HERE, torch.bfloat16, torch.bfloat16, 16)._wrapper
     assert wrapper.num_plans == 1
     assert torch.equal(first[0], first[2])
     second = context.run(all_layers, [(1, 0, 5)])
@@ -142,7 +143,7 @@ def test_all_layers_of_a_step_have_one_plan(library):
 @pytest.mark.parametrize("heads", [Heads(2, 2, 16), Heads(4, 1, 24)], ids=str)
 def test_new_tokens_are_stored_and_attend_to_all_before_them(library, heads, cache_dtype):
     step = Step([0, 5, -1, 15, 16, 31], heads, cache_dtype=cache_dtype, dtype=torch.bfloat16)
-    step.query_scale = 1 + torch.rand(6, heads.num_heads)
+    step.query_scale = (1 + torch.rand(6, heads.num_heads)).to(DEVICE)
     wanted = [step.wanted(row) for row in range(6)]
     tokens = [step.token(row) for row in range(6)]
     attended = step.run(function_of("flashinfer", "rotary_decode_attention"))
@@ -164,9 +165,9 @@ def test_decode_steps_have_one_plan_for_all_layers(library):
 
     step = Step([3, 20], cache_dtype=torch.bfloat16, dtype=torch.bfloat16)
     step.run(twice)
-    assert decodes(torch.device("cpu"), False)._wrapper.num_plans == 1
+    assert decodes(HERE, False)._wrapper.num_plans == 1
     step.run(twice)
-    assert decodes(torch.device("cpu"), False)._wrapper.num_plans == 2
+    assert decodes(HERE, False)._wrapper.num_plans == 2
 
 
 @needs_triton
@@ -177,7 +178,7 @@ def test_what_a_model_needs_can_be_compiled_before_its_first_step(library, types
     weight_dtype, cache_dtype = types
     text = replace(TEXT, num_heads=2, num_kv_heads=1, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
     kernels = replace(Kernels.select("cpu", {}), **{name: function_of("flashinfer", name) for name in OPERATIONS})
-    kernels.prepare(replace(MODEL, device_type="cpu", text=text))
+    kernels.prepare(replace(MODEL, device_type=DEVICE, text=text))
     prefills, decodes = library
     assert (prefills.cache_info().currsize, decodes.cache_info().currsize) == (1, 1)
 
