@@ -212,6 +212,30 @@ async def test_boxes_are_drawn_around_the_objects(browser: Browser, nano: Server
         assert near(await opened.center_of("#overlay rect.line"), STAR)
 
 
+async def test_several_objects_have_a_colour_each_with_a_legend_and_scores(browser: Browser, nano: Server) -> None:
+    async with window(browser, origin_of(nano)) as opened:
+        await opened.ask("detect", object="star; red circle; dog")
+        await opened.has_status("Complete.")
+        body = opened.body_of_last_request()
+        assert (body["objects"], "object" in body) == (["star", "red circle", "dog"], False)
+        assert await opened.page.locator("#overlay rect.line").count() == 2
+        strokes = await opened.page.locator("#overlay rect.line").evaluate_all(
+            "(lines) => lines.map((line) => getComputedStyle(line).stroke)"
+        )
+        swatches = await opened.page.locator("#answer .swatch").evaluate_all(
+            "(swatches) => swatches.map((swatch) => getComputedStyle(swatch).backgroundColor)"
+        )
+        assert strokes == swatches[:2]
+        assert len(set(swatches)) == 3
+        rows = await opened.page.locator("#answer .legend > li").all_inner_texts()
+        assert [row.split(":")[0].split("\n")[0] for row in rows] == ["star", "red circle", "dog"]
+        assert "nothing was found" in rows[2]
+        assert "score 0.9" in rows[0]
+        assert await opened.page.locator("#overlay text").all_text_contents() == ["star 1", "red circle 1"]
+        assert await opened.text("#asked") == "Boxes around “star”, “red circle”, “dog”"
+        assert await opened.accessibility_problems() == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_an_outline_is_drawn(browser: Browser, nano: Server, scheme: Literal["light", "dark"]) -> None:
     size = PHONE if scheme == "dark" else None

@@ -5,6 +5,8 @@ import { wholeCommands } from "./drawing.js";
 
 const $ = (id) => document.getElementById(id);
 const UNSURE = 0.5;
+/** As many colours of marks as the style has. */
+const COLOURS = 8;
 
 /** The answer to one request. `overlay` draws marks, after those that are `given` with the request. */
 export class AnswerView {
@@ -116,10 +118,17 @@ export class AnswerView {
   #showPlaces(answer) {
     const marks = marksOf(this.request, answer);
     this.overlay.show([...this.given, ...marks]);
-    if (marks.length === 0) {
+    if (answer.groups) {
+      $("answer").replaceChildren(this.#legend(answer.groups, marks));
+    } else if (marks.length === 0) {
       $("answer").textContent = "Nothing was found.";
-      return;
+    } else {
+      $("answer").replaceChildren(this.#list(marks));
     }
+  }
+
+  /** A list of what was found; a row lights up its mark. */
+  #list(marks) {
     const list = document.createElement("ol");
     for (const mark of marks) {
       const row = item(describe(mark));
@@ -127,13 +136,31 @@ export class AnswerView {
       row.addEventListener("pointerleave", () => this.overlay.light(null));
       list.append(row);
     }
-    $("answer").replaceChildren(list);
+    return list;
+  }
+
+  /** Each object that was looked for, with its colour and what was found. */
+  #legend(groups, marks) {
+    const legend = document.createElement("ul");
+    legend.className = "legend";
+    for (const [index, group] of groups.entries()) {
+      const [row, swatch, name] = ["li", "span", "span"].map((tag) => document.createElement(tag));
+      swatch.className = `swatch colour-${index % COLOURS}`;
+      name.textContent = group.object;
+      row.append(swatch, name);
+      const found = marks.filter((mark) => mark.group === index);
+      if (group.error) row.append(`: ${sentence(group.error.message)}`);
+      else if (found.length === 0) row.append(": nothing was found");
+      else row.append(this.#list(found));
+      legend.append(row);
+    }
+    return legend;
   }
 }
 
 /** What is asked, in a line. */
 export function inWords({ skill, body }) {
-  const object = `“${body.object}”`;
+  const object = (body.objects ?? [body.object]).map((name) => `“${name}”`).join(", ");
   return {
     query: body.question,
     chat: body.messages?.at(-1).content,
@@ -290,23 +317,40 @@ function textOf(answer) {
 }
 
 function marksOf({ skill, body }, answer) {
-  const label = (index) => String(index + 1);
-  if (skill === "point")
-    return answer.points.map(({ x, y }, index) => ({ kind: "point", at: [x, y], label: label(index) }));
-  if (skill === "detect")
-    return answer.objects.map((box, index) => ({ kind: "box", box: sides(box), label: label(index) }));
+  if (skill === "point" || skill === "detect") {
+    const found = (part) => (part.points ?? part.objects ?? []).map(markOf);
+    if (!answer.groups) return found(answer).map((mark, index) => ({ ...mark, label: String(index + 1) }));
+    return answer.groups.flatMap((group, index) =>
+      found(group).map((mark, place) => ({
+        ...mark,
+        label: `${group.object} ${place + 1}`,
+        group: index,
+        colour: index % COLOURS,
+      })),
+    );
+  }
   if (skill === "gaze")
     return answer.points.map(({ x, y }) => ({ kind: "look", from: body.eye, at: [x, y], label: "1" }));
   if (!answer.bbox) return [];
   return [{ kind: "outline", box: sides(answer.bbox), path: answer.path, isPartial: answer.partial, label: "1" }];
 }
 
-function describe({ kind, at, box, isPartial }) {
+/** The mark of a point or a box, without its label. */
+function markOf(found) {
+  const { x, y, score } = found;
+  return x === undefined ? { kind: "box", box: sides(found), score } : { kind: "point", at: [x, y], score };
+}
+
+function describe({ score, ...mark }) {
+  return score === undefined ? place(mark) : `${place(mark)}; score ${score.toFixed(2)}`;
+}
+
+function place({ kind, at, box, isPartial }) {
   const part = (value) => (100 * value).toFixed(1);
   if (kind === "point" || kind === "look") return `${part(at[0])} % from the left, ${part(at[1])} % from the top`;
   const [left, top, right, bottom] = box;
-  const place = `${part(left)}–${part(right)} % across, ${part(top)}–${part(bottom)} % down`;
-  return `${place}${isPartial ? "; the outline lacks something" : ""}`;
+  const area = `${part(left)}–${part(right)} % across, ${part(top)}–${part(bottom)} % down`;
+  return `${area}${isPartial ? "; the outline lacks something" : ""}`;
 }
 
 /** The text in pieces, of which those that the model was unsure of are marked. */

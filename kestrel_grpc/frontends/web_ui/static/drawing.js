@@ -37,8 +37,8 @@ export class Overlay {
   }
 
   /**
-   * Show marks, each `{kind, …, label, isGiven}`: a `point` has `at`, a `box` has `box`, an `outline` has `path` and
-   * `box`, a `look` has `from` and `at`.
+   * Show marks, each `{kind, …, label, isGiven, colour}`: a `point` has `at`, a `box` has `box`, an `outline` has `path`
+   * and `box`, a `look` has `from` and `at`. `colour` is the number of a colour of the style; absent is the usual one.
    */
   show(marks) {
     this.#marks = marks;
@@ -81,7 +81,9 @@ export class Overlay {
   }
 
   #group(mark, width, height) {
-    const group = element("g", mark.label !== undefined && mark.label === this.#lit ? { class: "lit" } : {});
+    const kinds = [mark.colour === undefined ? "" : `colour-${mark.colour}`];
+    if (mark.label !== undefined && mark.label === this.#lit) kinds.push("lit");
+    const group = element("g", { class: kinds.join(" ") });
     const given = mark.isGiven ? " given" : "";
     const stroke = (name, attributes) =>
       group.append(...["halo", `line${given}`].map((kind) => element(name, { class: kind, ...attributes })));

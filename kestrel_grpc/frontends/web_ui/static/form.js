@@ -8,6 +8,7 @@ const NUMBERS = [
   ["top_p", "top_p", 0, 1],
   ["max_tokens", "Longest answer, in tokens", 1, 32768],
   ["max_objects", "Most objects", 1, 1000, "point detect"],
+  ["min_score", "Least score", 0, 1, "point detect"],
   ["seed", "Seed", null, null],
   ["top_k", "top_k", 1, 100000, "query caption"],
   ["min_p", "min_p", 0, 1, "query caption"],
@@ -35,6 +36,7 @@ export class Unfilled extends Error {
 export function controlOf(field) {
   const name = field.replace(/^settings\./, "").replace(/[[.].*$/, "");
   const others = {
+    objects: "object",
     eye: "eye-x",
     constraint: "constraint-text",
     spatial_refs: "places",
@@ -156,7 +158,8 @@ export function eye() {
 export function read(model) {
   const asked = skill();
   const body = { ...subject(asked) };
-  const settings = readSettings(asked);
+  const { min_score, ...settings } = readSettings(asked);
+  if (min_score !== undefined) body.min_score = min_score;
   if (Object.keys(settings).length) body.settings = settings;
   const adapter = $("adapter").value;
   if (adapter) body.model = `${model}/${adapter}`;
@@ -183,7 +186,12 @@ function subject(asked) {
     if (from === null) throw new Unfilled("eye-x", "Click an eye in the picture, or write where it is.");
     return { eye: from };
   }
-  return { object: required("object", "Write what to look for."), ...spatial };
+  const text = required("object", "Write what to look for.");
+  const names = text
+    .split(";")
+    .map((name) => name.trim())
+    .filter(Boolean);
+  return { ...(names.length > 1 && asked !== "segment" ? { objects: names } : { object: text }), ...spatial };
 }
 
 function constraint() {

@@ -81,11 +81,12 @@ function python({ skill, body, adapter, timeoutS }, images, place) {
   const { n, ...settings } = body.settings ?? {};
   const keywords = { ...settings, ...body.constraint };
   if (body.question) given.push(literal(body.question));
-  if (body.object) given.push(literal(body.object));
+  if (body.object ?? body.objects) given.push(literal(body.object ?? body.objects));
   if (body.eye) given.push(named("Point", body.eye));
   if (body.length) keywords.length = body.length;
   if (body.reasoning) keywords.reasoning = true;
   if (n) keywords.n = n;
+  if (body.min_score !== undefined) keywords.min_score = body.min_score;
   if (adapter) keywords.adapter = adapter;
   if (body.priority) keywords.priority = body.priority;
   if (body.cache) keywords.cache = body.cache;
@@ -106,7 +107,7 @@ function python({ skill, body, adapter, timeoutS }, images, place) {
   }
   const address = place.isEncrypted ? `https://${place.grpcAddress}` : place.grpcAddress;
   const token = place.asksForTokens ? "# The token is in the variable KESTREL_GRPC_TOKEN.\n" : "";
-  const lines = pythonCall(skill, given.join(", "), n > 1);
+  const lines = body.objects ? pythonGroups(skill, given.join(", ")) : pythonCall(skill, given.join(", "), n > 1);
   const block = lines.map((line) => `    ${line}\n`).join("");
   const turns = (body.messages ?? []).map(({ role, content }, index) => {
     const shows = images[index] ? `, [${names[index]}]` : "";
@@ -128,6 +129,11 @@ function pythonCall(skill, given, hasSamples) {
     segment: [`for segment in client.segment(${given}).segments:`, "    print(segment.box, segment.svg_path)"],
     gaze: [`print(client.gaze(${given}).target)`],
   }[skill];
+}
+
+function pythonGroups(skill, given) {
+  const found = skill === "point" ? "group.points" : "[found.box for found in group.objects]";
+  return [`for group in client.${skill}(${given}).groups:`, `    print(group.object, ${found})`];
 }
 
 function openai({ skill, body, adapter, timeoutS }, images, place) {
