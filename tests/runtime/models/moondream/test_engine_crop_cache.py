@@ -19,6 +19,7 @@ from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import CachePolicy, Query, Request, RequestOptions, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution.step_runner import StepHandle
+from kestrel_runtime.imaging.device_crops import CropDigests
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from tests.reference_fixtures import MD3_SMALL
@@ -184,6 +185,30 @@ async def test_a_failed_step_empties_the_pool(shallow3: LoadedModel, monkeypatch
         assert (await answer(engine, requests[1])).output == expected[1]
         assert not failures
         assert engine.load().crop_cache.used_bytes == len(crops_of(shallow3, CORNER)) * crop_bytes(shallow3)
+
+
+async def test_digests_of_a_device_are_awaited_only_where_crops_have_come_again(
+    shallow3: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = [WHOLE, CORNER, OPPOSITE, CORNER]
+    expected = await outputs(shallow3, [ask(picture) for picture in pictures], crop_cache_bytes=0)
+    get = CropDigests.get
+
+    def is_slow(digests: CropDigests, *, waits: bool) -> Sequence[bytes] | None:
+        return get(digests, waits=True) if waits else None
+
+    monkeypatch.setattr(CropDigests, "get", is_slow)
+    async with served(shallow3, **ALONE, resize_on_device=True) as engine:
+        counts: list[int] = []
+        for picture, output in zip(pictures, expected, strict=True):
+            before = engine.load().crop_cache
+            assert (await answer(engine, ask(picture))).output == output
+            after = engine.load().crop_cache
+            counts.append((after.num_lookups - before.num_lookups) - (after.num_hits - before.num_hits))
+    num_crops = len(crops_of(shallow3, WHOLE))
+    assert counts[:2] == [num_crops] * 2, "the second picture shows that crops come again"
+    assert counts[2] < num_crops
+    assert counts[3] == 0
 
 
 async def test_a_cache_of_no_bytes_is_off(shallow3: LoadedModel) -> None:
