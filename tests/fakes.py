@@ -364,4 +364,4 @@ def _output(request: Request) -> Output:
         return DetectOutput((box,))
     if isinstance(request, Embed):
         return EmbedOutput((0.25, -0.5, 1.0), 3)
-    return SegmentOutput((SegmentMask("M 0 0 L 1 1 z", box),))
+    return SegmentOutput((SegmentMask("M 0 0 L 1 1 z", box),), getattr(request, "mask_format", "svg"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -52,9 +53,10 @@ NO_IMAGE = "-"
 """The value of IMAGE for a question without an image."""
 LENGTHS = ("short", "normal", "long")
 EMBEDDING_TYPES = ("float16", "float32")
+MASK_FORMATS = ("svg", "polygon", "rle", "png")
 CACHE_POLICIES = ("use", "refresh", "bypass")
 PRIORITIES = ("interactive", "normal", "batch")
-"""The values that the client takes for a length, a format of embeddings, a cache policy and a priority."""
+"""The values of a length, a format of embeddings, a form of an outline, a cache policy and a priority."""
 IMAGE_HELP = "an image file, its address (https://…), or the name of a stored one (sha256:…)"
 
 
@@ -83,6 +85,15 @@ def add_client_commands(subparsers: argparse._SubParsersAction[argparse.Argument
     point = _add(subparsers, _point, "find the place of each object of a kind")
     detect = _add(subparsers, _detect, "find a box around each object of a kind")
     segment = _add(subparsers, _segment, "find the outline of an object")
+    segment.add_argument(
+        "--mask-format",
+        choices=MASK_FORMATS,
+        help="print the outline as its path (svg), or as JSON in forms of COCO: polygons in pixels, or run-lengths "
+        "(rle); png needs --mask",
+    )
+    segment.add_argument(
+        "--mask", metavar="FILE", type=Path, help="write the mask to this file, a PNG; a folder for several images"
+    )
     for command in (point, detect, segment):
         command.add_argument("object", metavar="OBJECT", help='what to look for, such as "dog"')
         _add_draw(command)
@@ -298,15 +309,52 @@ def _wanted(arguments: argparse.Namespace) -> str | list[str]:
 
 def _segment(client: Client, arguments: argparse.Namespace, image: str) -> None:
     options = options_of(arguments)
-    if arguments.json:
+    if arguments.json or arguments.mask_format is not None:
         result = client.segment(image, arguments.object, **options)
-        _print_json(result)
+        if arguments.json:
+            show_json({**_plain(result), **_masks(arguments, result)})
+        else:
+            show(*_lines_of_outlines(arguments, result))
+            _warn_of_outline(arguments, result)
     else:
         with client.stream_segment(image, arguments.object, **options) as stream:
             _print_outline(stream)
             result = stream.result()
         _warn_of_outline(arguments, result)
+    _write_mask(arguments.mask, result)
     _draw(arguments.draw, image, result)
+
+
+def _masks(arguments: argparse.Namespace, result: SegmentResult) -> dict[str, Any]:
+    """Returns the outlines in the form of COCO that the arguments ask for, as a field of the JSON of a result."""
+    form, size = arguments.mask_format, (result.width_px or 0, result.height_px or 0)
+    if form == "rle":
+        return {"masks": [segment.to_rle(*size) for segment in result.segments]}
+    if form != "polygon":
+        return {}
+    flat = [
+        [[side for corner in line for side in corner] for line in segment.polygons(*size)]
+        for segment in result.segments
+    ]
+    return {"masks": flat}
+
+
+def _lines_of_outlines(arguments: argparse.Namespace, result: SegmentResult) -> list[str]:
+    masks = _masks(arguments, result)
+    return [json.dumps(mask) for mask in masks["masks"]] if masks else _lines(result, arguments)
+
+
+def _write_mask(target: Path | None, result: SegmentResult) -> None:
+    """Writes the mask of the outline, which is empty if nothing was found."""
+    if target is None:
+        return
+    if result.width_px is None or result.height_px is None:
+        raise ValueError("the server did not report the size of the image, which --mask needs")
+    from kestrel_client import Box, Segment
+
+    segment = next(iter(result.segments), Segment("", Box(0, 0, 1, 1)))
+    target.write_bytes(segment.to_png(result.width_px, result.height_px))
+    print_error(f"mask written to {target}")
 
 
 def _gaze(client: Client, arguments: argparse.Namespace, image: str) -> None:
@@ -354,22 +402,30 @@ def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) 
     if getattr(arguments, "patches", False) and (out is None or len(images) > 1):
         raise ValueError("--patches needs --out, and one image")
     rows: list[Sequence[float]] = []
+    folder: Path | None = getattr(arguments, "mask", None)
+    if getattr(arguments, "mask_format", None) == "png" and folder is None:
+        raise ValueError("--mask-format png needs --mask")
     draws = getattr(arguments, "draw", None) is not None
     if draws and any(map(is_on_server, images)):
         raise ValueError("--draw needs an image file")
     if images == arguments.image and len(images) == 1:
         return command(client, arguments, images[0]) or 0
     targets = _targets(arguments.draw, images) if draws else [None] * len(images)
+    masks = [None] * len(images) if folder is None else _targets(folder, images, ".png")
     status = 0
     outcomes = client.map([_job(arguments, image) for image in images])
-    for image, target, outcome in zip(images, targets, outcomes, strict=True):
+    for image, target, mask, outcome in zip(images, targets, masks, outcomes, strict=True):
         if outcome.result is None:
             assert outcome.error is not None, "a job has a result or an error"
             print_error(f"{image}: {explain(outcome.error)}")
             status = 1
             continue
+        outline = outcome.result if isinstance(outcome.result, SegmentResult) else None
         if arguments.json:
-            show_json({"image": image, **_plain(outcome.result)})
+            further = {} if outline is None else _masks(arguments, outline)
+            show_json({"image": image, **_plain(outcome.result), **further})
+        elif outline is not None:
+            show(*(f"{image}: {line}" for line in _lines_of_outlines(arguments, outline)))
         elif out is not None:
             show(image)
         else:
@@ -377,6 +433,8 @@ def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) 
                 show(f"{image}: {line}")
         if isinstance(outcome.result, EmbedResult):
             rows.append(outcome.result.mean)
+        if outline is not None:
+            _write_mask(mask, outline)
         status |= _report_groups(outcome.result, f"{image}: ")
         if isinstance(outcome.result, PointResult | DetectResult | SegmentResult | GazeResult):
             _draw(target, image, outcome.result)
@@ -418,12 +476,12 @@ def _images(names: Sequence[str]) -> Iterator[str]:
         yield from found
 
 
-def _targets(folder: Path, images: Sequence[str]) -> list[Path]:
-    """Returns a file for each picture. Raises ValueError or OSError."""
+def _targets(folder: Path, images: Sequence[str], suffix: str | None = None) -> list[Path]:
+    """Returns a file for each picture, with its suffix or another. Raises ValueError or OSError."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: must be a folder for several pictures")
     folder.mkdir(parents=True, exist_ok=True)
-    targets = [folder / Path(image).name for image in images]
+    targets = [folder / (Path(image).name if suffix is None else Path(image).stem + suffix) for image in images]
     twice = next((path for path in targets if targets.count(path) > 1), None)
     if twice is not None:
         raise ValueError(f"two pictures are named {twice.name}; draw them in two calls")

@@ -16,6 +16,7 @@ from google.protobuf import duration_pb2
 from google.rpc import code_pb2, error_details_pb2
 from PIL import Image
 
+from kestrel_client import Box, Segment
 from kestrel_client.drawing import COLOURS
 from kestrel_client.v1 import generation_pb2
 from kestrel_grpc.cli.ask import add_client_commands
@@ -123,6 +124,40 @@ def test_an_outline_that_is_partial_or_missing_is_told_apart(
         assert _run("segment", picture, object, "--address", address) == 0
     complaints = "kestrel-grpc: the outline is not complete\nkestrel-grpc: no unicorn found\n"
     assert capsys.readouterr() == (f"0.2500 0.1250 0.7500 0.5000 {canned.SVG_PATH}\n", complaints)
+
+
+def test_outlines_are_printed_in_forms_of_coco_and_written_as_masks(
+    address: str, picture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mask, whole = tmp_path / "mask.png", Segment(canned.SVG_PATH, Box(0.25, 0.125, 0.75, 0.5))
+    outline = ("segment", picture, "kite", "--address", address)
+    assert _run(*outline, "--mask-format", "rle") == 0
+    assert json.loads(capsys.readouterr().out) == whole.to_rle(200, 100)
+    assert _run(*outline, "--mask-format", "polygon") == 0
+    assert json.loads(capsys.readouterr().out) == [[50, 12.5, 150, 12.5, 150, 50, 50, 12.5]]
+    assert _run(*outline, "--mask-format", "png", "--mask", str(mask)) == 0
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == (
+        f"0.2500 0.1250 0.7500 0.5000 {canned.SVG_PATH}\n",
+        f"kestrel-grpc: mask written to {mask}\n",
+    )
+    assert mask.read_bytes() == whole.to_png(200, 100)
+    assert _run(*outline, "--json", "--mask-format", "rle") == 0
+    assert json.loads(capsys.readouterr().out)["masks"] == [whole.to_rle(200, 100)]
+    other = tmp_path / "other.png"
+    Image.new("RGB", (20, 10)).save(other)
+    both = ("segment", picture, str(other), "kite", "--address", address)
+    assert _run(*both, "--mask", str(tmp_path / "masks"), "--mask-format", "rle") == 0
+    assert capsys.readouterr().out.count('{"size": [100, 200], "counts": ') == 2
+    assert sorted(path.name for path in (tmp_path / "masks").iterdir()) == ["other.png", "picture.png"]
+    assert _run("segment", picture, "unicorn", "--mask", str(mask), "--address", address) == 0
+    with Image.open(mask) as empty:
+        assert (empty.size, empty.getbbox()) == ((200, 100), None)
+
+
+def test_a_png_needs_a_file(address: str, picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("segment", picture, "kite", "--mask-format", "png", "--address", address) != 0
+    assert "--mask-format png needs --mask" in capsys.readouterr().err
 
 
 def test_embeddings_are_printed_or_written_for_numpy(

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import cmath
+import io
+import itertools
 import math
+import random
+from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
+import pycocotools.mask as coco
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image
 
 from kestrel_client import Box, Segment
-from kestrel_client.outlines import polylines
+from kestrel_client.outlines import MaskTooLarge, mask, polylines, run_length_counts
 
 
 def _close(a: list[complex], b: list[complex]) -> bool:
@@ -159,3 +168,103 @@ def test_a_polygon_that_goes_the_other_way_round_is_a_hole() -> None:
     assert (ring.getpixel((2, 20)), ring.getpixel((20, 20))) == (255, 0)
     disc = Segment("M 0 0 H 1 V 1 H 0 Z M .25 .25 H .75 V .75 H .25 Z", whole).to_pil_mask(40, 40)
     assert (disc.getpixel((2, 20)), disc.getpixel((20, 20))) == (255, 255)
+
+
+OLD_NUMPY = pytest.mark.filterwarnings("ignore:__array__ implementation")
+"""`pycocotools.mask.decode` is older than a keyword of NumPy."""
+
+
+def some_outlines(count: int) -> list[tuple[Segment, int, int]]:
+    """Outlines of lines, curves, arcs and holes in boxes of all sizes, with sizes of images."""
+    chance, found = random.Random(48), []
+    for number in range(count):
+        width, height = chance.randint(60, 700), chance.randint(60, 700)
+        left, top = chance.uniform(0, 0.5), chance.uniform(0, 0.5)
+        box = Box(left, top, left + chance.uniform(0.3, 0.5), top + chance.uniform(0.3, 0.5))
+        num_corners = chance.randint(3, 12)
+        corners = [
+            0.5 + 0.5j + cmath.rect(chance.uniform(0.25, 0.6), 2 * math.pi * place / num_corners)
+            for place in range(num_corners)
+        ]
+        path = f"M {corners[0].real:.3f} {corners[0].imag:.3f}"
+        for before, corner in itertools.pairwise([*corners, corners[0]]):
+            bend = (before + corner) / 2 * chance.uniform(0.9, 1.1)
+            to = f"{corner.real:.3f} {corner.imag:.3f}"
+            kind = chance.choice("LLQCA") if number % 3 else "L"
+            mid = f"{bend.real:.3f} {bend.imag:.3f}"
+            path += {"L": f" L {to}", "Q": f" Q {mid} {to}", "C": f" C {mid} {mid} {to}"}.get(
+                kind, f" A .6 .6 0 0 1 {to}"
+            )
+        path += " Z"
+        if number % 4 == 0:  # a hole: it goes the other way round
+            path += " M .45 .45 L .45 .55 L .55 .55 L .55 .45 Z"
+        if number % 5 == 0:  # a second part, beyond the box and maybe the image
+            path += " M .9 .9 H 1.4 V 1.2 H .9 Z"
+        found.append((Segment(path, box), width, height))
+    return found
+
+
+def winding(polygons: Iterable[Iterable[tuple[float, float]]], width: int, height: int) -> NDArray[np.bool_]:
+    """The mask by its definition: how often the polygons go around the centre of each pixel, as a sum of angles."""
+    y, x = np.mgrid[0:height, 0:width] + 0.5
+    turns = np.zeros((height, width))
+    for polygon in polygons:
+        corners = [complex(*corner) for corner in polygon]
+        for one, other in itertools.pairwise([*corners, corners[0]]):
+            a, b = one - (x + 1j * y), other - (x + 1j * y)
+            turns += np.angle(b * a.conj())
+    return np.abs(turns) > math.pi
+
+
+def overlap(one: NDArray[Any], other: NDArray[Any]) -> float:
+    return float((one & other).sum() / max(1, (one | other).sum()))
+
+
+@OLD_NUMPY
+def test_run_lengths_of_200_outlines_are_those_of_pycocotools_and_all_forms_agree() -> None:
+    for segment, width, height in some_outlines(200):
+        encoded = segment.to_rle(width, height)
+        with Image.open(io.BytesIO(segment.to_png(width, height))) as image:
+            assert (image.mode, image.size) == ("L", (width, height))
+            pixels = np.asarray(image)
+        assert set(np.unique(pixels)) <= {0, 255}
+        theirs: Any = coco.encode(np.asfortranarray(pixels == 255))
+        assert encoded == {"size": theirs["size"], "counts": theirs["counts"].decode()}
+        decoded = coco.decode({"size": encoded["size"], "counts": encoded["counts"].encode()})
+        assert (decoded == (pixels == 255)).all()
+
+
+@OLD_NUMPY
+def test_masks_are_filled_where_the_path_goes_around_the_centres_of_pixels() -> None:
+    for segment, width, height in some_outlines(20):
+        pixels = np.asarray(segment.to_pil_mask(width, height)) == 255
+        assert overlap(pixels, winding(segment.polygons(width, height), width, height)) >= 0.999
+        # COCO's own way from a polygon to a mask knows no holes, and draws the lines themselves, too.
+        whole = Segment(segment.svg_path.partition(" Z")[0], segment.box)
+        flat: Any = [number for corner in whole.polygon(width, height) for number in corner]
+        theirs = coco.decode(coco.frPyObjects([flat], height, width))[:, :, 0] == 1
+        assert overlap(np.asarray(whole.to_pil_mask(width, height)) == 255, theirs) >= 0.95
+
+
+@pytest.mark.parametrize("polygons", [[], [[(0, 0), (5, 0)]], [[(-9, -9), (99, -9), (99, 99), (-9, 99)]]])
+def test_empty_and_full_masks_have_one_run_or_two(polygons: list[list[tuple[float, float]]]) -> None:
+    pixels = np.asarray(mask(polygons, 7, 5))
+    assert len(np.unique(pixels)) == 1
+    theirs: Any = coco.encode(np.asfortranarray(pixels == 255))
+    assert run_length_counts(polygons, 7, 5) == theirs["counts"].decode()
+
+
+def test_masks_of_hostile_sizes_and_outlines_are_refused_or_cheap() -> None:
+    square = Segment("M 0 0 H 1 V 1 H 0 Z", Box(0, 0, 1, 1))
+    assert len(square.to_rle(20_000, 20_000)["counts"]) < 10
+    for make in (square.to_pil_mask, square.to_png):
+        with pytest.raises(MaskTooLarge, match="at most 67108864 pixels"):
+            make(20_000, 20_000)
+    for size in ((0, 5), (5, -1), (70_000, 5)):
+        with pytest.raises(MaskTooLarge, match="sides"):
+            square.to_rle(*size)
+    zigzag = Segment("M 0 0" + " L 1 .5 L 0 .6" * 200, Box(0, 0, 1, 1))
+    with pytest.raises(MaskTooLarge, match="too many lines"):
+        zigzag.to_rle(20_000, 20_000)
+    far = Segment("M -1e300 -1e300 L 1e300 -1e300 L 1e308 1e308 L -1e308 1e308 Z", Box(0, 0, 1, 1))
+    assert far.to_rle(9, 4) == square.to_rle(9, 4)

@@ -1,4 +1,4 @@
-"""Turns SVG path data into polylines, and polygons into masks. A mask needs Pillow.
+"""Turns SVG path data into polygons, and polygons into masks: images, which need Pillow, and COCO's run-lengths.
 
 Takes the whole grammar of paths: M L H V C S Q T A Z, absolute and relative. The paths come from a model, so a
 command that lacks arguments draws nothing rather than failing, and reading stops at the first thing that is no path
@@ -8,6 +8,7 @@ data.
 from __future__ import annotations
 
 import cmath
+import io
 import itertools
 import math
 import re
@@ -179,7 +180,17 @@ def _elliptic_arc(
 
 Polygon = Sequence[tuple[float, float]]
 
-_NEUTRAL = 128
+MAX_MASK_PIXELS = 2**26
+"""The largest image whose mask is made as an image."""
+MAX_MASK_SIDE_PX = 65_536
+"""The longest side of an image whose mask is made."""
+_MAX_CROSSINGS = 2**20
+"""The most places at which outlines may cross the columns of an image: beyond, masks take seconds and megabytes."""
+_FAR = 1e9
+
+
+class MaskTooLarge(ValueError):
+    """The image, or the outline in it, is too large for a mask."""
 
 
 def area(polygon: Polygon) -> float:
@@ -188,18 +199,107 @@ def area(polygon: Polygon) -> float:
     return sum(x * next_y - next_x * y for (x, y), (next_x, next_y) in pairs) / 2
 
 
+def polygons_in(
+    path: str, sides: tuple[float, float, float, float], width: float, height: float
+) -> list[list[tuple[float, float]]]:
+    """Returns the corners of each line that a path draws in an image of this size.
+
+    The coordinates of the path run from 0 to 1 over a box, whose `sides` are left, top, right and bottom, as
+    fractions of the image.
+    """
+    left, top, right, bottom = sides
+    return [
+        [
+            (width * (left + corner.real * (right - left)), height * (top + corner.imag * (bottom - top)))
+            for corner in line
+        ]
+        for line in polylines(path)
+    ]
+
+
 def mask(polygons: Sequence[Polygon], width: int, height: int) -> Image:
     """Returns an image of mode "L": 255 inside the polygons, in pixels, and 0 outside.
 
-    A polygon inside another that goes the other way round is a hole, as by the rule `nonzero` of SVG.
+    A pixel is inside if its centre is, by the rule `nonzero` of SVG: a polygon inside another that goes the other
+    way round is a hole. Raises `MaskTooLarge`.
     """
-    from PIL import Image, ImageChops, ImageDraw
+    from PIL import Image
 
-    # How often the outlines go around each pixel, as a difference from the neutral value.
-    turns = Image.new("L", (width, height), _NEUTRAL)
+    if width * height > MAX_MASK_PIXELS:
+        raise MaskTooLarge(f"masks of at most {MAX_MASK_PIXELS} pixels are made as images, not {width * height}")
+    columns = bytearray(width * height)
+    for start, end in _filled(polygons, width, height):
+        columns[start:end] = b"\xff" * (end - start)
+    return Image.frombytes("L", (height, width), bytes(columns)).transpose(Image.Transpose.TRANSPOSE)
+
+
+def png(polygons: Sequence[Polygon], width: int, height: int) -> bytes:
+    """Returns the mask as the file of a PNG of 8 bits. Raises `MaskTooLarge`."""
+    file = io.BytesIO()
+    mask(polygons, width, height).save(file, "PNG")
+    return file.getvalue()
+
+
+def run_length_counts(polygons: Sequence[Polygon], width: int, height: int) -> str:
+    """Returns the mask in the compressed run-length encoding of COCO, as `pycocotools` encodes it.
+
+    Runs go down the columns, from the left: pixels outside, pixels inside, and so on. Each is a number in base 32;
+    all after the third are differences to the second last one. Raises `MaskTooLarge`.
+    """
+    runs: list[int] = []
+    at = 0
+    for start, end in _filled(polygons, width, height):
+        if runs and start == at:
+            runs[-1] += end - start
+        else:
+            runs += (start - at, end - start)
+        at = end
+    if at < width * height or not runs:
+        runs.append(width * height - at)
+    return "".join(_digits(run - runs[index - 2] if index > 2 else run) for index, run in enumerate(runs))
+
+
+def _digits(number: int) -> str:
+    """Returns a number in base 32, least digits first; the sign is that of the highest bit of the last digit."""
+    digits = ""
+    while True:
+        digit, number = number & 0x1F, number >> 5
+        is_last = number == (-1 if digit & 0x10 else 0)
+        digits += chr(48 + digit + (0 if is_last else 0x20))
+        if is_last:
+            return digits
+
+
+def _filled(polygons: Sequence[Polygon], width: int, height: int) -> Iterator[tuple[int, int]]:
+    """Yields the runs of pixels inside the polygons, as places in the columns of the image one after the other."""
+    if not (1 <= width <= MAX_MASK_SIDE_PX and 1 <= height <= MAX_MASK_SIDE_PX):
+        raise MaskTooLarge(f"the sides of a mask are 1 to {MAX_MASK_SIDE_PX} pixels long, not {width} and {height}")
+    crossings: list[list[tuple[float, int]]] = [[] for _ in range(width)]
+    num_crossings = 0
     for polygon in polygons:
-        filled = Image.new("L", (width, height), 0)
-        # Pillow's coordinates are those of the centres of pixels.
-        ImageDraw.Draw(filled).polygon([(x - 0.5, y - 0.5) for x, y in polygon], fill=1)
-        turns = ImageChops.add(turns, filled) if area(polygon) > 0 else ImageChops.subtract(turns, filled)
-    return turns.point(lambda value: 255 if value != _NEUTRAL else 0)
+        corners = [(_bounded(x), _bounded(y)) for x, y in polygon]
+        for (x, y), (next_x, next_y) in itertools.pairwise([*corners, *corners[:1]]):
+            # An edge crosses the centres of columns from its left end on, up to its right end.
+            first, end = (max(0, min(width, math.ceil(side - 0.5))) for side in sorted((x, next_x)))
+            if first >= end:
+                continue
+            num_crossings += end - first
+            if num_crossings > _MAX_CROSSINGS:
+                raise MaskTooLarge("the outline has too many lines for a mask of this size")
+            slope, turn = (next_y - y) / (next_x - x), 1 if next_x > x else -1
+            for column in range(first, end):
+                crossings[column].append((y + (column + 0.5 - x) * slope, turn))
+    for column, found in enumerate(crossings):
+        num_turns, start = 0, 0.0
+        for y, turn in sorted(found):
+            if not num_turns:
+                start = y
+            num_turns += turn
+            if not num_turns:
+                top, bottom = (max(0, min(height, math.ceil(side - 0.5))) for side in (start, y))
+                if top < bottom:
+                    yield column * height + top, column * height + bottom
+
+
+def _bounded(side: float) -> float:
+    return max(-_FAR, min(_FAR, side))

@@ -15,7 +15,7 @@ from google.protobuf import duration_pb2
 
 from kestrel_client.errors import KestrelClientError, of_object
 from kestrel_client.images import StoredImage
-from kestrel_client.outlines import area, mask, polylines
+from kestrel_client.outlines import area, mask, png, polygons_in, run_length_counts
 from kestrel_client.v1 import (
     engine_service_pb2,
     generation_pb2,
@@ -146,16 +146,7 @@ class Segment:
             height: The height of the image.
         """
         box = self.box
-        return [
-            [
-                (
-                    width * (box.x_min + corner.real * (box.x_max - box.x_min)),
-                    height * (box.y_min + corner.imag * (box.y_max - box.y_min)),
-                )
-                for corner in line
-            ]
-            for line in polylines(self.svg_path)
-        ]
+        return polygons_in(self.svg_path, (box.x_min, box.y_min, box.x_max, box.y_max), width, height)
 
     def polygon(self, width: float = 1, height: float = 1) -> list[tuple[float, float]]:
         """Returns the corners of the outline's largest polygon; none where the outline draws nothing.
@@ -172,8 +163,36 @@ class Segment:
         Args:
             width: The width of the image, in pixels.
             height: The height of the image, in pixels.
+
+        Raises:
+            ValueError: If the image has more than 67,108,864 pixels, or the outline too many lines for its size.
         """
         return mask(self.polygons(width, height), width, height)
+
+    def to_png(self, width: int, height: int) -> bytes:
+        """Returns the mask of `to_pil_mask` as the file of a PNG. Needs Pillow.
+
+        Args:
+            width: The width of the image, in pixels.
+            height: The height of the image, in pixels.
+
+        Raises:
+            ValueError: As of `to_pil_mask`.
+        """
+        return png(self.polygons(width, height), width, height)
+
+    def to_rle(self, width: int, height: int) -> dict[str, Any]:
+        """Returns the same mask in COCO's compressed run-length encoding: `size`, which is height and width, and
+        `counts`. `pycocotools.mask.decode` reads it.
+
+        Args:
+            width: The width of the image, in pixels.
+            height: The height of the image, in pixels.
+
+        Raises:
+            ValueError: If a side is longer than 65,536 pixels, or the outline has too many lines for its size.
+        """
+        return {"size": [height, width], "counts": run_length_counts(self.polygons(width, height), width, height)}
 
 
 @dataclass(frozen=True, slots=True)

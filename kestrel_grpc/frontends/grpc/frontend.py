@@ -43,7 +43,7 @@ from kestrel_grpc.frontends.grpc.reflection import add_reflection
 from kestrel_grpc.frontends.grpc.vision_service import VisionService
 from kestrel_grpc.images.image_store import ImageStore
 from kestrel_runtime.api.engine import Engine
-from kestrel_runtime.api.requests import Chat, Detect, Point
+from kestrel_runtime.api.requests import Chat, Detect, Point, Segment
 
 _VISION: Any = vision_service_pb2.DESCRIPTOR
 _IMAGES: Any = image_service_pb2.DESCRIPTOR
@@ -127,6 +127,7 @@ class GrpcFrontend:
                 *(("chat",) if Chat.skill in engine.info.skills else ()),
                 *(() if store is None else ("images",)),
                 *(("objects", "scores") if engine.info.skills.keys() & {Point.skill, Detect.skill} else ()),
+                *(("masks",) if Segment.skill in engine.info.skills else ()),
             ],
         )
         public = (_VISION,) if store is None else (_VISION, _IMAGES)

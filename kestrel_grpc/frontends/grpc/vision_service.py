@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 
 from kestrel_client.v1 import generation_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
+from kestrel_client.v1.media_pb2 import NormalizedPoint
 from kestrel_grpc.calls.call_context import CallContext
 from kestrel_grpc.calls.submission import ObjectAnswer, Submission, ending_with, last_event, naming
 from kestrel_grpc.frontends.grpc import parsing, rendering
+from kestrel_grpc.frontends.masks import forms_of
 from kestrel_runtime.api.errors import Violation
 from kestrel_runtime.api.events import (
     Box,
@@ -33,6 +35,7 @@ from kestrel_runtime.api.events import (
     PatchEmbeddings,
     PointOutput,
     QueryOutput,
+    SegmentMask,
     SegmentOutput,
     Started,
     TextDelta,
@@ -67,6 +70,15 @@ _CAPTION_LENGTHS: Mapping[int, str] = MappingProxyType(
 )
 
 
+_MASK_FORMATS: Mapping[int, str] = MappingProxyType(
+    {
+        wire.MASK_FORMAT_UNSPECIFIED: "svg",
+        wire.MASK_FORMAT_SVG_PATH: "svg",
+        wire.MASK_FORMAT_POLYGON: "polygon",
+        wire.MASK_FORMAT_RUN_LENGTH: "rle",
+        wire.MASK_FORMAT_PNG: "png",
+    }
+)
 _EMBEDDING_TYPES: Mapping[int, str] = MappingProxyType(
     {
         wire.EMBEDDING_TYPE_UNSPECIFIED: "float16",
@@ -399,17 +411,29 @@ def _group_facts(answer: ObjectAnswer) -> dict[str, Any]:
 
 def segment(message: wire.SegmentRequest | wire.StreamSegmentRequest) -> Segment:
     """Returns the request for the outline of an object, streamed or not."""
-    return _about_objects(Segment, message)
+    form = _MASK_FORMATS.get(message.mask_format)
+    problems = [] if form else [Violation("mask_format", f"{message.mask_format} is not a known value")]
+    return _about_objects(Segment, message, problems, mask_format=form or "svg")
 
 
 def segment_response(finished: Finished, request_id: str, model: str) -> wire.SegmentResponse:
     """Returns the response with the outlines."""
-    masks = _expect(finished, SegmentOutput).segments
-    segments = [
-        wire.Segment(svg_path=mask.svg_path, box=rendering.region(mask.box), is_partial=mask.is_partial)
-        for mask in masks
-    ]
+    segments = [_segment(mask, finished) for mask in _expect(finished, SegmentOutput).segments]
     return wire.SegmentResponse(segments=segments, info=rendering.info(finished, request_id, model))
+
+
+def _segment(mask: SegmentMask, finished: Finished) -> wire.Segment:
+    forms = forms_of(mask, finished)
+    lines = [wire.Polygon(points=[NormalizedPoint(x=x, y=y) for x, y in line]) for line in forms.polygons or ()]
+    runs = None if forms.run_lengths is None else wire.RunLengthMask(**forms.run_lengths._asdict())
+    return wire.Segment(
+        svg_path=mask.svg_path,
+        box=rendering.region(mask.box),
+        is_partial=mask.is_partial,
+        polygons=lines,
+        run_length=runs,
+        png=forms.png,
+    )
 
 
 def segment_event(event: Event, request_id: str, model: str) -> wire.StreamSegmentResponse:
@@ -474,8 +498,10 @@ def _stream_violations(message: Any) -> list[Violation]:
     return []
 
 
-def _about_objects(kind: type[ObjectRequestT], message: Any, **own: Any) -> ObjectRequestT:
-    violations: list[Violation] = []
+def _about_objects(
+    kind: type[ObjectRequestT], message: Any, problems: Sequence[Violation] = (), **own: Any
+) -> ObjectRequestT:
+    violations = [*problems]
     refs = parsing.spatial_refs(message.spatial_refs, violations)
     return parsing.new_request(kind, message, violations, object=message.object, spatial_refs=refs, **own)
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
+from kestrel_grpc.frontends.masks import forms_of
 from kestrel_runtime.api.events import (
     Box,
     CaptionOutput,
@@ -125,6 +127,22 @@ def scored(fields: Any, score: float | None) -> Any:
 
 def _with_scores(found: list[dict[str, Any]], scores: Sequence[float]) -> list[dict[str, Any]]:
     return [scored(*item) for item in zip(found, scores, strict=True)] if scores else found
+
+
+def mask(finished: Finished) -> dict[str, Any]:
+    """Returns the form of an outline that the request asks for in addition to its path; nothing for other answers.
+
+    Raises `InvalidRequest` if it is too large.
+    """
+    if not isinstance(finished.output, SegmentOutput) or not finished.output.segments:
+        return {}
+    forms = forms_of(finished.output.segments[0], finished)
+    if forms.polygons is not None:
+        return {"polygons": forms.polygons}
+    if forms.run_lengths is not None:
+        runs = forms.run_lengths
+        return {"rle": {"size": [runs.height_px, runs.width_px], "counts": runs.counts}}
+    return {} if forms.png is None else {"png": b64encode(forms.png).decode()}
 
 
 def ending(finished: Finished) -> dict[str, Any]:

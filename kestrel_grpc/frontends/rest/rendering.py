@@ -17,6 +17,7 @@ from kestrel_grpc.frontends.http.output_json import (
     encoder_for,
     ending,
     logprobs,
+    mask,
     objects,
     pairs,
     result,
@@ -32,7 +33,6 @@ from kestrel_runtime.api.events import (
     Finished,
     FoundObject,
     OutlineBox,
-    Output,
     PatchEmbeddings,
     QueryOutput,
     TextChannel,
@@ -68,7 +68,7 @@ class Renderer:
 
     def _group(self, answer: ObjectAnswer) -> dict[str, Any]:
         if answer.finished is not None:
-            return {"object": answer.object, **self._result(answer.finished.output), **ending(answer.finished)}
+            return {"object": answer.object, **self._result(answer.finished), **ending(answer.finished)}
         assert answer.failure is not None, "an object has an answer or a failure"
         return {"object": answer.object, **failure_body(answer.failure, self._request_id)}
 
@@ -117,17 +117,17 @@ class Renderer:
         return {
             "request_id": self._request_id,
             "model": self._model,
-            **self._result(finished.output),
+            **self._result(finished),
             **ending(finished),
             **({"alternatives": [self._alternative(other) for other in others]} if others else {}),
             **(metrics if self._is_kestrel else {"metrics": metrics}),
         }
 
     def _alternative(self, finished: Finished) -> dict[str, Any]:
-        return {**self._result(finished.output), **ending(finished)}
+        return {**self._result(finished), **ending(finished)}
 
-    def _result(self, output: Output) -> dict[str, Any]:
-        return result(output, self._points, pairs)
+    def _result(self, finished: Finished) -> dict[str, Any]:
+        return {**result(finished.output, self._points, pairs), **mask(finished)}
 
     def _metrics(self, finished: Finished) -> dict[str, Any]:
         usage, timing = finished.usage, finished.timing

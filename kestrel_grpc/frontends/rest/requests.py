@@ -243,8 +243,14 @@ class DetectBody(_ObjectsBody):
 class SegmentBody(_ObjectBody, _StreamBody):
     """Finds the outline of an object."""
 
+    mask_format: Literal["svg", "polygon", "rle", "png"] = Field(
+        "svg",
+        description="What the answer has in addition to `path`: `polygons`, `rle` (COCO's run-length encoding) or "
+        "`png` (base64); nothing by default.",
+    )
+
     def request(self, images: Sequence[bytes], **shared: Any) -> Segment:
-        return Segment(self.object, images[0], **shared)
+        return Segment(self.object, images[0], mask_format=self.mask_format, **shared)
 
 
 class GazeBody(_ImageBody):

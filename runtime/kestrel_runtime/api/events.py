@@ -220,6 +220,8 @@ class SegmentOutput:
     """The outlines found: none or one."""
 
     segments: tuple[SegmentMask, ...]
+    mask_format: str = "svg"
+    """The form of the outline that the caller wants in addition to its path, one of `MASK_FORMATS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +277,9 @@ class Finished:
 
     @property
     def is_large(self) -> bool:
-        """True if rendering the logprobs takes more than a few milliseconds."""
-        return self.num_logprobs > _MANY_LOGPROBS
+        """True if rendering the logprobs or the mask takes more than a few milliseconds."""
+        has_mask = isinstance(self.output, SegmentOutput) and self.output.mask_format in ("rle", "png")
+        return has_mask or self.num_logprobs > _MANY_LOGPROBS
 
     @property
     def num_logprobs(self) -> int:

@@ -20,6 +20,7 @@ from kestrel_runtime.api.images import Image, RawImage
 from kestrel_runtime.api.sampling_params import SamplingParams
 
 CAPTION_LENGTHS = ("short", "normal", "long")
+MASK_FORMATS = ("svg", "polygon", "rle", "png")
 EMBEDDING_TYPES = ("float16", "float32")
 MAX_OBJECTS = 1_000
 MAX_OBJECT_NAMES = 64
@@ -383,7 +384,14 @@ class Detect(_ObjectsRequest):
 class Segment(_ObjectRequest):
     """A request for the outline of one object of a kind. `max_objects` does not apply to it."""
 
+    mask_format: str = "svg"
+    """The form of the outline that the caller wants in addition to its path, one of `MASK_FORMATS`."""
     skill: ClassVar[str] = "segment"
+
+    def violations(self) -> Iterator[Violation]:
+        yield from _ObjectRequest.violations(self)
+        if self.mask_format not in MASK_FORMATS:
+            yield Violation("mask_format", f"must be one of {', '.join(MASK_FORMATS)}")
 
 
 @dataclass(frozen=True, slots=True)

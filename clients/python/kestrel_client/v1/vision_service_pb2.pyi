@@ -16,6 +16,14 @@ class CaptionLength(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAPTION_LENGTH_NORMAL: _ClassVar[CaptionLength]
     CAPTION_LENGTH_LONG: _ClassVar[CaptionLength]
 
+class MaskFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MASK_FORMAT_UNSPECIFIED: _ClassVar[MaskFormat]
+    MASK_FORMAT_SVG_PATH: _ClassVar[MaskFormat]
+    MASK_FORMAT_POLYGON: _ClassVar[MaskFormat]
+    MASK_FORMAT_RUN_LENGTH: _ClassVar[MaskFormat]
+    MASK_FORMAT_PNG: _ClassVar[MaskFormat]
+
 class EmbeddingType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     EMBEDDING_TYPE_UNSPECIFIED: _ClassVar[EmbeddingType]
@@ -32,6 +40,11 @@ CAPTION_LENGTH_UNSPECIFIED: CaptionLength
 CAPTION_LENGTH_SHORT: CaptionLength
 CAPTION_LENGTH_NORMAL: CaptionLength
 CAPTION_LENGTH_LONG: CaptionLength
+MASK_FORMAT_UNSPECIFIED: MaskFormat
+MASK_FORMAT_SVG_PATH: MaskFormat
+MASK_FORMAT_POLYGON: MaskFormat
+MASK_FORMAT_RUN_LENGTH: MaskFormat
+MASK_FORMAT_PNG: MaskFormat
 EMBEDDING_TYPE_UNSPECIFIED: EmbeddingType
 EMBEDDING_TYPE_FLOAT16: EmbeddingType
 EMBEDDING_TYPE_FLOAT32: EmbeddingType
@@ -363,28 +376,52 @@ class StreamDetectResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[_generation_pb2.StreamStarted, _Mapping]] = ..., found: _Optional[_Union[DetectedObject, _Mapping]] = ..., completed: _Optional[_Union[DetectResponse, _Mapping]] = ..., object_index: _Optional[int] = ...) -> None: ...
 
 class SegmentRequest(_message.Message):
-    __slots__ = ("object", "image", "spatial_refs", "sampling", "options")
+    __slots__ = ("object", "image", "spatial_refs", "sampling", "options", "mask_format")
     OBJECT_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    MASK_FORMAT_FIELD_NUMBER: _ClassVar[int]
     object: str
     image: _media_pb2.Image
     spatial_refs: _containers.RepeatedCompositeFieldContainer[_media_pb2.SpatialRef]
     sampling: _generation_pb2.SamplingParams
     options: _generation_pb2.RequestOptions
-    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+    mask_format: MaskFormat
+    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., mask_format: _Optional[_Union[MaskFormat, str]] = ...) -> None: ...
+
+class Polygon(_message.Message):
+    __slots__ = ("points",)
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    points: _containers.RepeatedCompositeFieldContainer[_media_pb2.NormalizedPoint]
+    def __init__(self, points: _Optional[_Iterable[_Union[_media_pb2.NormalizedPoint, _Mapping]]] = ...) -> None: ...
+
+class RunLengthMask(_message.Message):
+    __slots__ = ("width_px", "height_px", "counts")
+    WIDTH_PX_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_PX_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    width_px: int
+    height_px: int
+    counts: str
+    def __init__(self, width_px: _Optional[int] = ..., height_px: _Optional[int] = ..., counts: _Optional[str] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("svg_path", "box", "is_partial")
+    __slots__ = ("svg_path", "box", "is_partial", "polygons", "run_length", "png")
     SVG_PATH_FIELD_NUMBER: _ClassVar[int]
     BOX_FIELD_NUMBER: _ClassVar[int]
     IS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    POLYGONS_FIELD_NUMBER: _ClassVar[int]
+    RUN_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    PNG_FIELD_NUMBER: _ClassVar[int]
     svg_path: str
     box: _media_pb2.NormalizedBox
     is_partial: bool
-    def __init__(self, svg_path: _Optional[str] = ..., box: _Optional[_Union[_media_pb2.NormalizedBox, _Mapping]] = ..., is_partial: bool = ...) -> None: ...
+    polygons: _containers.RepeatedCompositeFieldContainer[Polygon]
+    run_length: RunLengthMask
+    png: bytes
+    def __init__(self, svg_path: _Optional[str] = ..., box: _Optional[_Union[_media_pb2.NormalizedBox, _Mapping]] = ..., is_partial: bool = ..., polygons: _Optional[_Iterable[_Union[Polygon, _Mapping]]] = ..., run_length: _Optional[_Union[RunLengthMask, _Mapping]] = ..., png: _Optional[bytes] = ...) -> None: ...
 
 class SegmentResponse(_message.Message):
     __slots__ = ("segments", "info")
@@ -395,18 +432,20 @@ class SegmentResponse(_message.Message):
     def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
 
 class StreamSegmentRequest(_message.Message):
-    __slots__ = ("object", "image", "spatial_refs", "sampling", "options")
+    __slots__ = ("object", "image", "spatial_refs", "sampling", "options", "mask_format")
     OBJECT_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    MASK_FORMAT_FIELD_NUMBER: _ClassVar[int]
     object: str
     image: _media_pb2.Image
     spatial_refs: _containers.RepeatedCompositeFieldContainer[_media_pb2.SpatialRef]
     sampling: _generation_pb2.SamplingParams
     options: _generation_pb2.RequestOptions
-    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ...) -> None: ...
+    mask_format: MaskFormat
+    def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., mask_format: _Optional[_Union[MaskFormat, str]] = ...) -> None: ...
 
 class PathDelta(_message.Message):
     __slots__ = ("text", "token_index", "token_count")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import io
+from collections.abc import Callable
 from typing import Any
 
+import grpc
 import pytest
+from PIL import Image
 
+from kestrel_client import results
 from kestrel_client.v1 import generation_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_grpc.frontends.grpc.vision_service import gaze_response
 from kestrel_runtime.api.events import (
     Box,
+    Event,
     Finished,
     FinishReason,
     OutlineBox,
@@ -24,10 +30,10 @@ from kestrel_runtime.api.events import (
     Timing,
     Usage,
 )
-from kestrel_runtime.api.requests import Query, Segment
+from kestrel_runtime.api.requests import Query, Request, Segment
 from tests.fakes import FakeEngine
 from tests.over_sockets import BOTH_CHANNELS
-from tests.server.serving import IMAGE, serving
+from tests.server.serving import IMAGE, details_of, serving
 
 pytestmark = BOTH_CHANNELS
 
@@ -109,6 +115,56 @@ async def test_the_path_of_a_slow_reader_is_joined_and_the_box_is_not_lost() -> 
         messages = [message async for message in stream]
     assert [message.WhichOneof("event") for message in messages] == ["started", "box", "path_delta", "completed"]
     assert messages[2].path_delta.token_count == 2000
+
+
+def square(size_px: tuple[int, int]) -> Callable[[Request], list[Event]]:
+    """A script that finds a square in the middle of a picture of this size."""
+
+    def script(request: Request) -> list[Event]:
+        assert isinstance(request, Segment)
+        masks = (SegmentMask("M 0 0 H 1 V 1 H 0 Z", Box(0.25, 0.25, 0.75, 0.75)),)
+        output, timing = SegmentOutput(masks, request.mask_format), Timing(0.0, 0.0, 0.0, 0.0, 0.0)
+        return [
+            Started(Usage(1, 1)),
+            Finished(output, FinishReason.STOP, Usage(1, 1), timing, image_size_px=size_px),
+        ]
+
+    return script
+
+
+async def test_an_outline_has_the_form_that_is_asked_for_as_the_client_makes_it_itself() -> None:
+    async with serving(FakeEngine(square((40, 20)))) as rig:
+        found = {}
+        for form in ("UNSPECIFIED", "SVG_PATH", "POLYGON", "RUN_LENGTH", "PNG"):
+            request = wire.SegmentRequest(object="bird", image=IMAGE, mask_format=f"MASK_FORMAT_{form}")
+            (found[form],) = (await rig.vision.Segment(request)).segments
+            streamed = wire.StreamSegmentRequest(object="bird", image=IMAGE, mask_format=f"MASK_FORMAT_{form}")
+            *_, last = [event async for event in rig.vision.StreamSegment(streamed)]
+            assert last.completed.segments[0] == found[form]
+    plain = found["UNSPECIFIED"]
+    own = results.Segment(plain.svg_path, results.box(plain.box))
+    assert found["SVG_PATH"] == plain
+    assert not any((plain.polygons, plain.png, plain.HasField("run_length")))
+    (line,) = found["POLYGON"].polygons
+    assert [[(point.x, point.y) for point in line.points]] == own.polygons()
+    runs = found["RUN_LENGTH"].run_length
+    assert {"size": [runs.height_px, runs.width_px], "counts": runs.counts} == own.to_rle(40, 20)
+    assert found["PNG"].png == own.to_png(40, 20)
+    with Image.open(io.BytesIO(found["PNG"].png)) as picture:
+        assert (picture.size, picture.getbbox()) == ((40, 20), (10, 5, 30, 15))
+
+
+async def test_a_mask_of_a_picture_that_is_too_large_is_refused_and_its_path_is_not() -> None:
+    async with serving(FakeEngine(square((20_000, 20_000)))) as rig:
+        for form in ("PNG", "BMP"):
+            value: Any = 9 if form == "BMP" else "MASK_FORMAT_PNG"
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await rig.vision.Segment(wire.SegmentRequest(object="bird", image=IMAGE, mask_format=value))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            bad: Any = details_of(refused.value)["BadRequest"]
+            assert [item.field for item in bad.field_violations] == ["mask_format"]
+        runs = wire.SegmentRequest(object="bird", image=IMAGE, mask_format="MASK_FORMAT_RUN_LENGTH")
+        assert len((await rig.vision.Segment(runs)).segments[0].run_length.counts) < 100_000
 
 
 def test_a_gaze_without_a_target_has_none() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -14,9 +15,12 @@ from kestrel_grpc.process.machine import processors
 from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import ContextLengthExceeded, Overloaded
 from kestrel_runtime.api.events import (
+    Box,
     CaptionOutput,
     Finished,
     FinishReason,
+    SegmentMask,
+    SegmentOutput,
     Started,
     TextChannel,
     TextDelta,
@@ -128,6 +132,31 @@ async def test_an_embedding_has_its_mean_and_a_stream_its_patches(rig: HttpServi
     data = b"".join(base64.b64decode(piece["data"]) for piece in pieces)
     assert struct.unpack("<9f", data) == (1, -2, 0.5) * 3
     assert (last["type"], last["mean"], last["completed"]) == ("final", [0.25, -0.5, 1.0], True)
+
+
+async def test_an_outline_has_the_form_that_is_asked_for_whole_and_streamed():
+    async with serving_http(FakeEngine(outlined)) as rig:
+        body = {"image_url": IMAGE_URL, "object": "bird"}
+        plain = (await rig.ask("/v1/segment", body)).json
+        for form, name in (("svg", None), ("polygon", "polygons"), ("rle", "rle"), ("png", "png")):
+            whole = (await rig.ask("/v1/segment", {**body, "mask_format": form})).json
+            *_, last = (await rig.ask("/v1/segment", {**body, "mask_format": form, "stream": True})).events
+            assert whole.keys() - plain.keys() == ({name} if name else set())
+            assert name is None or last[name] == whole[name]
+        wanted = [Segment("bird", IMAGE_BYTES, mask_format=form) for form in ("svg", "polygon", "rle", "png")]
+        assert rig.engine.requests[1::2] == rig.engine.requests[2::2] == wanted
+        refused = await rig.ask("/v1/segment", {**body, "mask_format": "bmp"})
+        assert [item["field"] for item in refused.json["error"]["violations"]] == ["mask_format"]
+
+
+def outlined(request: Request) -> list[object]:
+    """A script that finds a square in the middle of a picture of 40 x 20 pixels."""
+    *events, last = answers(request)
+    masks = (SegmentMask("M 0 0 H 1 V 1 H 0 Z", Box(0.25, 0.25, 0.75, 0.75)),)
+    assert isinstance(last, Finished)
+    assert isinstance(last.output, SegmentOutput)
+    output = SegmentOutput(masks, last.output.mask_format)
+    return [*events, replace(last, output=output, image_size_px=(40, 20))]
 
 
 async def test_an_embedding_has_no_adapter(rig: HttpServing):

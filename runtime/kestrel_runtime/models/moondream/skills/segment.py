@@ -43,7 +43,8 @@ class SegmentSkill(Skill):
         return framed_prompt(config.tokenizer.templates["segment"], request.spatial_refs, text, config)
 
     def new_parser(self, request: Segment, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
-        return _SegmentParser(tokenizer, config, request.sampling.max_tokens or DEFAULT_MAX_TOKENS)
+        max_tokens = request.sampling.max_tokens or DEFAULT_MAX_TOKENS
+        return _SegmentParser(tokenizer, config, max_tokens, request.mask_format)
 
 
 class _SegmentParser(OutputParser):
@@ -54,8 +55,9 @@ class _SegmentParser(OutputParser):
 
     grammar = Grammar((GrammarState(TokenRule(is_spatial=True), 0),))
 
-    def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, max_tokens: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, max_tokens: int, mask_format: str) -> None:
         self._tokenizer = tokenizer
+        self._mask_format = mask_format
         self._eos_id = config.tokenizer.eos_id
         self.max_tokens = max_tokens
         self._num_tokens = 0
@@ -86,9 +88,9 @@ class _SegmentParser(OutputParser):
 
     def output(self) -> SegmentOutput:
         if self._box is None:
-            return SegmentOutput(())
+            return SegmentOutput((), self._mask_format)
         is_partial = self._path.is_partial or self.finish_reason is FinishReason.LENGTH
-        return SegmentOutput((SegmentMask(self._path.path, self._box, is_partial),))
+        return SegmentOutput((SegmentMask(self._path.path, self._box, is_partial),), self._mask_format)
 
     def _new_box(self) -> list[OutlineBox]:
         if self._box is not None or len(self._coordinates) < 2 or not self._size:

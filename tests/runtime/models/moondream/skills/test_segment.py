@@ -12,7 +12,7 @@ from kestrel_runtime.api.events import (
     TextChannel,
     TextDelta,
 )
-from kestrel_runtime.api.requests import SamplingParams, Segment
+from kestrel_runtime.api.requests import MASK_FORMATS, SamplingParams, Segment
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS
 from kestrel_runtime.models.moondream.skills.segment import SegmentSkill
 from kestrel_runtime.output.output_parser import Token, TokenRule
@@ -196,6 +196,15 @@ def hostile(chance):
     for token in noise[: chance.choice([0, 0, 1, 2, 5])]:
         tokens.insert(chance.randrange(len(tokens)), token)
     return tokens
+
+
+@pytest.mark.parametrize("form", MASK_FORMATS)
+def test_the_form_of_an_outline_stays_with_it(form):
+    request = Segment("cat", IMAGE, mask_format=form)
+    outline = SKILL.new_parser(request, TOKENIZER, MOONDREAM_3)
+    assert output(outline, SegmentOutput).mask_format == form
+    consume(outline, BOX_TOKENS)
+    assert output(outline, SegmentOutput).mask_format == form
 
 
 def test_500_hostile_answers_end_in_valid_outlines_that_say_what_they_lack():
