@@ -82,6 +82,7 @@ class Server:
             config,
             self._shared.image_load,
             lambda: self._groups.usage.by_caller,
+            lambda: self._groups.frames_seen,
             instance_id=self.instance_id,
             reads_engine=self._shared.is_whole_server,
         )

@@ -12,7 +12,7 @@ from tools.source import CHECKOUT
 
 # Not imported: a stale blocking client may keep the package from being imported.
 PACKAGE = CHECKOUT / "clients/python/kestrel_client"
-SOURCES = {"client.py": "aio.py", "blocking_calls.py": "async_calls.py"}
+SOURCES = {"client.py": "aio.py", "blocking_calls.py": "async_calls.py", "blocking_frames.py": "async_frames.py"}
 # Each of these texts must be in a source; what they become is in the generated module.
 REPLACED = {
     "Provides the asyncio client, which has": "Provides the blocking client, which has",
@@ -22,12 +22,22 @@ REPLACED = {
     "`blocking_calls` is generated from this file: after a change run `python -m tools.blocking_client`.": (
         "Generated from `async_calls.py` by tools/blocking_client.py. Change that file, and generate this one."
     ),
+    "`blocking_frames` is generated from this file: after a change run `python -m tools.blocking_client`.": (
+        "Generated from `async_frames.py` by tools/blocking_client.py. Change that file, and generate this one."
+    ),
+    "Sends the frames of the asyncio client": "Sends the frames of the blocking client",
+    "in each. `aio` says": "in each. `client` says",
+    "from kestrel_client.async_frames import": "from kestrel_client.blocking_frames import",
+    "Iterable[ImageInput] | AsyncIterable[ImageInput]": "Iterable[ImageInput]",
+    "AsyncFrameStream": "FrameStream",
+    "AsyncIterable, ": "",
+    "async with self._taking": "with self._taking",
     "`async_calls` sends them": "`blocking_calls` sends them",
     "of the asyncio client and reads the responses. `aio` says": (
         "of the blocking client and reads the responses. `client` says"
     ),
     "which the asyncio client awaits or reads": "or its response if the request has one",
-    "from kestrel_client.async_calls import (": "from kestrel_client.blocking_calls import (",
+    "from kestrel_client.async_calls import": "from kestrel_client.blocking_calls import",
     "from the event loop it was made in.": "from any thread.",
     "The call begins with the first piece asked for. Cancelling it": "Cancelling it",
     "`async with`": "`with`",

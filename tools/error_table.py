@@ -18,6 +18,8 @@ _WHEN: Mapping[str, str] = MappingProxyType(
             "The engine takes no requests: it is starting, draining, closed, or died. Or the supervisor of several "
             "processes does not answer."
         ),
+        "STREAM_IDLE": "The caller has read no message of a stream for too long, or sent no frame.",
+        "STREAM_EXPIRED": "A stream of frames has lasted as long as one may; the client opens another one.",
         "METHOD_NOT_ALLOWED": "The path supports other HTTP verbs only.",
         "INTERNAL": "A fault of the server; its log has the id of the request.",
     }

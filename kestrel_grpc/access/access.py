@@ -124,14 +124,21 @@ class Access(Protocol):
     """Decides which calls are admitted."""
 
     async def admit(
-        self, method: str, metadata: Metadata, end: Callable[[AccessRefused], object], *, counts: bool = True
+        self,
+        method: str,
+        metadata: Metadata,
+        end: Callable[[AccessRefused], object],
+        *,
+        counts: bool = True,
+        takes_place: bool = True,
     ) -> AdmittedCall:
         """Admits a call, or raises an `AccessRefused`. The caller of this method calls `leave` when the call has
         ended.
 
-        A call with `counts` False neither counts towards limits nor is limited. `end` ends the call if its token is
-        revoked; it may be called before this method returns. Raises `SupervisorUnavailable` if another process
-        counts calls and does not answer.
+        A call with `counts` False neither counts towards limits nor is limited. One with `takes_place` False counts
+        towards the rate alone: another call holds its place among the concurrent ones. `end` ends the call if its
+        token is revoked; it may be called before this method returns. Raises `SupervisorUnavailable` if another
+        process counts calls and does not answer.
         """
         ...
 
@@ -160,7 +167,13 @@ class OpenAccess:
     max_priority = Priority.NORMAL
 
     async def admit(
-        self, method: str, metadata: Metadata, end: Callable[[AccessRefused], object], *, counts: bool = True
+        self,
+        method: str,
+        metadata: Metadata,
+        end: Callable[[AccessRefused], object],
+        *,
+        counts: bool = True,
+        takes_place: bool = True,
     ) -> AdmittedCall:
         """Admits the call."""
         return self
@@ -210,18 +223,25 @@ class TokenAccess:
         self._callbacks: list[Callable[[str], None]] = []
 
     async def admit(
-        self, method: str, metadata: Metadata, end: Callable[[AccessRefused], object], *, counts: bool = True
+        self,
+        method: str,
+        metadata: Metadata,
+        end: Callable[[AccessRefused], object],
+        *,
+        counts: bool = True,
+        takes_place: bool = True,
     ) -> AdmittedCall:
         """Admits a call, or raises an `AccessRefused`."""
         token = self.identify(metadata)
         self.authorize(token, method)
         calls = self._calls[token.sha256]
-        call = _TokenCall(token, method, end, calls, is_uncounted=counts and token.limit is None)
+        is_uncounted = counts and takes_place and token.limit is None
+        call = _TokenCall(token, method, end, calls, is_uncounted=is_uncounted)
         # Before waiting for the limit, during which the token may be revoked.
         calls.add(call)
         if counts and token.limit is not None:
             try:
-                call.counted = await self._limits.enter(token.limit)
+                call.counted = await self._limits.enter(token.limit, takes_place=takes_place)
                 call.limit, call.limits = token.limit, self._limits
             except BaseException:
                 calls.discard(call)

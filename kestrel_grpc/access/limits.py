@@ -76,10 +76,11 @@ class CountedCall(Protocol):
 class Limits(Protocol):
     """Counts the calls of tokens."""
 
-    async def enter(self, limit: TokenLimit, count: int = 1) -> CountedCall:
+    async def enter(self, limit: TokenLimit, count: int = 1, *, takes_place: bool = True) -> CountedCall:
         """Counts a call as `count` requests, or raises `RateLimited`.
 
-        Raises `SupervisorUnavailable` if the process that counts does not answer.
+        With `takes_place` False it counts towards the rate alone: another call holds its place among the concurrent
+        ones. Raises `SupervisorUnavailable` if the process that counts does not answer.
         """
         ...
 
@@ -102,21 +103,21 @@ class TokenLimits:
         """The number of tokens whose use is recorded."""
         return len(self._accounts)
 
-    async def enter(self, limit: TokenLimit, count: int = 1) -> CountedCall:
+    async def enter(self, limit: TokenLimit, count: int = 1, *, takes_place: bool = True) -> CountedCall:
         """Counts a call as `count` requests, or raises `RateLimited`."""
-        return self.take(limit, count)
+        return self.take(limit, count, takes_place=takes_place)
 
-    def take(self, limit: TokenLimit, count: int = 1) -> CountedCall:
-        """Counts a call as `count` requests, or raises `RateLimited`."""
-        account = self._account(limit)
-        if limit.concurrency is not None and account.num_calls + count > limit.concurrency:
+    def take(self, limit: TokenLimit, count: int = 1, *, takes_place: bool = True) -> CountedCall:
+        """Counts a call as `count` requests, or raises `RateLimited`; `takes_place` is as in `Limits.enter`."""
+        account, num_places = self._account(limit), count if takes_place else 0
+        if num_places and limit.concurrency is not None and account.num_calls + num_places > limit.concurrency:
             raise limit.refusal(None)
         if limit.rate is not None:
             wait_s = account.spend(count, limit.rate, limit.burst, self._clock())
             if wait_s > 0.0:
                 raise limit.refusal(wait_s)
-        account.num_calls += count
-        return account if count == 1 else _SeveralRequests(account, count)
+        account.num_calls += num_places
+        return account if num_places == 1 else _OtherPlaces(account, num_places)
 
     def adopt(self, limit: TokenLimit) -> CountedCall:
         """Counts a call that runs already."""
@@ -172,8 +173,8 @@ class _Account:
         return self._rate is None or self._level + (now - self._level_at) * self._rate >= self._burst
 
 
-class _SeveralRequests:
-    """Represents a call that counts as several requests."""
+class _OtherPlaces:
+    """Represents a call that takes several places among the concurrent ones, or none."""
 
     __slots__ = ("_account", "_count")
 

@@ -110,14 +110,16 @@ class CallAdmission:
         task.add_done_callback(self._forget)
         return call
 
-    def admit(self, call: CallContext) -> AbstractAsyncContextManager[None]:
+    def admit(self, call: CallContext, *, takes_place: bool = True) -> AbstractAsyncContextManager[None]:
         """Returns a context that sets the principal of the call on entry, or raises an `AccessRefused` or
         `TooManyCalls`.
+
+        With `takes_place` False another call of the token holds the place of this one among the concurrent ones.
 
         On exit it frees all that the call holds. A call that is interrupted meanwhile exits with the cause: the
         refusal of a token that was revoked, `RequestCancelled`, or `StreamIdle`.
         """
-        return _Admitted(call, self._access, self._limit, counts=self._counts_calls)
+        return _Admitted(call, self._access, self._limit, counts=self._counts_calls, takes_place=takes_place)
 
     def cancel(self, selects: Callable[[CallContext], bool]) -> int:
         """Ends the selected calls among those that are admitted with `RequestCancelled`; returns their number."""
@@ -212,13 +214,16 @@ class _Admitted(AbstractAsyncContextManager[None]):
     """Holds the token's and the group's units of a call from admission to end. A generator would cost more per
     call."""
 
-    __slots__ = ("_access", "_admitted", "_call", "_counts", "_is_open", "_limit")
+    __slots__ = ("_access", "_admitted", "_call", "_counts", "_is_open", "_limit", "_takes_place")
 
-    def __init__(self, call: CallContext, access: Access, limit: FairLimit, *, counts: bool) -> None:
+    def __init__(
+        self, call: CallContext, access: Access, limit: FairLimit, *, counts: bool, takes_place: bool
+    ) -> None:
         self._call = call
         self._access = access
         self._limit = limit
         self._counts = counts
+        self._takes_place = takes_place
         self._admitted: AdmittedCall | None = None
         self._is_open = False
 
@@ -228,7 +233,11 @@ class _Admitted(AbstractAsyncContextManager[None]):
         interruptible.__enter__()
         try:
             self._admitted = admitted = await self._access.admit(
-                call.method, call.headers, interruptible.interrupt, counts=self._counts
+                call.method,
+                call.headers,
+                interruptible.interrupt,
+                counts=self._counts,
+                takes_place=self._takes_place,
             )
             principal = call.principal = admitted.name
             call.namespace = admitted.namespace

@@ -57,7 +57,16 @@ class RequestCancelled(Exception):
 
 
 class StreamIdle(Exception):
-    """The reader of a stream has taken no message for `limit_s` seconds."""
+    """The caller has taken no message of a stream for `limit_s` seconds, or with `is_reader` False sent none."""
+
+    def __init__(self, limit_s: float, *, is_reader: bool = True) -> None:
+        super().__init__(limit_s)
+        self.limit_s = limit_s
+        self.is_reader = is_reader
+
+
+class StreamExpired(Exception):
+    """The stream has lasted for `limit_s` seconds, as long as one may."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(limit_s)
@@ -133,6 +142,7 @@ class CallContext:
         "audited",
         "count_further",
         "deadline",
+        "default_route",
         "finished",
         "headers",
         "interruptible",
@@ -173,15 +183,17 @@ class CallContext:
         """The part of the call from its admission to its end."""
         self.count_further: Callable[[int], Awaitable[None]] = _count_nothing
         """Counts so many further requests of the call towards the limits of its token."""
+        self.default_route = ""
+        """The `route` of a call whose caller does not say it."""
         self.release: Callable[[], None] = _nothing
         """Releases the memory of the call's message."""
 
     @property
     def route(self) -> str:
-        """Returns what the caller's calls for one server have in common, cut to a bounded length; "" if it does not
-        say."""
+        """Returns what the caller's calls for one server have in common, cut to a bounded length; "" if there is
+        nothing."""
         found = (value for key, value in self.headers if key == _ROUTE_KEY and isinstance(value, str))
-        return next(found, "")[:_MAX_ROUTE_CHARS]
+        return next(found, self.default_route)[:_MAX_ROUTE_CHARS]
 
     @property
     def duration_s(self) -> float:

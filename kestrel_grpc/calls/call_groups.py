@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kestrel_grpc.access.access import Access, OpenAccess
 from kestrel_grpc.calls.call_admission import CallAdmission, Observer
 from kestrel_grpc.calls.call_context import CANCELLED, DEADLINE_EXCEEDED, OK, CallContext, Outcome
-from kestrel_grpc.calls.message_gate import Gate, GateLimits, MessageGate, StreamGate, UploadGate
+from kestrel_grpc.calls.frame_counts import FrameCounts
+from kestrel_grpc.calls.message_gate import FrameGate, Gate, GateLimits, MessageGate, StreamGate, UploadGate
 from kestrel_grpc.calls.refusals import Refusals
 from kestrel_grpc.calls.usage import Usage
 from kestrel_grpc.config.options import ServerConfig
@@ -43,12 +44,16 @@ class CallGroups:
         self._request_gate = MessageGate(request_gate(config))
         self._control_gate = MessageGate(control_gate(config))
         self._stream_gate = StreamGate(MAX_WAITING_STREAMS)
+        self._frame_gate = FrameGate(config.stream_idle_timeout)
         self._upload_gate = UploadGate(MAX_UPLOADS)
         self.refusals = Refusals()
         """The delays of refusals, shared by all groups."""
         self.usage = Usage()
         """The counts of requests to the model, by caller."""
+        self.frames_seen = FrameCounts()
+        """The counts of frames."""
         requests = (*observers, self.usage.record)
+        failures = tuple(_record_failures(observe) for observe in requests)
         self._groups: list[CallAdmission] = []
         self.inference = self._group(access, self._request_gate, _max_calls(engine.info), requests)
         """The group of requests to the model."""
@@ -56,7 +61,7 @@ class CallGroups:
             access,
             self._stream_gate,
             MAX_STREAMS,
-            tuple(_record_failures(observe) for observe in requests),
+            failures,
             counts_calls=False,
             keeps_connections=False,
         )
@@ -64,6 +69,12 @@ class CallGroups:
 
         Each request of a stream is a call of `inference` and is recorded there; a stream is recorded only if it
         fails. The connection of a stream counts as idle while none of its requests runs.
+        """
+        self.frames = self._group(access, self._frame_gate, max(1, config.max_frame_streams), failures)
+        """The group of streams of frames.
+
+        As in `streams`, each frame is a call of `inference`; but the stream holds the place of its frames among the
+        concurrent calls of its token.
         """
         self.images = self._group(access, self._request_gate, MAX_IMAGE_CALLS, observers)
         """The group of calls about stored images."""
@@ -90,6 +101,10 @@ class CallGroups:
         """Returns a new group for calls that read the schema or the metrics on one port."""
         return self._group(self._access if needs_token else OpenAccess(), self._control_gate, MAX_SHORT_CALLS)
 
+    def cancel(self, selects: Callable[[CallContext], bool]) -> int:
+        """Cancels the selected requests to the model and streams of frames; returns their number."""
+        return self.inference.cancel(selects) + self.frames.cancel(selects)
+
     def streams_are_crowded(self) -> bool:
         """True if a stream with running requests should not wait for another request now."""
         return self._stream_gate.is_crowded
@@ -105,6 +120,7 @@ class CallGroups:
         self.refusals.close()
         self._request_gate.close()
         self._stream_gate.close()
+        self._frame_gate.close()
         self._upload_gate.close()
 
     async def ended(self) -> None:

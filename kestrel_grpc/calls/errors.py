@@ -21,7 +21,7 @@ from kestrel_grpc.adapter_folder import (
     AdapterFolderUnwritable,
     AdapterTooLarge,
 )
-from kestrel_grpc.calls.call_context import RequestCancelled, StreamIdle
+from kestrel_grpc.calls.call_context import RequestCancelled, StreamExpired, StreamIdle
 from kestrel_grpc.calls.message_gate import MessageTimeout, MessageTooLarge, StreamEvicted, TooManyCalls
 from kestrel_grpc.calls.readiness import ServiceUnknown
 from kestrel_grpc.images.image_uris import ImageFetchFailed, ImageUriNotAllowed
@@ -499,7 +499,17 @@ ERRORS = (
         "STREAM_IDLE",
         Code.ABORTED,
         409,
-        lambda error: f"no message of the stream was taken for {error.limit_s:g} s",
+        lambda error: (
+            f"no message of the stream was {'taken' if error.is_reader else 'sent'} for {error.limit_s:g} s"
+        ),
+    ),
+    ErrorRow(
+        StreamExpired,
+        "STREAM_EXPIRED",
+        Code.UNAVAILABLE,
+        503,
+        lambda error: f"the stream has lasted for {error.limit_s:g} s, as long as one may; open a new one",
+        retry_after_s=lambda error: 0.0,
     ),
     ErrorRow(
         StreamEvicted,

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kestrel_grpc.calls.call_context import Interruptible
+from kestrel_grpc.calls.call_context import Interruptible, StreamIdle
 from kestrel_runtime.api.errors import EngineUnavailable
 from kestrel_runtime.fairness.fair_limit import FairLimit
 from kestrel_runtime.fairness.largest_tenant import oldest_of_largest_tenant
@@ -377,6 +377,45 @@ class StreamGate:
     def _wake_next(self) -> None:
         if self._queue:
             self._queue.popleft().set_result(None)
+
+
+class FrameGate:
+    """Waits for the frames of streams, of which each sends one at least every `idle_s` seconds.
+
+    Every stream reads all the time, so that its frames do not grow old on their way: the limit of open streams
+    bounds the memory of messages that are being received. Belongs to one event loop.
+    """
+
+    def __init__(self, idle_s: float) -> None:
+        self._idle_s = idle_s
+        self._readings: set[Reading] = set()
+        self._is_closed = False
+        self._loop = asyncio.get_running_loop()
+
+    async def receive(
+        self, read: Callable[[], Awaitable[Any]], tenant: str, peer: Callable[[], str]
+    ) -> tuple[Any, Releasable]:
+        """Returns the result of `read`. The stream itself bounds the memory of messages that it has received.
+
+        Raises `StreamIdle`, and `EngineUnavailable` once the gate is closed.
+        """
+        if self._is_closed:
+            raise _closed()
+        reading = Reading(self._loop.time())
+        self._readings.add(reading)
+        timer = self._loop.call_later(self._idle_s, reading.interrupt, StreamIdle(self._idle_s, is_reader=False))
+        try:
+            with reading:
+                return await read(), _NOTHING
+        finally:
+            timer.cancel()
+            self._readings.discard(reading)
+
+    def close(self) -> None:
+        """Stops receiving frames; streams that wait for one end with `EngineUnavailable`."""
+        self._is_closed = True
+        for reading in tuple(self._readings):
+            reading.interrupt(_closed())
 
 
 class UploadGate:

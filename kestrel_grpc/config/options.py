@@ -303,7 +303,21 @@ class ServerConfig:
         60.0,
         seconds_above_zero,
         "time in which a client must read a message of its stream, otherwise the call ends with ABORTED, "
-        "or a response above 256 KiB, otherwise its connection is closed",
+        "or a response above 256 KiB, otherwise its connection is closed; and send the next frame of a stream of "
+        "frames",
+        unit="seconds",
+    )
+    max_frame_streams: int = option(
+        32,
+        whole_number(0, 1024),
+        "most streams of frames (`DetectFrames`, `PointFrames`) that each front end has open at a time; a message"
+        " of the largest size may be arriving on each; 0: none",
+        unit="streams",
+    )
+    max_frame_stream_age: float = option(
+        3600.0,
+        seconds_above_zero,
+        "how long a stream of frames may last; then it ends with UNAVAILABLE, and clients open another one",
         unit="seconds",
     )
     withdrawal_delay: float = option(

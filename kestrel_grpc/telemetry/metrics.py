@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from kestrel_grpc import __version__
 from kestrel_grpc.calls.call_context import CallContext, Outcome, RequestSummary
+from kestrel_grpc.calls.frame_counts import FrameCounts
 from kestrel_grpc.calls.usage import CallerUsage
 from kestrel_grpc.telemetry.device_reading import DeviceReading, device_reader
 from kestrel_grpc.telemetry.histograms import Histogram, Series
@@ -75,6 +76,8 @@ class Reading:
     failed: Mapping[tuple[str, ...], int] = field(default_factory=dict)
     """The numbers of calls that failed, by method and reason."""
     adapter_requests: Mapping[str, int] = field(default_factory=dict)
+    frames: FrameCounts | None = None
+    """The counts of frames; None in a process that takes none."""
     callers: Mapping[str, CallerUsage] | None = None
     """The counts by caller; None if the metrics of callers are off."""
     restarts: Mapping[str, int] | None = None
@@ -374,6 +377,29 @@ METRICS = (
         read=lambda now: now.adapter_requests,
     ),
     Metric(
+        "kestrel.frames",
+        Kind.COUNTER,
+        "1",
+        "Frames of `DetectFrames` and `PointFrames` by outcome: answered, failed, or dropped for newer ones.",
+        ("outcome",),
+        read=lambda now: (
+            None
+            if now.frames is None
+            else {
+                "answered": now.frames.num_answered,
+                "failed": now.frames.num_failed,
+                "dropped": now.frames.num_dropped,
+            }
+        ),
+    ),
+    Metric(
+        "kestrel.frame_streams",
+        Kind.GAUGE,
+        "1",
+        "Streams of frames that are open.",
+        read=lambda now: None if now.frames is None else now.frames.num_streams,
+    ),
+    Metric(
         "kestrel.caller.requests",
         Kind.COUNTER,
         "1",
@@ -511,7 +537,7 @@ class ServerMetrics:
 
     `record` belongs to the event loop; the registry may be read in any thread. If `reads_engine` is False, other
     processes report the metrics of the engine and of stored images. `usage` reads the counts by caller; None if
-    they have no metrics.
+    they have no metrics. `frames` reads the counts of frames.
     """
 
     def __init__(
@@ -519,10 +545,12 @@ class ServerMetrics:
         engine: Engine,
         stored_images: Callable[[], CacheLoad] = CacheLoad,
         usage: Callable[[], Mapping[str, CallerUsage]] | None = None,
+        frames: Callable[[], FrameCounts | None] = lambda: None,
         *,
         reads_engine: bool = True,
     ) -> None:
         self._usage = usage
+        self._frames = frames
         self.registry = new_registry(self._read)
         self._model = engine.info.model
         self._engine = EngineReader(engine) if reads_engine else None
@@ -569,6 +597,7 @@ class ServerMetrics:
             caches={} if engine is None else {"stored_images": self._stored_images(), **engine.caches()},
             failed=dict(self._failed),
             adapter_requests=dict(self._adapter_requests),
+            frames=self._frames(),
             callers=None if self._usage is None else self._usage(),
         )
 

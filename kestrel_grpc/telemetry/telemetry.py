@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kestrel_grpc.calls.call_admission import Observer
 from kestrel_grpc.calls.caller_address import CallerAddresses
+from kestrel_grpc.calls.frame_counts import FrameCounts
 from kestrel_grpc.calls.usage import CallerUsage
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.telemetry.logs import CallLog
@@ -31,12 +32,14 @@ class Telemetry:
         config: ServerConfig,
         stored_images: Callable[[], CacheLoad] = CacheLoad,
         usage: Callable[[], Mapping[str, CallerUsage]] | None = None,
+        frames: Callable[[], FrameCounts | None] = lambda: None,
         *,
         instance_id: str,
         reads_engine: bool = True,
     ) -> None:
-        """`stored_images` reads the store of images, `usage` the counts by caller. `reads_engine` is False if other
-        processes report the metrics of the engine and of stored images. Raises `TracingUnavailable`."""
+        """`stored_images` reads the store of images, `usage` the counts by caller, `frames` those of frames.
+        `reads_engine` is False if other processes report the metrics of the engine and of stored images. Raises
+        `TracingUnavailable`."""
         self._export: TraceExport | None = None
         if config.tracing and (reason := switched_off_by(os.environ)) is not None:
             _log.info("no traces are sent: %s", reason)
@@ -58,7 +61,7 @@ class Telemetry:
         self._registry = CollectorRegistry()
         if config.metrics_port is not None or config.http_port is not None:
             metrics = ServerMetrics(
-                engine, stored_images, usage if config.caller_metrics else None, reads_engine=reads_engine
+                engine, stored_images, usage if config.caller_metrics else None, frames, reads_engine=reads_engine
             )
             observers.append(metrics.record)
             self._registry = metrics.registry

@@ -231,6 +231,21 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
             return vision_service_pb2.DetectResponse(groups=groups, info=INFO)
         return vision_service_pb2.DetectResponse(objects=objects, info=INFO)
 
+    def DetectFrames(self, request_iterator: Any, context: Any) -> Any:
+        self._receive(next(request_iterator), context)
+        for index, _ in enumerate(request_iterator):
+            found = vision_service_pb2.DetectedObject(box=BOX, track_id=1)
+            result = vision_service_pb2.DetectResponse(objects=[found], info=INFO)
+            yield vision_service_pb2.DetectFramesResponse(frame_index=index, result=result)
+
+    def PointFrames(self, request_iterator: Any, context: Any) -> Any:
+        self._receive(next(request_iterator), context)
+        for index, _ in enumerate(request_iterator):
+            points = [media_pb2.NormalizedPoint(x=0.25, y=0.5)]
+            groups = [vision_service_pb2.PointGroup(object="car", points=points)]
+            result = vision_service_pb2.PointResponse(groups=groups, info=INFO)
+            yield vision_service_pb2.PointFramesResponse(frame_index=index, result=result)
+
     def Segment(self, request: Any, context: Any) -> Any:
         self._receive(request, context)
         return segment_response(request.object)

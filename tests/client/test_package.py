@@ -115,7 +115,7 @@ def test_the_examples_of_the_readme_run_as_written(
         exec(example.replace("localhost:50051", address), {})
     printed = capsys.readouterr().out
     assert printed.startswith("A red kite – höher.")
-    assert len(examples) == 13
+    assert len(examples) == 14
     assert Path("mask.png").exists()
     with Image.open("drawn.jpg") as drawn:
         assert drawn.size == (40, 30)

@@ -13,8 +13,10 @@ from __future__ import annotations
 from kestrel_client import _version
 from kestrel_client.aio import AsyncClient
 from kestrel_client.async_calls import AsyncDetectStream, AsyncPointStream, AsyncSegmentStream, AsyncTextStream
+from kestrel_client.async_frames import AsyncFrameStream
 from kestrel_client.batches import Job, Outcome, Progress
 from kestrel_client.blocking_calls import DetectStream, PointStream, SegmentStream, TextStream
+from kestrel_client.blocking_frames import FrameStream
 from kestrel_client.client import Client
 from kestrel_client.drawing import draw
 from kestrel_client.errors import (
@@ -65,6 +67,7 @@ from kestrel_client.results import (
     EngineLoad,
     EngineStatus,
     FinishReason,
+    FrameResult,
     FrontendLoad,
     GazeResult,
     Grounding,
@@ -104,6 +107,7 @@ __all__ = [
     "AdapterNotFound",
     "AsyncClient",
     "AsyncDetectStream",
+    "AsyncFrameStream",
     "AsyncPointStream",
     "AsyncSegmentStream",
     "AsyncTextStream",
@@ -129,6 +133,8 @@ __all__ = [
     "EngineLoad",
     "EngineStatus",
     "FinishReason",
+    "FrameResult",
+    "FrameStream",
     "FrontendLoad",
     "GazeResult",
     "Grounding",

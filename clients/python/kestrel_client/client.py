@@ -22,6 +22,7 @@ from kestrel_client.blocking_calls import (
     SegmentStream,
     TextStream,
 )
+from kestrel_client.blocking_frames import FrameStream
 from kestrel_client.connection import (
     DEFAULT_MAX_RETRIES,
     DEFAULT_MAX_RETRY_S,
@@ -393,6 +394,84 @@ class Client:
             options,
             image,
             object,
+        )
+
+    def detect_frames(
+        self,
+        images: Iterable[ImageInput],
+        object: str | Sequence[str],
+        *,
+        max_objects: int | None = None,
+        spatial_refs: Sequence[SpatialRef] = (),
+        min_score: float | None = None,
+        every_frame: bool = False,
+        track: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> FrameStream[DetectResult]:
+        """Finds a box around each object of a kind, in the frames of a camera, a video or a screen.
+
+        Args:
+            images: The frames, each in any form of `ImageInput`. A generator that yields what a camera shows now is
+                best: it is asked for the next frame when the one before has been sent.
+            object: What to look for, such as "dog" or "the red car"; or up to 64 such texts in a list, each with a
+                group in the result.
+            max_objects: The most objects to find in a frame, 1 to 1000; None means 150.
+            spatial_refs: Points and boxes of the frames that `object` speaks about, in order.
+            min_score: The least score of objects in the result, 0 to 1; others count towards `max_objects`.
+            every_frame: Whether the server looks at every frame, and the stream waits for it. Otherwise it looks at
+                the newest, and drops those before it.
+            track: Whether objects get a `track_id`, which they keep while their boxes overlap those of the answered
+                frames before.
+            **options: As for `detect`; `timeout_s` is for the whole stream, which has no limit by default.
+
+        Returns:
+            The stream: iterate over its `FrameResult`s.
+        """
+        return FrameStream(
+            self._calls,
+            self._calls.vision.DetectFrames,
+            images,
+            lambda: requests.detect_frames(
+                object, max_objects, spatial_refs, every_frame, track, options, min_score
+            ),
+            lambda message: results.detect_result(message, object),
+            options,
+        )
+
+    def point_frames(
+        self,
+        images: Iterable[ImageInput],
+        object: str | Sequence[str],
+        *,
+        max_objects: int | None = None,
+        spatial_refs: Sequence[SpatialRef] = (),
+        min_score: float | None = None,
+        every_frame: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> FrameStream[PointResult]:
+        """Finds the place of each object of a kind, in the frames of a camera, a video or a screen.
+
+        Args:
+            images: The frames, as for `detect_frames`.
+            object: What to look for, such as "dog" or "the red car"; or up to 64 such texts in a list, each with a
+                group in the result.
+            max_objects: The most objects to find in a frame, 1 to 1000; None means 150.
+            spatial_refs: Points and boxes of the frames that `object` speaks about, in order.
+            min_score: The least score of objects in the result, 0 to 1; others count towards `max_objects`.
+            every_frame: Whether the server looks at every frame, and the stream waits for it. Otherwise it looks at
+                the newest, and drops those before it.
+            **options: As for `point`; `timeout_s` is for the whole stream, which has no limit by default.
+
+        Returns:
+            The stream: iterate over its `FrameResult`s.
+        """
+        return FrameStream(
+            self._calls,
+            self._calls.vision.PointFrames,
+            images,
+            lambda: requests.point_frames(object, max_objects, spatial_refs, every_frame, options, min_score),
+            lambda message: results.point_result(message, object),
+            options,
         )
 
     def segment(

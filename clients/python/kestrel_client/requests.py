@@ -219,6 +219,35 @@ def detect(
     return message
 
 
+def detect_frames(
+    object: str | Sequence[str],
+    max_objects: int | None,
+    spatial_refs: Sequence[SpatialRef],
+    every_frame: bool,
+    track: bool,
+    options: CallOptions,
+    min_score: float | None = None,
+) -> vision_service_pb2.DetectFramesRequest:
+    """Returns the first message of a stream of frames with boxes around objects."""
+    request = detect(vision_service_pb2.DetectRequest, object, max_objects, spatial_refs, options, min_score)
+    settings = vision_service_pb2.DetectFramesSettings(request=request, every_frame=every_frame, track=track)
+    return vision_service_pb2.DetectFramesRequest(settings=settings)
+
+
+def point_frames(
+    object: str | Sequence[str],
+    max_objects: int | None,
+    spatial_refs: Sequence[SpatialRef],
+    every_frame: bool,
+    options: CallOptions,
+    min_score: float | None = None,
+) -> vision_service_pb2.PointFramesRequest:
+    """Returns the first message of a stream of frames to point at objects."""
+    request = point(vision_service_pb2.PointRequest, object, max_objects, spatial_refs, options, min_score)
+    settings = vision_service_pb2.PointFramesSettings(request=request, every_frame=every_frame)
+    return vision_service_pb2.PointFramesRequest(settings=settings)
+
+
 def _objects(object: str | Sequence[str]) -> dict[str, Any]:
     """Returns the field for one object, or that for several."""
     if isinstance(object, str):

@@ -5,11 +5,11 @@ Coordinates are fractions of the image's width and height, from 0 to 1, measured
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from google.protobuf import duration_pb2
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 AnyValue = TypeVar("AnyValue")
+AnyFound = TypeVar("AnyFound", "DetectResult", "PointResult")
 
 
 class FinishReason(StrEnum):
@@ -121,6 +122,8 @@ class DetectedObject:
     score: float | None = None
     """The confidence of the model, from 0 to 1, for sorting; None from an older server. It is no share of right
     answers."""
+    track_id: int | None = None
+    """Names the object through the frames of a stream with `track`, from 1; None everywhere else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,6 +383,25 @@ class DetectResult(Result):
         Raises ValueError where the image's size is not known.
         """
         return tuple(item.box.to_pixels(*self._size_px()) for item in self.objects)
+
+
+@dataclass(frozen=True, slots=True)
+class FrameResult(Generic[AnyFound]):
+    """A frame of a stream with what was found in it.
+
+    Attributes:
+        index: Which frame: how many of the frames given to the stream came before it.
+        result: What was found; None where there is an error.
+        error: The exception that a call about this frame alone would raise; the stream goes on.
+        dropped_count: How many frames the server has dropped so far, since newer ones came.
+        waiting_s: How long the frame waited in the server until the model was asked about it, in seconds.
+    """
+
+    index: int
+    result: AnyFound | None
+    error: KestrelClientError | None
+    dropped_count: int
+    waiting_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -702,7 +724,7 @@ def pointed_object(message: vision_service_pb2.PointedObject) -> PointedObject:
 
 def detected_object(message: vision_service_pb2.DetectedObject) -> DetectedObject:
     """Reads an object with its box."""
-    return DetectedObject(box(message.box), _score(message))
+    return DetectedObject(box(message.box), _score(message), message.track_id or None)
 
 
 def _score(message: vision_service_pb2.PointedObject | vision_service_pb2.DetectedObject) -> float | None:
@@ -715,6 +737,23 @@ def _pointed(items: Iterable[vision_service_pb2.PointedObject]) -> tuple[Pointed
 
 def _detected(items: Iterable[vision_service_pb2.DetectedObject]) -> tuple[DetectedObject, ...]:
     return tuple(map(detected_object, items))
+
+
+def frame_result(
+    message: vision_service_pb2.DetectFramesResponse | vision_service_pb2.PointFramesResponse,
+    read: Callable[[Any], AnyFound],
+    request_id: str,
+) -> FrameResult[AnyFound]:
+    """Reads what became of a frame; `read` reads the result."""
+    has_result = message.HasField("result")
+    error = of_object(message.error.code, message.error.reason, message.error.message, request_id)
+    return FrameResult(
+        index=message.frame_index,
+        result=read(message.result) if has_result else None,
+        error=None if has_result else error,
+        dropped_count=message.dropped_frame_count,
+        waiting_s=_seconds(message.waiting_duration),
+    )
 
 
 def _one(object: str | Sequence[str]) -> str:

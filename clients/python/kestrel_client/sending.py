@@ -62,6 +62,8 @@ _IN_MESSAGE, _STORE_FIRST, _BY_NAME = "in message", "store first", "by name"
 AnyResult = TypeVar("AnyResult", QueryResult, CaptionResult, SegmentResult, PointResult, DetectResult, EmbedResult)
 AnyPiece = TypeVar("AnyPiece", TextDelta, Segment, tuple[str, PointedObject], tuple[str, DetectedObject], bytes)
 AnyReturned = TypeVar("AnyReturned")
+END: Any = object()
+"""The value that `next` returns at the end of an iterator."""
 TextResponse = (
     vision_service_pb2.QueryResponse | vision_service_pb2.CaptionResponse | vision_service_pb2.ChatResponse
 )
@@ -71,6 +73,7 @@ class Asyncio:
     """The operations of the client that awaits."""
 
     Event = asyncio.Event
+    Lock = asyncio.Lock
 
     @staticmethod
     def channel(connection: Connection) -> grpc.aio.Channel:
@@ -91,6 +94,18 @@ class Asyncio:
             await asyncio.wait_for(cancelled.wait(), duration_s)
 
     @staticmethod
+    def iterator(values: Any) -> Any:
+        """Returns the iterator over what may be iterated over with `async for` or without."""
+        return aiter(values) if hasattr(values, "__aiter__") else iter(values)
+
+    @staticmethod
+    async def next(iterator: Any) -> Any:
+        """Returns the next value; `END` after the last. A thread waits for an iterator that blocks."""
+        if hasattr(iterator, "__anext__"):
+            return await anext(iterator, END)
+        return await asyncio.to_thread(next, iterator, END)
+
+    @staticmethod
     async def read(call: Any, cancelled: asyncio.Event, request_id: str) -> Any:
         """Returns the next message of a stream; None at its end."""
         try:
@@ -107,6 +122,7 @@ class Threads:
     """The operations of the client that blocks; see `Asyncio`."""
 
     Event = threading.Event
+    Lock = threading.Lock
 
     @staticmethod
     def channel(connection: Connection) -> grpc.Channel:
@@ -121,6 +137,14 @@ class Threads:
     @staticmethod
     def wait(cancelled: threading.Event, duration_s: float) -> None:
         cancelled.wait(duration_s)
+
+    @staticmethod
+    def iterator(values: Any) -> Any:
+        return iter(values)
+
+    @staticmethod
+    def next(iterator: Any) -> Any:
+        return next(iterator, END)
 
     @staticmethod
     def read(call: Any, cancelled: threading.Event, request_id: str) -> Any:
@@ -143,14 +167,18 @@ class Retries:
         """Returns the time that is left for the next attempt, in seconds."""
         return self._ends - time.monotonic()
 
-    def wait_s(self, error: KestrelClientError) -> float | None:
-        """Returns the seconds to wait after this failure before the next attempt; None to give up."""
+    def wait_s(self, error: KestrelClientError, default_s: float | None = None) -> float | None:
+        """Returns the seconds to wait after this failure before the next attempt; None to give up.
+
+        `default_s` is the wait where the server asks for none; None gives up then.
+        """
         if not isinstance(error, Overloaded | Unavailable) or error.reason == "QUEUE_TIMEOUT":
             return None
-        if error.retry_after_s is None:
+        asked_s = default_s if error.retry_after_s is None else error.retry_after_s
+        if asked_s is None:
             return None
         # Callers that were refused together must not come back together.
-        wait_s = max(error.retry_after_s, self._least_wait_s) * random.uniform(1.0, 1.5)
+        wait_s = max(asked_s, self._least_wait_s) * random.uniform(1.0, 1.5)
         self._least_wait_s = min(2 * self._least_wait_s, _LONGEST_WAIT_S)
         return wait_s if time.monotonic() + wait_s <= self._gives_up else None
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from kestrel_client.v1 import engine_service_pb2 as wire
@@ -44,8 +44,8 @@ _MAX_LISTED_NAMES = 20
 class EngineService:
     """Implements `EngineService` on the engine's own description; `instance_id` names this run of the server.
 
-    `access` knows the namespaces of callers. `CancelRequests` cancels the `requests` of this process and those of
-    its `peers`; `GetUsage` adds up the `usage` of this process and theirs.
+    `access` knows the namespaces of callers. `CancelRequests` calls `cancel` in this process and has its `peers` do
+    so; `GetUsage` adds up the `usage` of this process and theirs.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class EngineService:
         engine: Engine,
         access: Access,
         requests: CallAdmission,
+        cancel: Callable[[Callable[[CallContext], bool]], int],
         usage: Usage,
         peers: Peers,
         uploads: AdapterUploads,
@@ -64,6 +65,7 @@ class EngineService:
         self._engine = engine
         self._access = access
         self._requests = requests
+        self._cancel_selected = cancel
         self._usage = usage
         self._peers = peers
         self._uploads = uploads
@@ -165,7 +167,7 @@ class EngineService:
         selection = request.WhichOneof("selection")
         attribute = "request_id" if selection == "request_id" else "principal"
         wanted = getattr(request, selection or "")
-        return self._requests.cancel(lambda call: getattr(call, attribute) == wanted)
+        return self._cancel_selected(lambda call: getattr(call, attribute) == wanted)
 
     def _cancel_for_peer(self, question: bytes) -> bytes:
         return b"%d" % self._cancel(wire.CancelRequestsRequest.FromString(question))

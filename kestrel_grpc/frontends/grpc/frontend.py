@@ -34,6 +34,7 @@ from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.grpc.adapter_uploads import AdapterUploads
 from kestrel_grpc.frontends.grpc.connections import Connections
 from kestrel_grpc.frontends.grpc.engine_service import EngineService
+from kestrel_grpc.frontends.grpc.frame_streams import FRAME_METHODS, FrameStreams
 from kestrel_grpc.frontends.grpc.health import Health
 from kestrel_grpc.frontends.grpc.image_service import ImageService
 from kestrel_grpc.frontends.grpc.load_reports import LoadReports
@@ -111,6 +112,18 @@ class GrpcFrontend:
         self._certificate = certificate
         self._load_reports = LoadReports(engine, num_processors) if config.load_reports else None
         self._vision = VisionService(submission, engine.info.model)
+        self._frames = FrameStreams(
+            engine,
+            submission,
+            groups.inference,
+            groups.frames_seen,
+            engine.info.model,
+            max_streams=config.max_frame_streams,
+            max_age_s=config.max_frame_stream_age,
+            max_waiting_bytes=config.max_receiving_bytes,
+        )
+        self._vision.add({name: getattr(self._frames, name) for name in FRAME_METHODS})
+        has_objects = engine.info.skills.keys() & {Point.skill, Detect.skill}
         self._images = None if store is None else ImageService(engine, store)
         served = engine.info.config
         self._adapter_folder = AdapterFolder(served.adapters, served.adapter_repositories, config.max_adapter_bytes)
@@ -118,6 +131,7 @@ class GrpcFrontend:
             engine,
             access,
             groups.inference,
+            groups.cancel,
             groups.usage,
             peers,
             AdapterUploads(engine, self._adapter_folder, config.receive_timeout),
@@ -126,8 +140,9 @@ class GrpcFrontend:
             capabilities=[
                 *(("chat",) if Chat.skill in engine.info.skills else ()),
                 *(() if store is None else ("images",)),
-                *(("objects", "scores") if engine.info.skills.keys() & {Point.skill, Detect.skill} else ()),
+                *(("objects", "scores") if has_objects else ()),
                 *(("masks",) if Segment.skill in engine.info.skills else ()),
+                *(("frames",) if has_objects and config.max_frame_streams else ()),
             ],
         )
         public = (_VISION,) if store is None else (_VISION, _IMAGES)
@@ -199,13 +214,23 @@ class GrpcFrontend:
             takes: Callable[[str], bool] = lambda method: True,
         ) -> AdmittedServices:
             reports = self._load_reports if admission is groups.inference else None
-            limit_bytes = self._config.max_message_bytes
-            return AdmittedServices(server, admission, self._connections, limit_bytes, translate, reports, takes)
+            return AdmittedServices(
+                server,
+                admission,
+                self._connections,
+                self._config.max_message_bytes,
+                translate,
+                reports,
+                takes,
+                parses=admission is not groups.frames,
+            )
 
         if _VISION in files:
-            vision_service_pb2_grpc.add_VisionServiceServicer_to_server(
-                self._vision, with_admission(groups.inference)
-            )
+            for admission in (groups.inference, groups.frames):
+                takes = partial(_is_of_frames, expected=admission is groups.frames)
+                vision_service_pb2_grpc.add_VisionServiceServicer_to_server(
+                    self._vision, with_admission(admission, takes=takes)
+                )
             for service in self._foreign:
                 for admission, handlers in service.handlers(groups):
                     wrapping = with_admission(admission, service.translate_failure)
@@ -226,6 +251,11 @@ class GrpcFrontend:
             described = (*files, health_pb2.DESCRIPTOR, error_details_pb2.DESCRIPTOR)
             add_reflection(with_admission(groups.unrecorded(needs_token=reflection == "token")), described)
         return server
+
+
+def _is_of_frames(method: str, *, expected: bool) -> bool:
+    """Returns True if a method of `VisionService` is one of frames, or with `expected` False if it is another."""
+    return (method in FRAME_METHODS) is expected
 
 
 def _has_group(method: str, *, is_upload: bool) -> bool:

@@ -43,7 +43,7 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 
 FailureTranslator = Callable[[CallFailure], CallFailure]
 
-_Receive = Callable[[Context, CallContext], Awaitable[Message | None]]
+_Receive = Callable[[Context, CallContext], Awaitable[Any]]
 _Answer = Callable[[Context, CallContext], Awaitable[Message]]
 _Begin = Callable[[Context, CallContext], Awaitable[AsyncGenerator[Message, None]]]
 
@@ -57,6 +57,25 @@ _GZIP, _DEFLATE = b"\x1f\x8b", (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xd
 _END_OF_STREAM: Any = vars(grpc.aio)["EOF"]
 # What our own mistakes raise, and the end of a call that has been aborted.
 _NOT_GONE = (grpc.aio.AbortError, grpc.aio.UsageError)
+
+
+class UnparsedMessage:
+    """Holds a message that has been received and is parsed when it is needed, since few are."""
+
+    __slots__ = ("_data", "_parse")
+
+    def __init__(self, data: bytes, parse: Callable[[bytes], Message]) -> None:
+        self._data = data
+        self._parse = parse
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self._data)
+
+    def parsed(self) -> Any:
+        """Returns the message. Raises `InvalidRequest`, `ImageError`, `MessageTooLarge`, and `Unsupported` for a
+        compressed message."""
+        return self._parse(self._data)
 
 
 class AdmittedServices:
@@ -75,9 +94,11 @@ class AdmittedServices:
         translate_failure: FailureTranslator | None = None,
         load_reports: LoadReports | None = None,
         takes: Callable[[str], bool] = lambda method: True,
+        *,
+        parses: bool = True,
     ) -> None:
         """`max_message_bytes` is the largest message that is accepted. `translate_failure` changes a failure to the
-        form that the service's clients expect.
+        form that the service's clients expect. With `parses` False methods get each message as `UnparsedMessage`.
 
         With `load_reports`, calls that end well have one in their trailing metadata. `takes` selects the methods of
         a service, by their names; another admission has the others.
@@ -89,6 +110,7 @@ class AdmittedServices:
         self._translate_failure = translate_failure
         self._load_reports = load_reports
         self._takes = takes
+        self._parses = parses
 
     def add_registered_method_handlers(
         self, service_name: str, method_handlers: Mapping[str, grpc.RpcMethodHandler]
@@ -127,12 +149,15 @@ class AdmittedServices:
         It raises `InvalidRequest`, `MessageTooLarge`, and `Unsupported` for a compressed message.
         """
         shape = shape_of(parse.__self__.DESCRIPTOR)
-        admission, limit_bytes = self._admission, self._max_message_bytes
+        admission, limit_bytes, parses = self._admission, self._max_message_bytes, self._parses
 
-        async def receive(context: Context, call: CallContext) -> Message | None:
+        async def receive(context: Context, call: CallContext) -> Any:
             data = await admission.receive(context.read, call, context.peer)
             if data is _END_OF_STREAM:
                 return None
+            return parsed(data) if parses else UnparsedMessage(data, parsed)
+
+        def parsed(data: bytes) -> Message:
             if len(data) > limit_bytes:
                 raise MessageTooLarge(limit_bytes)
             if data[:2] == _GZIP:  # no message begins with these bytes

@@ -103,6 +103,15 @@ def parsed(parse: Callable[[Any], Request], message: Any) -> Parsed:
     return Parsed(request, (_reference(message.image),) if request.images else (), str)
 
 
+def framed(request: RequestT, image: media_pb2.Image) -> Parsed:
+    """Returns the request with the image of a frame in place of its own. Raises `InvalidRequest`."""
+    violations: list[Violation] = []
+    own = _image(image, "image", violations)
+    if violations:
+        raise InvalidRequest(tuple(violations))
+    return Parsed(request.with_images((own,)), (_reference(image),), str)
+
+
 def _reference(image: media_pb2.Image) -> ImageReference | None:
     source = image.WhichOneof("source")
     if source == "uri":

@@ -91,7 +91,8 @@ _EMBEDDING_TYPES: Mapping[int, str] = MappingProxyType(
 class VisionService:
     """Serves each of `BINDINGS` under the name of its RPC. Each call is one request of the engine and ends with it.
 
-    Each call drops its message once the engine has the request: the message holds a copy of the image.
+    Each call drops its message once the engine has the request: the message holds a copy of the image. `add` adds
+    other methods.
     """
 
     def __init__(self, submission: Submission, model: str) -> None:
@@ -100,6 +101,11 @@ class VisionService:
         for binding in BINDINGS:
             serve = self._events_of(binding) if binding.is_streamed else self._answer_of(binding)
             setattr(self, binding.rpc, serve)
+
+    def add(self, methods: Mapping[str, Callable[..., Any]]) -> None:
+        """Adds methods by the names of their RPCs."""
+        for name, method in methods.items():
+            setattr(self, name, method)
 
     def _answer_of(self, binding: Binding) -> Callable[[Any, CallContext], Awaitable[Any]]:
         parse, render = binding.parse, binding.render

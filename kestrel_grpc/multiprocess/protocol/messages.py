@@ -148,6 +148,8 @@ class EnterCall(Question[None]):
     number: int
     limit: TokenLimit
     count: int = 1
+    takes_place: bool = True
+    """False if another call holds its place among the concurrent ones."""
 
 
 class AdoptCall(Message):

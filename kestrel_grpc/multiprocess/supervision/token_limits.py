@@ -23,14 +23,15 @@ class SharedLimits:
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
 
-    async def enter(self, limit: TokenLimit, count: int = 1) -> CountedCall:
-        """Counts a call as `count` requests.
+    async def enter(self, limit: TokenLimit, count: int = 1, *, takes_place: bool = True) -> CountedCall:
+        """Counts a call as `count` requests; `takes_place` is as in `Limits.enter`.
 
         Raises `RateLimited`, or `SupervisorUnavailable` if there is no answer in time.
         """
         call = _SharedCall(self._link, next(self._numbers))
         try:
-            await self._link.ask(EnterCall(call.number, limit, count), timeout_s=self._timeout_s)
+            question = EnterCall(call.number, limit, count, takes_place)
+            await self._link.ask(question, timeout_s=self._timeout_s)
         except RateLimited:
             raise
         except BaseException:
@@ -76,7 +77,9 @@ class LimitOwner:
         def take(question: EnterCall) -> None:
             if identity not in self._calls:  # it asked before it ended
                 raise RateLimited(question.limit.name, "", 0.0)
-            calls[question.number] = self._limits.take(question.limit, question.count)
+            calls[question.number] = self._limits.take(
+                question.limit, question.count, takes_place=question.takes_place
+            )
 
         def enter(question: EnterCall) -> Awaitable[None] | None:
             try:

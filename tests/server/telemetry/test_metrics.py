@@ -10,6 +10,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kestrel_grpc.calls.call_context import OK, CallContext, Outcome, RequestSummary
+from kestrel_grpc.calls.frame_counts import FrameCounts
 from kestrel_grpc.calls.submission import with_alternatives
 from kestrel_grpc.calls.usage import CallerUsage
 from kestrel_grpc.telemetry.device_reading import DeviceReading
@@ -200,7 +201,10 @@ async def test_the_text_holds_every_metric_of_the_list_under_its_name_and_kind(e
     terms = (item.name for item in fields(MemoryPlan))
     engine.info = replace(engine.info, memory=MemoryPlan(**dict.fromkeys(terms, 1)))
     metrics = ServerMetrics(
-        engine, lambda: CacheLoad(oldest_age_s=0.0), lambda: {"alice": CallerUsage(num_answered=1)}
+        engine,
+        lambda: CacheLoad(oldest_age_s=0.0),
+        lambda: {"alice": CallerUsage(num_answered=1)},
+        lambda: FrameCounts(num_streams=1),
     )
     metrics.record(answered_call(), OK)
     metrics.record(answered_call(), BUSY)

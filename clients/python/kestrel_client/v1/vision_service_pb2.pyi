@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
 from kestrel_client.v1 import generation_pb2 as _generation_pb2
 from kestrel_client.v1 import media_pb2 as _media_pb2
 from google.protobuf.internal import containers as _containers
@@ -326,12 +329,14 @@ class DetectRequest(_message.Message):
     def __init__(self, object: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., max_objects: _Optional[int] = ..., spatial_refs: _Optional[_Iterable[_Union[_media_pb2.SpatialRef, _Mapping]]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., options: _Optional[_Union[_generation_pb2.RequestOptions, _Mapping]] = ..., objects: _Optional[_Iterable[str]] = ..., min_score: _Optional[float] = ...) -> None: ...
 
 class DetectedObject(_message.Message):
-    __slots__ = ("box", "score")
+    __slots__ = ("box", "score", "track_id")
     BOX_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
+    TRACK_ID_FIELD_NUMBER: _ClassVar[int]
     box: _media_pb2.NormalizedBox
     score: float
-    def __init__(self, box: _Optional[_Union[_media_pb2.NormalizedBox, _Mapping]] = ..., score: _Optional[float] = ...) -> None: ...
+    track_id: int
+    def __init__(self, box: _Optional[_Union[_media_pb2.NormalizedBox, _Mapping]] = ..., score: _Optional[float] = ..., track_id: _Optional[int] = ...) -> None: ...
 
 class DetectResponse(_message.Message):
     __slots__ = ("objects", "groups", "info")
@@ -602,3 +607,81 @@ class CompleteChatResponse(_message.Message):
     result: QueryResult
     alternatives: _containers.RepeatedCompositeFieldContainer[QueryAlternative]
     def __init__(self, result: _Optional[_Union[QueryResult, _Mapping]] = ..., alternatives: _Optional[_Iterable[_Union[QueryAlternative, _Mapping]]] = ...) -> None: ...
+
+class Frame(_message.Message):
+    __slots__ = ("image",)
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    image: _media_pb2.Image
+    def __init__(self, image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ...) -> None: ...
+
+class FrameError(_message.Message):
+    __slots__ = ("code", "reason", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    reason: str
+    message: str
+    def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class DetectFramesRequest(_message.Message):
+    __slots__ = ("settings", "frame")
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    settings: DetectFramesSettings
+    frame: Frame
+    def __init__(self, settings: _Optional[_Union[DetectFramesSettings, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ...) -> None: ...
+
+class DetectFramesSettings(_message.Message):
+    __slots__ = ("request", "every_frame", "track")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    EVERY_FRAME_FIELD_NUMBER: _ClassVar[int]
+    TRACK_FIELD_NUMBER: _ClassVar[int]
+    request: DetectRequest
+    every_frame: bool
+    track: bool
+    def __init__(self, request: _Optional[_Union[DetectRequest, _Mapping]] = ..., every_frame: bool = ..., track: bool = ...) -> None: ...
+
+class DetectFramesResponse(_message.Message):
+    __slots__ = ("frame_index", "dropped_frame_count", "waiting_duration", "result", "error")
+    FRAME_INDEX_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FRAME_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_DURATION_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    frame_index: int
+    dropped_frame_count: int
+    waiting_duration: _duration_pb2.Duration
+    result: DetectResponse
+    error: FrameError
+    def __init__(self, frame_index: _Optional[int] = ..., dropped_frame_count: _Optional[int] = ..., waiting_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., result: _Optional[_Union[DetectResponse, _Mapping]] = ..., error: _Optional[_Union[FrameError, _Mapping]] = ...) -> None: ...
+
+class PointFramesRequest(_message.Message):
+    __slots__ = ("settings", "frame")
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    settings: PointFramesSettings
+    frame: Frame
+    def __init__(self, settings: _Optional[_Union[PointFramesSettings, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ...) -> None: ...
+
+class PointFramesSettings(_message.Message):
+    __slots__ = ("request", "every_frame")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    EVERY_FRAME_FIELD_NUMBER: _ClassVar[int]
+    request: PointRequest
+    every_frame: bool
+    def __init__(self, request: _Optional[_Union[PointRequest, _Mapping]] = ..., every_frame: bool = ...) -> None: ...
+
+class PointFramesResponse(_message.Message):
+    __slots__ = ("frame_index", "dropped_frame_count", "waiting_duration", "result", "error")
+    FRAME_INDEX_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FRAME_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_DURATION_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    frame_index: int
+    dropped_frame_count: int
+    waiting_duration: _duration_pb2.Duration
+    result: PointResponse
+    error: FrameError
+    def __init__(self, frame_index: _Optional[int] = ..., dropped_frame_count: _Optional[int] = ..., waiting_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., result: _Optional[_Union[PointResponse, _Mapping]] = ..., error: _Optional[_Union[FrameError, _Mapping]] = ...) -> None: ...

@@ -28,8 +28,8 @@ if _version_not_supported:
 class VisionServiceStub(object):
     """Looks at images.
 
-    Every call fails with a gRPC status, never inside a response; of several objects each has an error of its own. The details of the status hold a
-    `google.rpc.ErrorInfo` whose reason is stable; INVALID_ARGUMENT adds a `google.rpc.BadRequest` that lists every
+    Every call fails with a gRPC status, never inside a response; of several objects, and of frames, each has an error of
+    its own. The details of the status hold a `google.rpc.ErrorInfo` whose reason is stable; INVALID_ARGUMENT adds a `google.rpc.BadRequest` that lists every
     violation, and failures that may pass add a `google.rpc.RetryInfo`. A call that is cancelled, or whose deadline
     passes, stops generating. Metadata `x-request-id` (at most 128 letters, digits, dots, hyphens and underscores)
     names a request in logs and comes back in its response; without it the server makes one.
@@ -118,13 +118,23 @@ class VisionServiceStub(object):
                 request_serializer=kestrel_dot_v1_dot_vision__service__pb2.CompleteChatRequest.SerializeToString,
                 response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.CompleteChatResponse.FromString,
                 _registered_method=True)
+        self.DetectFrames = channel.stream_stream(
+                '/kestrel.v1.VisionService/DetectFrames',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.DetectFramesRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.DetectFramesResponse.FromString,
+                _registered_method=True)
+        self.PointFrames = channel.stream_stream(
+                '/kestrel.v1.VisionService/PointFrames',
+                request_serializer=kestrel_dot_v1_dot_vision__service__pb2.PointFramesRequest.SerializeToString,
+                response_deserializer=kestrel_dot_v1_dot_vision__service__pb2.PointFramesResponse.FromString,
+                _registered_method=True)
 
 
 class VisionServiceServicer(object):
     """Looks at images.
 
-    Every call fails with a gRPC status, never inside a response; of several objects each has an error of its own. The details of the status hold a
-    `google.rpc.ErrorInfo` whose reason is stable; INVALID_ARGUMENT adds a `google.rpc.BadRequest` that lists every
+    Every call fails with a gRPC status, never inside a response; of several objects, and of frames, each has an error of
+    its own. The details of the status hold a `google.rpc.ErrorInfo` whose reason is stable; INVALID_ARGUMENT adds a `google.rpc.BadRequest` that lists every
     violation, and failures that may pass add a `google.rpc.RetryInfo`. A call that is cancelled, or whose deadline
     passes, stops generating. Metadata `x-request-id` (at most 128 letters, digits, dots, hyphens and underscores)
     names a request in logs and comes back in its response; without it the server makes one.
@@ -251,6 +261,28 @@ class VisionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DetectFrames(self, request_iterator, context):
+        """Finds boxes around objects in the frames of a camera, a video or a screen. The requests are one `settings`, then
+        any number of `frame`; the responses come in the order of the frames. Where frames come faster than they are
+        answered or than their answers are read, the newest is looked at next, and those before it are dropped, unless
+        `every_frame` is set. A frame that fails has an `error` in its response, and the stream goes on. Each frame counts
+        as a request; the stream itself takes one place of those that a token may have at a time. The stream fails with
+        INVALID_ARGUMENT for bad settings; with ABORTED and the reason `STREAM_IDLE` where no frame comes, or no response is
+        read, for a time; and with UNAVAILABLE where it has lasted as long as one may (`STREAM_EXPIRED`) or the server
+        stops: then a client opens another one. A stream whose client sends no more ends after its last response.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PointFrames(self, request_iterator, context):
+        """Finds the places of objects in the frames of a camera, a video or a screen. The stream is as that of
+        `DetectFrames`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VisionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -329,6 +361,16 @@ def add_VisionServiceServicer_to_server(servicer, server):
                     request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.CompleteChatRequest.FromString,
                     response_serializer=kestrel_dot_v1_dot_vision__service__pb2.CompleteChatResponse.SerializeToString,
             ),
+            'DetectFrames': grpc.stream_stream_rpc_method_handler(
+                    servicer.DetectFrames,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.DetectFramesRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.DetectFramesResponse.SerializeToString,
+            ),
+            'PointFrames': grpc.stream_stream_rpc_method_handler(
+                    servicer.PointFrames,
+                    request_deserializer=kestrel_dot_v1_dot_vision__service__pb2.PointFramesRequest.FromString,
+                    response_serializer=kestrel_dot_v1_dot_vision__service__pb2.PointFramesResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'kestrel.v1.VisionService', rpc_method_handlers)
@@ -340,8 +382,8 @@ def add_VisionServiceServicer_to_server(servicer, server):
 class VisionService(object):
     """Looks at images.
 
-    Every call fails with a gRPC status, never inside a response; of several objects each has an error of its own. The details of the status hold a
-    `google.rpc.ErrorInfo` whose reason is stable; INVALID_ARGUMENT adds a `google.rpc.BadRequest` that lists every
+    Every call fails with a gRPC status, never inside a response; of several objects, and of frames, each has an error of
+    its own. The details of the status hold a `google.rpc.ErrorInfo` whose reason is stable; INVALID_ARGUMENT adds a `google.rpc.BadRequest` that lists every
     violation, and failures that may pass add a `google.rpc.RetryInfo`. A call that is cancelled, or whose deadline
     passes, stops generating. Metadata `x-request-id` (at most 128 letters, digits, dots, hyphens and underscores)
     names a request in logs and comes back in its response; without it the server makes one.
@@ -744,6 +786,60 @@ class VisionService(object):
             '/kestrel.v1.VisionService/CompleteChat',
             kestrel_dot_v1_dot_vision__service__pb2.CompleteChatRequest.SerializeToString,
             kestrel_dot_v1_dot_vision__service__pb2.CompleteChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DetectFrames(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kestrel.v1.VisionService/DetectFrames',
+            kestrel_dot_v1_dot_vision__service__pb2.DetectFramesRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.DetectFramesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PointFrames(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kestrel.v1.VisionService/PointFrames',
+            kestrel_dot_v1_dot_vision__service__pb2.PointFramesRequest.SerializeToString,
+            kestrel_dot_v1_dot_vision__service__pb2.PointFramesResponse.FromString,
             options,
             channel_credentials,
             insecure,
