@@ -276,7 +276,7 @@ class Words:
 def mask_costs(batches: list[int], num_steps: int = 200) -> list[dict[str, Any]]:
     """Microseconds per step: of processors, for following each answer's last token and making all masks."""
     vocabulary = new_vocabulary(cast(Any, Words(50_257)), _VOCAB_SIZE, 0)
-    compiler = ConstraintCompiler(lambda _: vocabulary)
+    compiler = ConstraintCompiler(lambda _: vocabulary, available_processors())
     kinds = {
         "a regex": Constraint(regex=WORDS),
         "a regex that counts": Constraint(regex=COUNTED_WORDS),
@@ -357,7 +357,9 @@ def main(argv: list[str] | None = None) -> int:
     batches = [int(batch) for batch in arguments.batches.split(",")]
     if {"schemas", "hostile"} & {*parts}:
         tokenizer = Tokenizer.from_file(find_checkpoint(arguments.model, None).tokenizer_file)
-        compiler = ConstraintCompiler(partial(new_vocabulary, tokenizer, tokenizer.vocab_size))
+        compiler = ConstraintCompiler(
+            partial(new_vocabulary, tokenizer, tokenizer.vocab_size), available_processors()
+        )
         compiler.compiled(Constraint(choices=("a",)), end_id=0)  # the vocabulary is made once
         compile_ms = processor_ms(compiler)
         engine = LocalEngine.start(EngineConfig(model=arguments.model, device=arguments.device, max_batch_size=64))

@@ -26,6 +26,7 @@ from kestrel_runtime.api.requests import Request, parts_of
 from kestrel_runtime.constraints.compiler import ConstraintCompiler, new_vocabulary
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.recent import Matchers
+from kestrel_runtime.memory.host_limits import available_processors
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.sequence import SequenceClock
 from tests.fuzzing.images import damaged, images
@@ -175,7 +176,7 @@ def _preprocessor() -> Preprocessor:
     vocabulary = partial(new_vocabulary, loaded.tokenizer, loaded.model.config.vocab_size)
     return new_preprocessor(
         loaded,
-        matchers=Matchers(ConstraintCompiler(vocabulary)),
+        matchers=Matchers(ConstraintCompiler(vocabulary, available_processors())),
         max_context=_MAX_CONTEXT + loaded.model.config.vision.num_image_tokens,
         max_image_pixels=_MAX_PIXELS,
     )

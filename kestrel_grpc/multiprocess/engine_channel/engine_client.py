@@ -73,7 +73,7 @@ from kestrel_runtime.engine.poison_requests import fingerprint_of
 from kestrel_runtime.engine.recent import LruCache
 from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.fairness.image_budget import MAX_DECODING_BYTES, MemoryBudget
-from kestrel_runtime.imaging.decoding import decode_image, decoded_pixels, inspect_image
+from kestrel_runtime.imaging.decoding import decode_image, inspect_image, pixel_parts
 from kestrel_runtime.imaging.header import ImageHeader
 
 _LATE_S = 2.0
@@ -540,7 +540,7 @@ class EngineClient:
                 image, max_image_pixels=self.info.config.max_image_pixels, check_wanted=check_wanted
             )
             try:
-                return *decoded.size, shared_file(decoded_pixels(decoded).pixels)
+                return *decoded.size, shared_file(pixel_parts(decoded))
             except OSError as error:
                 raise EngineUnavailable(f"an image cannot be shared: {error.strerror}") from error
 
@@ -677,8 +677,8 @@ class _Call:
 
 
 def _decoding_bytes(header: ImageHeader) -> int:
-    """Returns the most memory that decoding takes, with the copy that is sent."""
-    return header.decoding_bytes + _PIXEL_BYTES * header.width * header.height
+    """Returns the most memory that decoding takes, or the decoded image together with the copy that is sent."""
+    return max(header.decoding_bytes, 2 * _PIXEL_BYTES * header.width * header.height)
 
 
 def _free_pixels(done: Future[_SharedPixels]) -> None:

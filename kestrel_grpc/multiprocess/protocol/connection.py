@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import BinaryIO
 
 from kestrel_grpc.multiprocess.protocol.framing import ReceivedFrames, framed
@@ -29,13 +29,14 @@ _MAX_AT_ONCE = 32
 """The most frames, or reads of a long frame, in one turn of the event loop."""
 
 
-def shared_file(data: memoryview) -> BinaryIO:
-    """Returns a file in memory that holds `data` and has no name. Raises OSError if there is no memory for it."""
+def shared_file(parts: Iterable[memoryview]) -> BinaryIO:
+    """Returns a file in memory that holds the parts and has no name. Raises OSError if there is no memory."""
     file = os.fdopen(os.memfd_create("kestrel-shared"), "r+b", buffering=0)
     try:
-        rest = data.cast("B")
-        while rest:
-            rest = rest[file.write(rest) :]
+        for part in parts:
+            rest = part.cast("B")
+            while rest:
+                rest = rest[file.write(rest) :]
     except BaseException:
         file.close()
         raise

@@ -5,7 +5,8 @@ is limited: for a constraint that passes the checks of `Constraint`, compiling t
 most, and a mask about 2 ms.
 
 Compiling holds no interpreter lock. It runs in separate threads, of which a tenant has half at most, so that a
-constraint that exceeds the expected time delays no other tenant, and every wait is bounded.
+constraint that exceeds the expected time delays no other tenant, and every wait is bounded. Nor has a tenant more
+threads than half of the processors, at least one, so that steps of the engine do not wait for a processor.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ class _Job(NamedTuple):
 
 class ConstraintCompiler:
     """Compiles constraints in any thread. `new_vocabulary` describes the tokens of the model, given the end
-    token."""
+    token; `num_processors` are those of this process."""
 
-    def __init__(self, new_vocabulary: Callable[[int], Vocabulary]) -> None:
+    def __init__(self, new_vocabulary: Callable[[int], Vocabulary], num_processors: int) -> None:
         self._new_vocabulary = new_vocabulary
         self._vocabularies: dict[int, Vocabulary] = {}
         self._lock = threading.Lock()
         self._has_more = threading.Condition(self._lock)
-        self._turns: FairTurns[_Job] = FairTurns(_THREADS_PER_TENANT)
+        self._turns: FairTurns[_Job] = FairTurns(min(_THREADS_PER_TENANT, max(1, num_processors // 2)))
         self._num_threads = 0
         # A mask of an answer takes a few milliseconds at most, and an answer some 20 MB.
         self._limits = llguidance.LLParserLimits(

@@ -269,7 +269,8 @@ def _preprocessor(
         make_crops = partial(_crops_with_digests, cropping)
     checkpoint = (loaded.checkpoint.name, loaded.checkpoint.revision)
     parts = key_parts(config, model=model_config, checkpoint=checkpoint, device=model.device, dtype=model.dtype)
-    compiler = ConstraintCompiler(partial(new_vocabulary, loaded.tokenizer, model_config.vocab_size))
+    vocabulary = partial(new_vocabulary, loaded.tokenizer, model_config.vocab_size)
+    compiler = ConstraintCompiler(vocabulary, available_processors())
     return Preprocessor(
         model_config,
         loaded.family.skills(model_config),

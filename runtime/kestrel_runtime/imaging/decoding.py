@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -75,13 +75,20 @@ def decode_image(
         raise undecodable() from error
 
 
-def decoded_pixels(image: Image.Image) -> DecodedPixels:
-    """The pixels of an RGB image, without a copy where it keeps them in one block of memory."""
+def pixel_parts(image: Image.Image) -> Iterator[memoryview]:
+    """Yields the pixels of an RGB image from top to bottom, in four bytes each, as `DecodedPixels` has them.
+
+    They are copied only where Pillow keeps them in several blocks of memory, and then a part at a time.
+    """
     try:
-        pixels = pixels_in_place(image).data
+        whole = pixels_in_place(image).data
     except ValueError:
-        pixels = memoryview(image.tobytes("raw", "RGBX"))
-    return DecodedPixels(pixels, *image.size)
+        num_rows = max(1, _STRIP_PIXELS // image.width)
+        for top in range(0, image.height, num_rows):
+            part = image.crop((0, top, image.width, min(top + num_rows, image.height)))
+            yield memoryview(part.tobytes("raw", "RGBX"))
+    else:
+        yield whole
 
 
 def image_of(decoded: DecodedPixels) -> Image.Image:

@@ -108,8 +108,11 @@ def test_a_tenant_that_holds_up_compiling_keeps_only_itself_waiting(monkeypatch:
     assert not compiler.compiled(harmless, END_ID, "hostile").library.is_error()
 
 
-def test_a_tenant_whose_jobs_end_one_by_one_never_runs_more_than_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = new_compiler()
+@pytest.mark.parametrize(("num_processors", "part"), [(1, 1), (2, 1), (3, 1), (5, 2), (64, 2)])
+def test_a_tenant_whose_jobs_end_one_by_one_never_runs_more_than_its_part(
+    monkeypatch: pytest.MonkeyPatch, num_processors: int, part: int
+) -> None:
+    compiler = new_compiler(num_processors)
     started, may_end = threading.Semaphore(0), threading.Semaphore(0)
     compile_one = ConstraintCompiler._compile
 
@@ -123,8 +126,8 @@ def test_a_tenant_whose_jobs_end_one_by_one_never_runs_more_than_its_part(monkey
     monkeypatch.setattr(ConstraintCompiler, "_compile", held_up)
     with ThreadPoolExecutor(6) as callers:
         jobs = [callers.submit(compiler.compiled, Constraint(regex=text), END_ID, "busy") for text in "bcdefg"]
-        assert started.acquire(timeout=30)
-        assert started.acquire(timeout=30)
+        for _ in range(part):
+            assert started.acquire(timeout=30)
         may_end.release()
         assert started.acquire(timeout=30)  # in place of the one that has ended
         for _ in range(2):  # threads that are free look for a job behind it

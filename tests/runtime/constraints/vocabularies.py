@@ -15,8 +15,8 @@ VOCAB_SIZE = TOKENIZER.vocab_size + 13
 END_ID = 0
 
 
-def new_compiler() -> ConstraintCompiler:
-    return ConstraintCompiler(partial(new_vocabulary, TOKENIZER, VOCAB_SIZE))
+def new_compiler(num_processors: int = 4) -> ConstraintCompiler:
+    return ConstraintCompiler(partial(new_vocabulary, TOKENIZER, VOCAB_SIZE), num_processors)
 
 
 def tokens_of(text: str) -> list[Token]:

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from kestrel_grpc.multiprocess.protocol.messages import CODEC, Events
 from kestrel_grpc.multiprocess.protocol.questions import Message
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.deadlines import deadline_in
-from kestrel_runtime.api.engine import CoreReading, EngineStatus
+from kestrel_runtime.api.engine import CoreReading, EngineStatus, ImageInfo
 from kestrel_runtime.api.errors import (
     AdapterNotFound,
     DeadlineExceeded,
@@ -64,6 +64,7 @@ from kestrel_runtime.engine.poison_requests import fingerprint_of
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
 from kestrel_runtime.scheduling.batch import Batch
+from tests import hostile_images
 from tests.reference_fixtures import MD3_SMALL
 
 SMALL_IMAGE = (MD3_SMALL / "image_1_64x64.png").read_bytes()
@@ -252,6 +253,24 @@ async def test_errors_are_those_of_the_engine(one: Cores) -> None:
         assert str(errors[0]) == str(errors[1])
 
 
+@pytest.mark.parametrize(
+    ("data", "is_taken"),
+    [(hostile_images.png(8000, 8000, colour_type=2), True), (hostile_images.png(9000, 9000, colour_type=2), False)],
+    ids=["the largest", "a larger one"],
+)
+async def test_a_front_end_takes_images_of_the_sizes_that_one_process_takes(
+    one: Cores, data: bytes, is_taken: bool
+) -> None:
+    outcomes: list[object] = []
+    for engine in (one.engines[0], one.client):
+        try:
+            outcomes.append(engine.inspect_image(data))
+        except ImageError as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
+    assert isinstance(outcomes[0], ImageInfo) is is_taken
+
+
 async def test_a_deadline_ends_a_request(one: Cores) -> None:
     assert type(await error_of(submit(one.client, ENDLESS, deadline=deadline_in(0.3)))) is DeadlineExceeded
 
@@ -370,8 +389,8 @@ class Decoded:
             assert self.may_go_on.wait(MAX_WAIT_S)
             return decode(*given, **named)
 
-        def sharing(data: memoryview) -> BinaryIO:
-            self.files.append(share(data))
+        def sharing(parts: Iterable[memoryview]) -> BinaryIO:
+            self.files.append(share(parts))
             return self.files[-1]
 
         monkeypatch.setattr(client_module, "decode_image", decoding)

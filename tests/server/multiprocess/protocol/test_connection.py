@@ -45,7 +45,7 @@ class End:
 
 
 def file_of(content: bytes | None) -> BinaryIO | None:
-    return None if content is None else shared_file(memoryview(content))
+    return None if content is None else shared_file([memoryview(content)])
 
 
 @pytest.fixture
@@ -137,7 +137,8 @@ async def test_a_file_that_no_descriptor_is_left_for_is_missing_and_its_message_
     ends: tuple[End, End],
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    file = shared_file(memoryview(b"pixels"))  # has the lowest free descriptor, and frees it when it is sent
+    # It has the lowest free descriptor, and frees it when it is sent.
+    file = shared_file([memoryview(b"pix"), memoryview(b"els")])
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (file.fileno(), hard))
         assert ends[0].connection.send(b"first", file)
