@@ -27,8 +27,8 @@ class ResponseRenderer:
     def __init__(self, request_id: str, model: str, created_s: int, style: ResponseStyle) -> None:
         self._request_id = request_id
         facts = {"id": f"resp_{request_id}", "object": "response", "created_at": created_s, "error": None}
-        # Three events of a stream have these facts, which may be large.
-        self._facts = to_json({**facts, "model": model, **style.echo})[:-1]
+        # Three events of a stream have these facts.
+        self._facts = b"%b,%b" % (to_json({**facts, "model": model})[:-1], style.echo[1:-1])
         self._functions = style.functions
         self._is_json = style.is_json
         self._reader = CallReader(style.functions)

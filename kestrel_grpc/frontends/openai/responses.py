@@ -19,6 +19,7 @@ from kestrel_grpc.frontends.http.fields import (
     setting,
 )
 from kestrel_grpc.frontends.http.json_body import parse_json
+from kestrel_grpc.frontends.http.output_json import to_json
 from kestrel_grpc.frontends.openai.conversation import MAX_MESSAGES, MAX_PARTS, ConversationReader
 from kestrel_grpc.frontends.openai.requests import ANY_OBJECT, NOT_IN_CALLS, CommonFields, Only
 from kestrel_grpc.frontends.openai.skills import (
@@ -201,7 +202,8 @@ class ResponseBody(CommonFields):
 class ResponseStyle(NamedTuple):
     """Holds what a response repeats of its request, and the functions one of which the answer calls."""
 
-    echo: dict[str, Any]
+    echo: bytes
+    """The JSON object of what it repeats, which may be large."""
     functions: tuple[str, ...]
     is_json: bool = False
     """True if the text of the answer is the JSON of a skill's result."""
@@ -273,7 +275,7 @@ def parse_response(max_image_bytes: int, served: Collection[str], data: bytes) -
             skill, conversation, files, sampling, options, problems, reasoning=reasons, constraint=constraint
         ),
     )
-    style = ResponseStyle(_echo(body), () if call is None else call.names, skill != TEXT)
+    style = ResponseStyle(to_json(_echo(body)), () if call is None else call.names, skill != TEXT)
     return ParsedRequest(request, tuple(image.reference for image in images), body.stream, style, name)
 
 
