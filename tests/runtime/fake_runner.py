@@ -45,8 +45,8 @@ class FakeRunner:
     """
 
     is_asynchronous = True
-    num_cached_images = 0
-    bytes_per_image = 1
+    num_cached_images = num_cached_crops = 0
+    bytes_per_image = bytes_per_crop = 1
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.are_prompts_over: Callable[[], bool] = lambda: True
