@@ -107,7 +107,9 @@ def answers(request: Request) -> list[Event]:
         if request.patches:
             row = struct.pack("<3f" if request.dtype == "float32" else "<3e", 1, -2, 0.5)
             deltas += [PatchEmbeddings(0, 2, 2 * row), PatchEmbeddings(2, 1, row)]
-    return [Started(Usage(735, 729)), *deltas, Finished(output, FinishReason.STOP, usage, TIMING)]
+    has_mask = isinstance(output, SegmentOutput) and output.mask_format != "svg"
+    finished = Finished(output, FinishReason.STOP, usage, TIMING, image_size_px=(40, 20) if has_mask else None)
+    return [Started(Usage(735, 729)), *deltas, finished]
 
 
 def much_text() -> list[Event]:

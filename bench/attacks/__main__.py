@@ -29,6 +29,7 @@ from bench.attacks import (
     messages,
     pictures,
     stored_images,
+    vectors,
 )
 from bench.attacks.attack import Attack, Observation, markdown
 from bench.attacks.run import carry_out
@@ -48,6 +49,7 @@ ATTACKS: tuple[Attack, ...] = (
     *constraints.ATTACKS,
     *chats.ATTACKS,
     *conversations.ATTACKS,
+    *vectors.ATTACKS,
 )
 SHUTDOWN = "sigterm"
 NUM_SHUTDOWNS = 5

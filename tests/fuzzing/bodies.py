@@ -31,10 +31,10 @@ _IMAGE = base64.b64encode(bytes(range(256)) * 4).decode()
 _IMAGE_NAMES = (f"sha256:{'0' * 64}", "sha256:", "%2e%2e%2f", "a" * 5000, "%00")
 _PAUSE_S = 0.05
 PATHS = {
-    "rest": ("/v1/query", "/v1/caption", "/v1/point", "/v1/detect", "/v1/segment", "/v1/chat"),
-    "forms": ("/v1/query", "/v1/caption", "/v1/point", "/v1/detect", "/v1/segment", "/v1/gaze"),
+    "rest": ("/v1/query", "/v1/caption", "/v1/point", "/v1/detect", "/v1/segment", "/v1/chat", "/v1/embed"),
+    "forms": ("/v1/query", "/v1/caption", "/v1/point", "/v1/detect", "/v1/segment", "/v1/gaze", "/v1/embed"),
     "images": ("/v1/images", *(f"/v1/images/{name}" for name in _IMAGE_NAMES)),
-    "openai": ("/v1/chat/completions", "/v1/completions", "/v1/responses"),
+    "openai": ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
 }
 
 Draw = random.Random
@@ -81,7 +81,18 @@ def valid(path: str, draw: Draw) -> dict[str, Any]:
         return {"messages": messages, "stream": draw.random() < 0.5}
     if path == "/v1/query":
         return {"question": "?", "stream": draw.random() < 0.5, "settings": {"temperature": 0.5}}
+    if path == "/v1/embeddings":
+        part = {"type": "image_url", "image_url": {"url": f"data:;base64,{_IMAGE}"}}
+        forms = (_IMAGE, part, {"image": _IMAGE}, {"content": [part]}, "a text", [1, 2], {"type": [], "url": 1})
+        return {
+            "model": "fake",
+            "input": draw.choice((draw.choice(forms), draw.choices(forms, k=draw.choice((2, 20))))),
+        }
     body: dict[str, Any] = {"image_url": _IMAGE}
+    if path == "/v1/embed":
+        return {**body, "stream": draw.random() < 0.5, "dtype": draw.choice(("float16", "float32", "int8"))}
+    if path == "/v1/segment":
+        body["mask_format"] = draw.choice(("svg", "polygon", "rle", "png", "bmp"))
     return body if path == "/v1/caption" else {**body, "object": "bird"}
 
 

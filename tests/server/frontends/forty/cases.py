@@ -18,6 +18,7 @@ from kestrel_runtime.api.requests import (
     BoxRef,
     Caption,
     Detect,
+    Embed,
     Gaze,
     Point,
     PointRef,
@@ -41,7 +42,7 @@ class Ask:
 
     skill: str = "query"
     text: str = "What is it?"
-    """The question, the name of the object, or the length of the caption; of a gaze, nothing."""
+    """The question, the name of the object, or the length of the caption; of a gaze and an embedding, nothing."""
     image: bytes | str | None = IMAGE
     reasoning: bool = False
     refs: tuple[tuple[float, ...], ...] = ()
@@ -66,6 +67,9 @@ class Ask:
             return Caption(length=self.text, **shared)
         if self.skill == "gaze":
             return Gaze(eye=PointRef(*self.refs[0]), **shared)
+        if self.skill == "embed":
+            assert isinstance(self.image, bytes)
+            return Embed(self.image, normalize=True)
         shared |= {"max_objects": self.max_objects, "spatial_refs": refs}
         if self.skill == "segment":
             return Segment(self.text, **shared)
@@ -121,7 +125,6 @@ CASES = (
     Case("a question", Ask(), _ANSWER),
     Case("a question about nothing", Ask(text="\u4ec0\u4e48\u9e1f? \U0001f426", image=None), _ANSWER),
     Case("a question that is reasoned about", Ask(reasoning=True), {**_ANSWER, "reasoning": REASONING}),
-    Case("a streamed question", Ask(is_streamed=True), _ANSWER),
     Case(
         "a streamed question that is reasoned about",
         Ask(is_streamed=True, reasoning=True),
@@ -141,6 +144,7 @@ CASES = (
     ),
     Case("a gaze", Ask("gaze", "", refs=((0.5, 0.25),)), {"points": [(0.25, 0.75)]}),
     Case("an outline", Ask("segment", "bird", refs=((0.5, 0.5),)), {"path": "M 0 0 L 1 1 z", "box": BOX}),
+    Case("an embedding", Ask("embed", ""), {"mean": [0.25, -0.5, 1.0]}),
     Case("an empty question", Ask(text=""), reason=_INVALID, fields=("question",)),
     Case("a question that is too long", Ask(text="a" * 70_000), reason=_INVALID, fields=("question",)),
     Case("no image where one is needed", Ask("caption", "short", image=b""), reason=_INVALID, fields=("image",)),

@@ -22,6 +22,7 @@ _UNARY = {
     "detect": wire.DetectRequest,
     "segment": wire.SegmentRequest,
     "gaze": wire.GazeRequest,
+    "embed": wire.EmbedImageRequest,
 }
 _STREAMED = {"query": wire.QueryRequest, "caption": wire.CaptionRequest}
 
@@ -72,6 +73,8 @@ class GrpcColumn:
         return getattr(stub, self._rpc(ask))(_message(ask), metadata=metadata)
 
     def _rpc(self, ask: Ask) -> str:
+        if ask.skill == "embed":
+            return "EmbedImage"
         is_whole = ask.skill in _STREAMED and not ask.is_streamed
         return f"Complete{ask.skill.capitalize()}" if is_whole else ask.skill.capitalize()
 
@@ -79,13 +82,15 @@ class GrpcColumn:
 def _message(ask: Ask) -> Any:
     kind = (_STREAMED if ask.is_streamed else _UNARY)[ask.skill]
     fields: dict[str, Any] = {"sampling": ask.sampling, "options": {"model": ask.model}}
+    if ask.skill == "embed":
+        fields = {"normalize": True, "options": {"model": ask.model}}
     if ask.skill == "query":
         fields |= {"question": ask.text, "reasoning": ask.reasoning}
     elif ask.skill == "caption":
         fields["length"] = f"CAPTION_LENGTH_{ask.text.upper()}"
     elif ask.skill == "gaze":
         fields["eye"] = _ref(ask.refs[0])["point"]
-    else:
+    elif ask.skill != "embed":
         fields["object"] = ask.text
     if ask.max_objects is not None:
         fields["max_objects"] = ask.max_objects
@@ -126,6 +131,8 @@ def _answer(result: Any) -> dict[str, Any]:
         return {"points": _points([result.target])}
     if name == "Detect" and result.groups:
         return {"groups": [(group.object, [_box(item.box) for item in group.objects]) for group in result.groups]}
+    if name == "EmbedImage":
+        return {"mean": list(result.mean)}
     if name == "Detect":
         return {"boxes": [_box(item.box) for item in result.objects]}
     (segment,) = result.segments

@@ -74,7 +74,9 @@ class RestColumn(_HttpColumn):
 
     def body(self, ask: Ask) -> dict[str, Any]:
         body: dict[str, Any] = {"settings": {**ask.sampling}, "model": ask.model}
-        if ask.skill != "gaze":
+        if ask.skill == "embed":
+            body["normalize"] = True
+        elif ask.skill != "gaze":
             body[{"query": "question", "caption": "length"}.get(ask.skill, "object")] = ask.text
         if ask.image is not None:
             body["image_url"] = _url(ask.image)
@@ -107,6 +109,8 @@ class RestColumn(_HttpColumn):
             return {"points": [(point["x"], point["y"]) for point in found["points"]]}
         if ask.objects:
             return {"groups": [(group["object"], list(map(_box, group["objects"]))) for group in found["groups"]]}
+        if ask.skill == "embed":
+            return {"mean": found["mean"]}
         if ask.skill == "detect":
             return {"boxes": [_box(item) for item in found["objects"]]}
         return {"path": found["path"], "box": _box(found["bbox"])}
@@ -122,16 +126,16 @@ class RestColumn(_HttpColumn):
 
 
 class OpenAiColumn(_HttpColumn):
-    """Chat completions, which have questions only."""
+    """Chat completions, which have questions only, and embeddings."""
 
     name = "openai"
 
     def expresses(self, ask: Ask) -> bool:
         # Negative seeds are seeds here.
-        return ask.skill == "query" and not ask.refs and ask.sampling.get("seed", 0) >= 0
+        return ask.skill in ("query", "embed") and not ask.refs and ask.sampling.get("seed", 0) >= 0
 
     def method(self, ask: Ask) -> str:
-        return "openai/chat.completions"
+        return "openai/embeddings" if ask.skill == "embed" else "openai/chat.completions"
 
     def field_name(self, ask: Ask, name: str) -> str | None:
         renamed = {"sampling.max_tokens": "max_completion_tokens", "sampling.logprobs": "top_logprobs"}
@@ -140,9 +144,12 @@ class OpenAiColumn(_HttpColumn):
         return "model" if name.startswith("options.") else "messages"
 
     def path(self, ask: Ask) -> str:
-        return "/v1/chat/completions"
+        return "/v1/embeddings" if ask.skill == "embed" else "/v1/chat/completions"
 
     def body(self, ask: Ask) -> dict[str, Any]:
+        if ask.skill == "embed":
+            assert ask.image is not None
+            return {"model": ask.model, "input": _url(ask.image)}
         content: Any = ask.text
         if ask.image is not None:
             picture = {"type": "image_url", "image_url": {"url": _url(ask.image)}}
@@ -154,6 +161,8 @@ class OpenAiColumn(_HttpColumn):
         return {**body, "stream": ask.is_streamed, "reasoning": ask.reasoning}
 
     def answer(self, ask: Ask, response: Response) -> dict[str, Any]:
+        if ask.skill == "embed":
+            return {"mean": response.json["data"][0]["embedding"]}
         if not ask.is_streamed:
             message = response.json["choices"][0]["message"]
             if "reasoning" not in message:

@@ -26,7 +26,13 @@ class TritonColumn:
     def expresses(self, ask: Ask) -> bool:
         has_points_and_boxes = len({len(ref) for ref in ask.refs}) > 1
         has_image_elsewhere = isinstance(ask.image, str)
-        return not (has_points_and_boxes or has_image_elsewhere or ask.objects or "seed" in ask.sampling)
+        return not (
+            ask.skill == "embed"
+            or has_points_and_boxes
+            or has_image_elsewhere
+            or ask.objects
+            or "seed" in ask.sampling
+        )
 
     def method(self, ask: Ask) -> str:
         return f"inference.GRPCInferenceService/{'ModelStreamInfer' if ask.is_streamed else 'ModelInfer'}"
