@@ -15,11 +15,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from PIL import Image, ImageChops
 from playwright.async_api import Browser, ViewportSize, async_playwright
 
+from kestrel_client import Box, Segment
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.images.image_uris import parse_hosts
 from kestrel_grpc.server import Server
@@ -459,6 +461,19 @@ async def test_the_drawn_picture_and_the_answer_are_saved(browser: Browser, nano
             assert left < STAR[0] * 900 < right
             assert top < STAR[1] * 600 < bottom
             assert right - left < 300
+            assert await opened.page.get_by_role("button", name="Save the mask").is_visible() is (
+                skill == "segment"
+            )
+        async with opened.page.expect_download() as begun:
+            await opened.page.get_by_role("button", name="Save the mask").click()
+        file = await begun.value
+        assert file.suggested_filename == "demo_picture-mask.png"
+        await file.save_as(tmp_path / "mask.png")
+    segment = Segment(answer["path"], Box(**answer["bbox"]))
+    with Image.open(tmp_path / "mask.png") as mask:
+        drawn, own = (np.asarray(each.convert("L")) > 127 for each in (mask, segment.to_pil_mask(*mask.size)))
+    # A path of SVG that Chromium fills agrees with the mask that the client makes.
+    assert (drawn & own).sum() >= 0.98 * (drawn | own).sum()
 
 
 # Tokens

@@ -459,10 +459,15 @@ function showEntry(entry) {
 /** Offer the picture where something is drawn over it. */
 function showSave() {
   $("save-picture").hidden = overlay.isEmpty || !picture?.url || !$("picture").naturalWidth;
+  $("save-mask").hidden = !overlay.hasOutline || $("save-picture").hidden;
 }
 
 async function savePicture() {
   save(await fileOf(overlay.drawnOver($("picture")), "image/png"), `${stem()}-${skill()}.png`);
+}
+
+async function saveMask() {
+  save(await fileOf(overlay.maskOf($("picture")), "image/png"), `${stem()}-mask.png`);
 }
 
 function saveJson() {
@@ -588,6 +593,7 @@ $("address").addEventListener("keydown", (event) => {
   if (event.key === "Enter") takeAddress();
 });
 $("save-picture").addEventListener("click", savePicture);
+$("save-mask").addEventListener("click", saveMask);
 $("save-json").addEventListener("click", saveJson);
 $("remove").addEventListener("click", () => {
   take(null);

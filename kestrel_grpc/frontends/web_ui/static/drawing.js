@@ -50,6 +50,10 @@ export class Overlay {
     return this.#marks.length === 0;
   }
 
+  get hasOutline() {
+    return this.#marks.some((mark) => mark.path && mark.box);
+  }
+
   /** Emphasise the mark with this label; null emphasises none. */
   light(label) {
     this.#lit = label;
@@ -64,6 +68,22 @@ export class Overlay {
     context.drawImage(image, 0, 0, canvas.width, canvas.height);
     context.scale(canvas.width / this.frame.clientWidth, canvas.height / this.frame.clientHeight);
     for (const shape of this.svg.querySelectorAll("rect, line, circle, path, text")) paint(context, shape);
+    return canvas;
+  }
+
+  /** The insides of outlines in white on black, as large as the picture is. */
+  maskOf(image) {
+    const canvas = document.createElement("canvas");
+    const [width, height] = ([canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight]);
+    const context = canvas.getContext("2d");
+    context.fillRect(0, 0, width, height);
+    context.fillStyle = "white";
+    for (const { path, box } of this.#marks.filter((mark) => mark.path && mark.box)) {
+      const [left, top, right, bottom] = box.map((side, index) => side * (index % 2 ? height : width));
+      const outline = new Path2D();
+      outline.addPath(new Path2D(path), new DOMMatrix([right - left, 0, 0, bottom - top, left, top]));
+      context.fill(outline);
+    }
     return canvas;
   }
 
