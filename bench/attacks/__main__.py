@@ -25,6 +25,7 @@ from bench.attacks import (
     constraints,
     conversations,
     crowding,
+    frames,
     http1,
     messages,
     pictures,
@@ -50,6 +51,7 @@ ATTACKS: tuple[Attack, ...] = (
     *chats.ATTACKS,
     *conversations.ATTACKS,
     *vectors.ATTACKS,
+    *frames.ATTACKS,
 )
 SHUTDOWN = "sigterm"
 NUM_SHUTDOWNS = 5

@@ -45,6 +45,7 @@ class Cameras(CannedVision):
         self.settings: list[Any] = []
         self.frames: list[bytes] = []
         self.timeouts: list[Any] = []
+        self.counts: list[int] = []
 
     def DetectFrames(self, request_iterator: Iterator[Any], context: Any) -> Any:
         self.timeouts.append(context.time_remaining())
@@ -54,6 +55,7 @@ class Cameras(CannedVision):
         self.settings.append(next(request_iterator).settings)
         length = self.lengths.pop(0) if self.lengths else None
         for index, request in enumerate(request_iterator):
+            self.counts.append(request.frame.read_response_count)
             self.frames.append(request.frame.image.data or request.frame.image.raw.pixels)
             if index + 1 == length:
                 context.abort_with_status(rpc_status.to_status(DRAINING))
@@ -133,6 +135,7 @@ def test_a_stream_that_the_server_ends_goes_on_with_the_next_frame(client: Clien
         found.append(each)
     assert vision.frames == [b"0", b"1", b"2", b"2", b"3", b"3", b"4", b"5"], "the newest is sent again"
     assert [each.index for each in found] == [0, 1, 2, 3, 4, 5]
+    assert vision.counts == [0, 1, 2, 0, 1, 0, 1, 2], "what each call has read"
     assert [tracks(each.result) for each in found] == [[1], [2], [3], [4], [5], [6]], "no name has two meanings"
 
 

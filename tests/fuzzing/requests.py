@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from kestrel_client.v1 import image_service_pb2, vision_service_pb2
 from kestrel_grpc.calls.errors import CallFailure, describe
 from kestrel_grpc.frontends.grpc import image_service
-from kestrel_grpc.frontends.grpc.parsing import chunk_of, parsed
+from kestrel_grpc.frontends.grpc.frame_streams import request_about_frames
+from kestrel_grpc.frontends.grpc.parsing import chunk_of, framed, parsed
 from kestrel_grpc.frontends.grpc.status import trailing_metadata
 from kestrel_grpc.frontends.grpc.vision_service import BINDINGS
 from kestrel_grpc.images.image_uris import allowed_target, parse_hosts
 from kestrel_grpc.images.stored_images import ImageHandle, ImageUri
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import InvalidRequest, Overloaded
-from kestrel_runtime.api.requests import Request, parts_of
+from kestrel_runtime.api.requests import Detect, Point, Request, parts_of
 from kestrel_runtime.constraints.compiler import ConstraintCompiler, new_vocabulary
 from kestrel_runtime.engine.preprocessing import Preprocessor
 from kestrel_runtime.engine.recent import Matchers
@@ -61,9 +62,29 @@ def _part_of_upload(message: Any) -> object:
     return chunk_of(message)
 
 
+def _part_of_frames(rpc: str) -> Callable[[Any], object]:
+    """Takes the settings of a stream of frames, or one of its frames, as far as the engine's queue."""
+    (binding,) = (item for item in BINDINGS if item.rpc == rpc)
+    about = Detect("car", b"?") if rpc == "Detect" else Point("", b"?", objects=("car", "dog"))
+
+    def take(message: Any) -> None:
+        if message.WhichOneof("part") != "frame":
+            request_about_frames(message, binding)
+            return
+        asked = framed(about, message.frame.image)
+        for reference in asked.references:
+            if isinstance(reference, ImageUri):
+                allowed_target(reference.uri, _HOSTS)
+        prepare(asked.request)
+
+    return take
+
+
 PARSERS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
     {
         **{binding.rpc: binding.parse for binding in BINDINGS},
+        "DetectFrames": _part_of_frames("Detect"),
+        "PointFrames": _part_of_frames("Point"),
         "UploadImage": _part_of_upload,
         "PutImage": image_service.put_image,
         "GetImage": lambda message: ImageHandle.require(message.image_id),

@@ -192,6 +192,8 @@ class _Frames:
         self._changing = threading.Lock()
         self._call_number = 0
         self._num_taken = 0
+        self._num_read = 0
+        """Responses of the newest call that have been read."""
         self._waiting: deque[tuple[int, Any]] = deque()
         self._sent: deque[tuple[int, Any]] = deque()
         """Frames without an answer, which another call sends again: all, or the newest."""
@@ -202,12 +204,14 @@ class _Frames:
             self._call_number += 1
             self._waiting.extendleft(reversed(self._sent))
             self._sent.clear()
+            self._num_read = 0
             self.first_index = self._waiting[0][0] if self._waiting else self._num_taken
             return self._messages(self._call_number)
 
     def note_answered(self, index: int) -> None:
-        """Notes that the frames up to this one need not be sent again."""
+        """Notes that a response has been read, and that the frames up to this one need not be sent again."""
         with self._changing:
+            self._num_read += 1
             while self._sent and self._sent[0][0] <= index:
                 self._sent.popleft()
 
@@ -239,6 +243,7 @@ class _Frames:
             index, message = self._waiting.popleft()
             if not self._keeps_all:
                 self._sent.clear()
+                message.frame.read_response_count = self._num_read
             self._sent.append((index, message))
             return message
 

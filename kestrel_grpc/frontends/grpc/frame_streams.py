@@ -52,6 +52,10 @@ from kestrel_runtime.api.requests import Detect, Point, objects_of
 FRAME_METHODS = frozenset(("DetectFrames", "PointFrames"))
 """The methods of `VisionService` that this module implements."""
 _MAX_PAUSE_S = 5.0
+_MAX_UNREAD = 1
+"""The responses that a client may not have read when the next frame is looked at, if it says what it has read."""
+_LAST_WORD_S = 1.0
+"""The time after its last frame in which a client may say that it has read a response."""
 _MAX_PAIRS_AT_ONCE = 10_000
 """The pairs of boxes up to which objects are named on the event loop."""
 _PLACEHOLDER_IMAGE = b"?"
@@ -144,34 +148,54 @@ class FrameStreams:
 class _Frame:
     """Holds a frame that has been read, until its message is taken. `index` counts the frames of the stream."""
 
-    __slots__ = ("_message", "_num_bytes", "_streams", "arrived", "index")
+    __slots__ = ("_message", "_num_bytes", "_streams", "_unparsed", "arrived", "index")
 
-    def __init__(self, index: int, message: UnparsedMessage, streams: FrameStreams) -> None:
+    def __init__(self, index: int, unparsed: UnparsedMessage, streams: FrameStreams) -> None:
         """`streams` gives the memory of the message if it has any; see `is_held`."""
         self.index = index
         self.arrived = time.monotonic()
         self._streams = streams
-        num_bytes = max(1, message.num_bytes)
+        num_bytes = max(1, unparsed.num_bytes)
         self._num_bytes = num_bytes if streams.take_memory(num_bytes) else 0
-        self._message = message if self._num_bytes else None
+        self._unparsed = unparsed if self._num_bytes else None
+        self._message: Any = None
 
     @property
     def is_held(self) -> bool:
         """False if there is no memory for the frame, so that its message is dropped."""
-        return self._message is not None
+        return self._num_bytes > 0
+
+    @property
+    def num_read(self) -> int | None:
+        """The responses that the client had read when it sent the frame; None if it does not say."""
+        try:
+            message = self._parsed()
+        except Exception:  # `take` raises it
+            return None
+        return message.frame.read_response_count if message.frame.HasField("read_response_count") else None
 
     def take(self) -> Any:
-        """Returns the message, parsed, and forgets it. Its memory is taken until `release`."""
-        message, self._message = self._message, None
-        if message is None:
-            raise TooManyCalls("the memory for frames that wait is full")
-        return message.parsed()
+        """Returns the message and forgets it. Its memory is taken until `release`.
+
+        Raises what `UnparsedMessage.parsed` raises, and `TooManyCalls` if the frame is not held.
+        """
+        message = self._parsed()
+        self._message = None
+        return message
 
     def release(self) -> None:
         """Gives the memory of the frame back. A second call does nothing."""
-        self._message = None
+        self._message = self._unparsed = None
         num_bytes, self._num_bytes = self._num_bytes, 0
         self._streams.give_memory_back(num_bytes)
+
+    def _parsed(self) -> Any:
+        if self._message is None:
+            if self._unparsed is None:
+                raise TooManyCalls("the memory for frames that wait is full")
+            self._message = self._unparsed.parsed()
+            self._unparsed = None
+        return self._message
 
 
 class _Inbox:
@@ -207,17 +231,33 @@ class _Inbox:
             self._is_over = True
             self._has_changed.set()
 
-    async def take(self) -> _Frame | None:
-        """Returns the frame that waits, once there is one; None at the end. Raises the error that ends the
-        stream."""
-        while self._frame is None and not self._is_over:
+    async def take(self, num_responses: int) -> _Frame | None:
+        """Returns the frame that waits, once there is one; None at the end. Raises the error that ends the stream.
+
+        If the client says how many of the `num_responses` it has read, waits until it has read nearly all.
+        """
+        timeout_s: float | None = None
+        while not self._is_over and not self._may_leave(num_responses):
+            timeout_s = None if self._frame is None else _LAST_WORD_S
             self._has_changed.clear()
-            await self._has_changed.wait()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._has_changed.wait()
+            except TimeoutError:  # no further frame comes that could say it
+                break
         if self._end is not None:
             raise self._end
         frame, self._frame = self._frame, None
         self._is_empty.set()
         return frame
+
+    def _may_leave(self, num_responses: int) -> bool:
+        if self._frame is None or self._keeps_all:
+            return self._frame is not None
+        if num_responses <= _MAX_UNREAD:
+            return True
+        num_read = self._frame.num_read
+        return num_read is None or num_responses - num_read <= _MAX_UNREAD
 
     def clear(self) -> None:
         """Drops the frame that waits."""
@@ -262,7 +302,7 @@ class _FrameStream:
         reading = asyncio.create_task(inbox.fill(messages, ends_at))
         self._streams.counts.num_streams += 1
         try:
-            while (frame := await inbox.take()) is not None:
+            while (frame := await inbox.take(self._num_answered + self._num_failed)) is not None:
                 response, pause_s = await self._response(frame, request)
                 response.dropped_frame_count = inbox.num_dropped
                 del frame
@@ -289,20 +329,13 @@ class _FrameStream:
     def _settings(self, message: Any) -> tuple[Point | Detect, bool, bool]:
         """Returns the request about each frame, with a placeholder as its image, and whether all frames are kept
         and objects are named. Raises `InvalidRequest` and `SkillUnsupported`."""
-        if message is None or message.WhichOneof("part") != "settings":
-            raise InvalidRequest((Violation("settings", "must come first"),))
-        settings = message.settings
-        if settings.request.HasField("image"):
-            raise InvalidRequest((Violation("settings.request.image", "must be absent: frames follow"),))
-        settings.request.image.data = _PLACEHOLDER_IMAGE
+        request = request_about_frames(message, self._kind.binding)
         with naming(_settings_path):
-            request = self._kind.binding.parse(settings.request)
-            assert isinstance(request, Point | Detect)
             self._streams.engine.info.check_number_of_objects(request)
         if request.skill not in self._streams.engine.info.skills:
             raise SkillUnsupported(request.skill, self._streams.engine.info.model)
         request = replace(request, options=replace(request.options, is_transient=True))
-        return request, settings.every_frame, getattr(settings, "track", False)
+        return request, message.settings.every_frame, getattr(message.settings, "track", False)
 
     async def _response(self, frame: _Frame, request: Point | Detect) -> tuple[Any, float | None]:
         """Returns the response about a frame, and after a failure that may pass the seconds to wait. Raises
@@ -382,6 +415,23 @@ class _FrameStream:
                 names = await asyncio.to_thread(tracker.name, kind, boxes)
             for each, name in zip(found, names, strict=True):
                 each.track_id = name
+
+
+def request_about_frames(message: Any, binding: Binding) -> Point | Detect:
+    """Returns the request in the first message of a stream, with a placeholder as its image.
+
+    `binding` is that of the method for one image. Raises `InvalidRequest`.
+    """
+    if message is None or message.WhichOneof("part") != "settings":
+        raise InvalidRequest((Violation("settings", "must come first"),))
+    asked = message.settings.request
+    if asked.HasField("image"):
+        raise InvalidRequest((Violation("settings.request.image", "must be absent: frames follow"),))
+    asked.image.data = _PLACEHOLDER_IMAGE
+    with naming(_settings_path):
+        request = binding.parse(asked)
+    assert isinstance(request, Point | Detect)
+    return request
 
 
 def _ends_stream(error: BaseException, status: EngineStatus) -> bool:

@@ -609,10 +609,12 @@ class CompleteChatResponse(_message.Message):
     def __init__(self, result: _Optional[_Union[QueryResult, _Mapping]] = ..., alternatives: _Optional[_Iterable[_Union[QueryAlternative, _Mapping]]] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("image",)
+    __slots__ = ("image", "read_response_count")
     IMAGE_FIELD_NUMBER: _ClassVar[int]
+    READ_RESPONSE_COUNT_FIELD_NUMBER: _ClassVar[int]
     image: _media_pb2.Image
-    def __init__(self, image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ...) -> None: ...
+    read_response_count: int
+    def __init__(self, image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., read_response_count: _Optional[int] = ...) -> None: ...
 
 class FrameError(_message.Message):
     __slots__ = ("code", "reason", "message")

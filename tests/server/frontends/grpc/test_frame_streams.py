@@ -44,8 +44,9 @@ def settings(
     return wire.DetectFramesRequest(settings=started)
 
 
-def frame(data: bytes = b"a picture") -> wire.DetectFramesRequest:
-    return wire.DetectFramesRequest(frame=wire.Frame(image=media_pb2.Image(data=data)))
+def frame(data: bytes = b"a picture", num_read: int | None = None) -> wire.DetectFramesRequest:
+    image = media_pb2.Image(data=data)
+    return wire.DetectFramesRequest(frame=wire.Frame(image=image, read_response_count=num_read))
 
 
 def holds(request: Request) -> list[object]:
@@ -132,6 +133,29 @@ async def test_every_frame_is_looked_at_in_order_where_the_client_asks_for_it() 
     assert [each.frame_index for each in responses] == [0, 1, 2, 3, 4]
     assert images_of(rig.engine) == [b"0", b"1", b"2", b"3", b"4"]
     assert responses[-1].dropped_frame_count == 0
+
+
+async def test_a_client_that_says_what_it_has_read_gets_no_answers_that_grow_old_unread() -> None:
+    async with serving() as rig, streaming(rig, settings("car")) as call:
+        for number in range(2):
+            await call.write(frame(b"%d" % number, num_read=0))
+            assert (await call.read()).frame_index == number
+        await call.write(frame(b"2", num_read=0))
+        await call.write(frame(b"3", num_read=2))
+        response = await call.read()
+        assert (response.frame_index, response.dropped_frame_count) == (3, 1)
+        await call.write(frame(b"4", num_read=2))
+        await call.done_writing()  # the last frame is looked at in any case
+        assert (await call.read()).frame_index == 4
+    assert images_of(rig.engine) == [b"0", b"1", b"3", b"4"]
+
+
+async def test_a_camera_that_pauses_gets_the_answer_about_its_last_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kestrel_grpc.frontends.grpc.frame_streams._LAST_WORD_S", 0.01)
+    async with serving() as rig, streaming(rig, settings("car")) as call:
+        for number in range(4):
+            await call.write(frame(b"%d" % number, num_read=0))
+            assert (await call.read()).frame_index == number
 
 
 async def test_points_and_several_objects_are_found_as_in_single_calls() -> None:
