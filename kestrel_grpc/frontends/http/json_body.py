@@ -26,6 +26,7 @@ MAX_TEXTS = 20_000
 _UNCHECKED_BYTES = 128 * 1024
 """The size up to which a body is not checked: it is parsed quickly, whatever it holds."""
 _LONG_BYTES = 64 * 1024
+_LONG_GAP = re.compile(b'"[^"]{%d}' % _LONG_BYTES)
 _EXACT_CHARS = 16
 """The length of a point and 15 digits, which a double keeps unless it is subnormal, zero or infinite."""
 HALF = "holds half of a surrogate pair"
@@ -152,6 +153,11 @@ def _without_halves(value: Any, path: str, report: Callable[[str, str], object])
 
 def _without_long_texts(body: bytes) -> tuple[bytes, dict[str, LongText]]:
     """Returns the JSON with a short text in place of each long one, and the long texts by the short ones."""
+    # In most bodies without an image every quote begins or ends a text, which is found out in a tenth of the time.
+    if len(body) <= MAX_OTHER_BYTES and b'\\"' not in body and _LONG_GAP.search(body) is None:
+        if body.count(b'"') > 2 * MAX_TEXTS:
+            raise _too_many_texts()
+        return body, {}
     pieces: list[bytes] = []
     found: dict[str, LongText] = {}
     nonce = secrets.token_hex(8)  # no text of the body can equal a name that its author cannot guess
@@ -159,7 +165,7 @@ def _without_long_texts(body: bytes) -> tuple[bytes, dict[str, LongText]]:
     while (start := body.find(b'"', position)) >= 0:
         num_texts += 1
         if num_texts > MAX_TEXTS:
-            raise _invalid(f"the body holds more than {MAX_TEXTS} texts")
+            raise _too_many_texts()
         end = _end_of_text(body, start)
         if end - start > _LONG_BYTES:
             name = f"{nonce}-{len(found)}"
@@ -192,6 +198,10 @@ def _refuse_constant(name: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(parse_float=_float, parse_constant=_refuse_constant)
+
+
+def _too_many_texts() -> InvalidRequest:
+    return _invalid(f"the body holds more than {MAX_TEXTS} texts")
 
 
 def _invalid(description: str) -> InvalidRequest:

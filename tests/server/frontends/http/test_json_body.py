@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 from kestrel_grpc.frontends.http.fields import Sampling, new_constraint
-from kestrel_grpc.frontends.http.json_body import HALF, parse_json
+from kestrel_grpc.frontends.http.json_body import HALF, MAX_TEXTS, LongText, parse_json
 from kestrel_runtime.api.errors import InvalidRequest
 from tests.server.http_calls import serving_http
+
+
+def refuse(place: str, problem: str) -> None:
+    pytest.fail(f"{place} {problem}")
+
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "?"}]}
 
@@ -149,3 +154,28 @@ async def test_a_text_that_is_too_long_is_refused_wherever_it_is() -> None:
             answer = await rig.ask(f"/v1/{path}", body)
             assert (answer.status, named in answer.json["error"]["message"]) == (400, True), answer.json
         assert rig.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    "filling", ["x" * 20, 'x\\"' * 5, "x\\\\"], ids=["plain", "with quotes", "before a backslash"]
+)
+@pytest.mark.parametrize("more", [-1, 0, 1, 40_000], ids=["fewer", "the most", "one more", "far more"])
+def test_a_large_body_has_a_limited_number_of_texts_whatever_they_hold(filling: str, more: int) -> None:
+    body = ('{"a": [' + ", ".join([f'"{filling}"'] * (MAX_TEXTS - 1 + more)) + "]}").encode()
+    body += b" " * max(0, 2**18 - len(body))  # smaller bodies are not checked
+    if more > 0:
+        with pytest.raises(InvalidRequest, match=r"more than 20000 texts|more than 1048576 bytes"):
+            parse_json(body, refuse)
+    else:
+        assert len(parse_json(body, refuse)["a"]) == MAX_TEXTS - 1 + more
+
+
+@pytest.mark.parametrize("length", [2**16 - 1, 2**16, 2**16 + 1])
+@pytest.mark.parametrize("before", ["", "x", 'x\\"'])
+def test_texts_are_long_from_one_length_on(length: int, before: str) -> None:
+    text = "y" * length
+    others = json.dumps(["z" * 1000] * 140)
+    found = parse_json(f'{{"a": "{before}", "b": "{text}", "c": {others}}}'.encode(), refuse)
+    assert isinstance(found["b"], LongText) is (length >= 2**16)
+    assert found["c"] == ["z" * 1000] * 140
+    assert (found["b"].ascii_bytes().decode() if isinstance(found["b"], LongText) else found["b"]) == text
