@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kestrel_runtime.api.constraints import Constraint
-from kestrel_runtime.api.requests import Caption, Detect, Gaze, Point, PointRef, Priority, Query, Segment
+from kestrel_runtime.api.requests import Caption, Detect, Embed, Gaze, Point, PointRef, Priority, Query, Segment
 from tests.fakes import FakeEngine
 from tests.server.frontends.http.test_frontend import bearer, tokens_in
 from tests.server.http_calls import IMAGE_BYTES, IMAGE_URL, HttpServing, Response, serving_http
@@ -26,6 +26,7 @@ SKILLS: list[tuple[str, dict[str, str], type[Any]]] = [
     ("detect", {"object": "bird"}, Detect),
     ("segment", {"object": "bird"}, Segment),
     ("gaze", {"eye": "[0.5, 0.25]"}, Gaze),
+    ("embed", {"normalize": "true"}, Embed),
 ]
 
 
