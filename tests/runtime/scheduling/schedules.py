@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
+from kestrel_runtime.output.embedding import EmbeddingForm
 from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Batch, EncodeItem
 from kestrel_runtime.scheduling.cache_keys import CacheScope, ImageContent, PrefixKeyMaker
@@ -44,6 +45,7 @@ IMAGES = tuple(bytes([number]) * 32 for number in range(3))
 MAX_IMAGES = 4
 NAMESPACES = ("", "another")
 BOS = Token(0)
+FORM = EmbeddingForm(patches=True, normalize=False, dtype="float16")
 
 
 class LateCrops:
@@ -214,11 +216,21 @@ class Schedule:
         prompt += text
         if len(prompt) + len(images) * self.num_image_tokens >= capacity:
             return
+        reads_embeddings = len(images) == 1 and not answer_ends and random.random() < 0.3
+        if reads_embeddings:
+            prompt, answer = [BOS], []
+            images = (images[0]._replace(start=1),)
         sequence = TokenSequence(
             id=next(self.sequence_ids),
             tokens=prompt,
             num_prompt_tokens=len(prompt),
-            request=new_sequence(max_context=capacity, tenant=random.choice(self.tenants)).request,
+            request=new_sequence(
+                max_context=capacity,
+                tenant=random.choice(self.tenants),
+                embeddings=EmbeddingForm(patches=True, normalize=False, dtype="float16")
+                if reads_embeddings
+                else None,
+            ).request,
             clock=SequenceClock(0.0),
             images=[SequenceImage(image.start, image.num_positions) for image in images],
             answer_ends=tuple(answer_ends),
@@ -228,7 +240,7 @@ class Schedule:
         sequence.request.is_turn = random.random() < 0.9
         left_out: list[SequenceImage] = []
         if random.random() < 0.95:
-            if random.random() < 0.95:
+            if random.random() < 0.95 and not reads_embeddings:
                 keys = self.maker.keys([*prompt], images, namespace, answer_ends=answer_ends)
                 sequence.cache.keys = keys
             for image, own in zip(images, sequence.images, strict=True):
@@ -324,6 +336,13 @@ class Schedule:
                     read = EntryRead(image.entry, self.origin_of(sequence, image), NUM_CROPS)
                     accesses[-1].embeddings.append(read)
             members.append((sequence, chunk.end))
+        for sequence in batch.read:
+            (image,) = sequence.images
+            assert image.entry is not None, "I13"
+            read = EntryRead(image.entry, self.origin_of(sequence, image), NUM_CROPS)
+            accesses.append(Access((), [], 0, 0, embeddings=[read]))
+            members.append((sequence, 0))
+            self.counts["embeddings read"] += 1
         for sequence in batch.decode:
             position = sequence.cache.num_cached
             row = RowAccess(self.rows[sequence])
@@ -386,6 +405,10 @@ class Schedule:
                     namespace, images = self.origins[sequence]
                     ends = [*sequence.answer_ends, sequence.num_written]
                     self.conversations.append(Conversation(namespace, list(sequence.tokens), images, ends))
+                self.leave(sequence, "finished")
+        for sequence in batch.read:
+            if sequence in self.answers:
+                assert not sequence.cache.pages, "I13"
                 self.leave(sequence, "finished")
 
     def next_token(self, sequence: TokenSequence) -> Token:

@@ -33,6 +33,7 @@ def test_no_operation_loses_frees_twice_or_shares_wrongly():
         "yields": 0.003,
         "steps alone": 0.003,
         "several images": 0.02,
+        "embeddings read": 0.01,
         "continued": 0.01,
         "prefills that do not wait for the last decode step": 0.002,
     }
