@@ -259,7 +259,8 @@ def _preprocessor(
     config, model, model_config = info.config, loaded.model, config_of(loaded.model)
     make_crops = cropping.make_crops
     if crop_on_device is not None:
-        on_stream, digest = CudaStream(model.device).entered, None
+        # Urgent: an image has some twenty short kernels, and steps wait for its crops and their digests.
+        on_stream, digest = CudaStream(model.device, is_urgent=True).entered, None
         if crop_cache:
             digest = CropHash(cropping.crop_bytes, model.device)
         make_crops = DeviceCropper(

@@ -45,11 +45,11 @@ class CropHash:
             crop_bytes = torch.nn.functional.pad(crop_bytes, (0, self._padding))
         # Signed words differ by less than 2^32 too, and sums of int64 are taken modulo 2^64.
         words = crop_bytes.contiguous().view(torch.int32)
-        # One function after the other: products of all four would take four times as much memory.
-        return torch.stack([(words * own).sum(1) for own in self._multipliers], dim=1)
+        # All functions at once, since each kernel waits for those of steps.
+        return (words[:, None] * self._multipliers).sum(2)
 
     @staticmethod
     def work_bytes(crop_bytes: int, num_crops: int) -> int:
         """Returns the bytes of the multipliers, and of what is computed for `num_crops` at a time."""
         num_words = -(-crop_bytes // _WORD_BYTES)
-        return 8 * num_words * (_NUM_FUNCTIONS + num_crops)
+        return 8 * num_words * _NUM_FUNCTIONS * (1 + num_crops)

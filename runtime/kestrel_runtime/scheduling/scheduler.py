@@ -702,7 +702,7 @@ class Scheduler:
         if sequence in self._without_pixels:
             return Plan(self._prefill_batch(), Batch.of_decode())
         start = sequence.cache.num_cached
-        item, ready_end = self._next_encoding(sequence, None)
+        item, ready_end = self._next_encoding(sequence, None, may_wait=True)
         if reads_embeddings:
             return Plan(self._prefill_batch([] if item is None else [item], read=[sequence]), Batch.of_decode())
         span_starts = [span_start for span_start, span_end in sequence.spans if span_end > start]
@@ -760,7 +760,8 @@ class Scheduler:
             prefilling.sort(key=lambda sequence: self._waiting.service_of(sequence.tenant))
         chunks_left = self._max_chunks
         for sequence in prefilling:
-            item, ready_end = self._next_encoding(sequence, crops_left if bounded else None)
+            is_first = not (encode or prefill)
+            item, ready_end = self._next_encoding(sequence, crops_left if bounded else None, may_wait=is_first)
             if item is not None:
                 encode.append(item)
                 crops_left -= len(item.crops)
@@ -784,9 +785,14 @@ class Scheduler:
                 break
         return encode, prefill, read
 
-    def _next_encoding(self, sequence: TokenSequence, max_crops: int | None) -> tuple[EncodeItem | None, int]:
+    def _next_encoding(
+        self, sequence: TokenSequence, max_crops: int | None, *, may_wait: bool
+    ) -> tuple[EncodeItem | None, int]:
         """Returns the crops that a sequence encodes in the next step, of one image and at most `max_crops`, and the
-        end of the positions that the step can then compute. None stands for no item, and for no limit."""
+        end of the positions that the step can then compute. None stands for no item, and for no limit.
+
+        Without `may_wait` an image whose digests are awaited, and are not there, is left to a later step.
+        """
         item: EncodeItem | None = None
         for image, (start, end) in zip(sequence.images, sequence.spans, strict=True):
             if end <= sequence.cache.num_cached or (image.entry is not None and not image.needs_encoding):
@@ -794,20 +800,23 @@ class Scheduler:
             if item is not None or (image.entry is None and not self._pass_entry_on(sequence, image)):
                 return item, start
             if image.needs_encoding:
-                item = self._encode_crops(sequence, image, max_crops)
+                item = self._encode_crops(sequence, image, max_crops, may_wait=may_wait)
                 if item is None or not item.is_last:
                     return item, start
         return item, sequence.length
 
     def _encode_crops(
-        self, sequence: TokenSequence, image: SequenceImage, max_crops: int | None
+        self, sequence: TokenSequence, image: SequenceImage, max_crops: int | None, *, may_wait: bool
     ) -> EncodeItem | None:
         """Finds crops of an image in the pool, and plans to encode at most `max_crops` of the others. Returns None
-        if the image is not complete and no crop may be encoded."""
+        if the image is not complete and no crop may be encoded, or if its digests are awaited."""
         scope, computes_anew = image.crop_scope, sequence.request.computes_anew
         digests: Sequence[bytes] | None = ()
         if scope is not None and image.pixels is not None:
-            digests = image.pixels.crop_digests(waits=self._crops.has_recent_hits(scope.namespace, self._now))
+            awaits = self._crops.has_recent_hits(scope.namespace, self._now)
+            digests = image.pixels.crop_digests(waits=awaits and may_wait)
+            if digests is None and awaits:  # neither are its crops made yet; the step goes ahead without it
+                return None
         crops: list[int] = []
         places: list[PlaceId | None] = []
         num_left = 0

@@ -653,3 +653,39 @@ def test_i14_without_places_or_scope_all_crops_are_encoded():
         assert encoded(world.step()) == [(0, 1, 2)]
         with_crops(world, [b"c"])  # takes the place
         world.step()
+
+
+class SlowDigests:
+    """Crops whose digests are there once they were waited for."""
+
+    def __init__(self, *shown):
+        self.shown, self.num_crops, self.num_waits, self.are_there = shown, len(shown), 0, False
+
+    def crop_digests(self, *, waits):
+        self.num_waits += waits
+        self.are_there = self.are_there or waits
+        return self.shown if self.are_there else None
+
+
+def test_i14_only_the_first_image_of_a_step_waits_for_its_digests_and_others_are_left_to_the_next():
+    world = world_with_pool()
+    for _ in range(2):
+        with_crops(world, [b"a", b"b"])
+        world.step()  # the second finds the crops of the first
+    images = [SlowDigests(b"a", b"x"), SlowDigests(b"y", b"b")]
+    for pixels in images:
+        with_crops(world, pixels.shown).images[0].pixels = pixels
+    assert (encoded(world.step()), [pixels.num_waits for pixels in images]) == ([(1,)], [1, 0])
+    assert (encoded(world.step()), [pixels.num_waits for pixels in images]) == ([(0,)], [1, 1])
+
+
+def test_i14_where_no_crop_has_come_again_no_image_waits():
+    world = world_with_pool()
+    images = [SlowDigests(b"a", b"x"), SlowDigests(b"y", b"b")]
+    for pixels in images:
+        with_crops(world, pixels.shown).images[0].pixels = pixels
+    turn = world.begin()
+    assert (encoded(turn), [pixels.num_waits for pixels in images]) == ([(0, 1), (0, 1)], [0, 0])
+    world.end(turn)
+    with_crops(world, [b"a", b"b"])
+    assert encoded(world.step()) == [()], "they got their keys when the step was complete"

@@ -146,7 +146,7 @@ def _device_image_bytes(model: Moondream, bounds: StepBounds) -> int:
     feature_bytes = num_feature_crops * vision.num_image_tokens * vision.enc_dim * model.dtype.itemsize
     embedding_bytes = vision.num_image_tokens * text.dim * model.dtype.itemsize
     cropping_bytes = 2 * 2 * max_kept_bytes(MoondreamCropping(vision), decoded=True)
-    cropping_bytes += CropHash.work_bytes(crop_bytes // num_crops, 2 * num_crops)
+    cropping_bytes += CropHash.work_bytes(crop_bytes // num_crops, num_crops)
     return bounds.max_batch_size * (2 * crop_bytes + embedding_bytes) + feature_bytes + cropping_bytes
 
 
