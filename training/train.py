@@ -86,14 +86,14 @@ CONVERSE = Recipe(
     starts_full=True,
     conversing=True,
 )
-"""A third run, which starts from what the second one exported and teaches conversations."""
+"""A further run, which starts from what the second one exported and teaches conversations."""
 
 SETTLE = replace(
     CONVERSE, num_steps=1400, muon_lr=0.0035, adam_lr=0.0005, num_warmup_steps=20, constant_share=0.0, seed=4
 )
-"""A fourth run, which starts between the second and the third one, and restores what the third one has lost."""
+"""A run behind that one, from between its start and its end, to restore what it has lost. It was not run."""
 SETTLED_SHARE = 0.85
-"""Where it starts, from 0 for the second to 1 for the third run."""
+"""Where it starts, from 0 for the start to 1 for the end of the run before."""
 _PACE_STEPS = 100
 """After so many steps a run with a time limit looks how many more fit."""
 
