@@ -107,6 +107,12 @@ CLIENTS = (
     _grpc("ruby", "grpc_ruby.rb", "ruby-grpc", "protobuf-compiler", "protobuf-compiler-grpc", in_ci=False),
     # Finds the model of our client, which it has to be installed with.
     Client(
+        "frames-video",
+        "frames_video_python.py",
+        ("av==18.1.0", "pillow==12.0.0", "--editable", str(CHECKOUT / "clients/python")),
+        in_matrix=False,
+    ),
+    Client(
         "lm-eval",
         "lm_eval_python.py",
         ("--editable", f"{CHECKOUT / 'clients/python'}[lm-eval]"),

@@ -56,6 +56,9 @@ _MAX_UNREAD = 1
 """The responses that a client may not have read when the next frame is looked at, if it says what it has read."""
 _LAST_WORD_S = 1.0
 """The time after its last frame in which a client may say that it has read a response."""
+_MAX_BYTES_PER_S = 256 * 2**20
+"""The most bytes that all streams of a process receive together; more would delay all other calls."""
+_LEAST_REST_S = 0.001
 _MAX_PAIRS_AT_ONCE = 10_000
 """The pairs of boxes up to which objects are named on the event loop."""
 _PLACEHOLDER_IMAGE = b"?"
@@ -219,8 +222,11 @@ class _Inbox:
             async with asyncio.timeout_at(ends_at):
                 async for message in messages:
                     self._put(_Frame(index, message, self._streams))
+                    rest_s = message.num_bytes * self._streams.counts.num_streams / _MAX_BYTES_PER_S
                     del message
                     index += 1
+                    if rest_s >= _LEAST_REST_S:
+                        await asyncio.sleep(rest_s)
                     if self._keeps_all:
                         await self._is_empty.wait()
         except TimeoutError:
