@@ -26,7 +26,7 @@ victim's namespace. The area under the ROC curve is the probability that a trial
 shorter time: 0.5 is a coin, 1 is certainty. Across namespaces it must be within 0.05 of 0.5. Within one it must be
 at least 0.95: otherwise the measurement could not see a hit, and the first number would mean nothing. With
 `--target crops` the attacker's file is another one with the same pixels: neither its pages nor its embeddings are
-known, and the time depends on its one crop.
+known, and the time depends on its crops, of which there are some.
 
     python -m bench.caches tiers --model /tmp/md2 -- --kv-pages 12000
     python -m bench.caches host
@@ -72,6 +72,7 @@ from bench.harness.summary import Row
 from bench.harness.workload import WORKLOADS, chart
 from kestrel_client import Client
 from kestrel_grpc.access.token_file import Scope, line_for, new_secret
+from kestrel_grpc.cli.bench.workload import HEIGHT_PX, WIDTH_PX
 from kestrel_grpc.multiprocess.engine_channel.core_server import CoreServer
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.supervision.child import SWITCH_INTERVAL_S as CORE_SWITCH_INTERVAL_S
@@ -414,11 +415,14 @@ def served(options: Sequence[str] = ()) -> Iterator[Callers]:
         yield Callers(*(clients.enter_context(Client(server.address, token=secrets[name])) for name in names))
 
 
-def new_image(random_numbers: np.random.Generator) -> bytes:
-    """An encoded image of one crop that was never seen before."""
+def new_image(random_numbers: np.random.Generator, size_px: tuple[int, int] | None = None) -> bytes:
+    """An encoded image that was never seen before: of one crop, or enlarged to a size."""
     file = io.BytesIO()
     pixels = random_numbers.integers(0, 255, (_IMAGE_PX, _IMAGE_PX, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(file, "PNG")
+    image = Image.fromarray(pixels)
+    if size_px is not None:
+        image = image.resize(size_px, Image.Resampling.NEAREST)
+    image.save(file, "PNG")
     return file.getvalue()
 
 
@@ -459,7 +463,8 @@ def trials(callers: Callers, *, num_across: int, num_within: int, seed: int, of_
     chance.shuffle(kinds)
     found: list[Trial] = []
     for number, shares_namespace in enumerate([False, True] * _NUM_WARM_UPS + kinds):
-        images = new_image(pixels), new_image(pixels)
+        size_px = (WIDTH_PX, HEIGHT_PX) if of_crops else None
+        images = new_image(pixels, size_px), new_image(pixels, size_px)
         is_known = chance.random() < 0.5
         done = trial(callers, images, shares_namespace=shares_namespace, is_known=is_known, of_crops=of_crops)
         if number >= 2 * _NUM_WARM_UPS:
