@@ -28,6 +28,7 @@ from bench.attacks import (
     frames,
     http1,
     messages,
+    objects,
     pictures,
     stored_images,
     vectors,
@@ -52,6 +53,7 @@ ATTACKS: tuple[Attack, ...] = (
     *conversations.ATTACKS,
     *vectors.ATTACKS,
     *frames.ATTACKS,
+    *objects.ATTACKS,
 )
 SHUTDOWN = "sigterm"
 NUM_SHUTDOWNS = 5

@@ -17,7 +17,7 @@ import grpc
 import pytest
 from PIL import Image
 
-from bench.attacks import conversations, http2
+from bench.attacks import conversations, http2, objects
 from bench.attacks.__main__ import ATTACKS
 from bench.attacks.attack import MIB, Attack, Memory, Observation, Outcome, Question, Victim, Witness, markdown
 from bench.attacks.bombs import jpeg_of_scans, png_of_one_colour, tiff_of_one_tile, webp_of_canvas
@@ -208,6 +208,24 @@ def test_conversations_that_attack_have_the_size_that_their_row_names():
         "too long": 255,
         "allowed": 255,
     }
+
+
+def test_requests_about_objects_that_attack_are_as_large_as_they_may_be_or_larger():
+    asked = dict(itertools.islice(objects.requests(), 5))
+    assert {kind: len(request.objects) for kind, request in asked.items()} == {
+        "allowed": 64,
+        "left": 64,
+        "too many": 50_000,
+        "no number": 64,
+        "no names": 64,
+    }
+    assert all(request.ByteSize() < 2**20 for request in asked.values())
+    (row,) = (attack for attack in ATTACKS if attack.name == "many-objects")
+    assert row.check({"allowed: OK": 1, "left: RESOURCE_EXHAUSTED": 2, "too many: INVALID_ARGUMENT": 3}, "") == []
+    assert row.check({"no names: OK": 4, "allowed: INTERNAL": 1}, "") == [
+        "4 ended with no names: OK",
+        "1 ended with allowed: INTERNAL",
+    ]
 
 
 def test_a_conversation_that_ends_otherwise_than_documented_is_named():

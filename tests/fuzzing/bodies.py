@@ -93,7 +93,12 @@ def valid(path: str, draw: Draw) -> dict[str, Any]:
         return {**body, "stream": draw.random() < 0.5, "dtype": draw.choice(("float16", "float32", "int8"))}
     if path == "/v1/segment":
         body["mask_format"] = draw.choice(("svg", "polygon", "rle", "png", "bmp"))
-    return body if path == "/v1/caption" else {**body, "object": "bird"}
+    if path == "/v1/caption":
+        return body
+    if path in ("/v1/point", "/v1/detect") and draw.random() < 0.5:
+        names = draw.choice((["bird", "beak"], ["bird"] * 64, ["bird"] * 65, [""], []))
+        return {**body, "objects": names, "min_score": draw.choice((0.5, 2, None)), "stream": draw.random() < 0.5}
+    return {**body, "object": "bird"}
 
 
 def tools(draw: Draw) -> dict[str, Any]:
