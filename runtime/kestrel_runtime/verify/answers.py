@@ -33,6 +33,11 @@ from kestrel_runtime.api.requests import (
 )
 
 _COORDINATE_TOLERANCE = 1e-5
+_SCORES = "scores"
+"""The name of the scores of points and boxes, which only some fixtures have."""
+_SCORE_TOLERANCE, _SCORE_SHARE = 1.5e-4, 1e-2
+"""Scores may differ by this and by this share of them: they are rounded to four digits, and sharp logits multiply
+the errors of float32."""
 
 
 def request_of(call: dict[str, Any], data: bytes | None, max_tokens: int) -> Request:
@@ -73,11 +78,15 @@ def answer_of(output: Output) -> dict[str, Any]:
     if isinstance(output, CaptionOutput):
         return {"caption": output.caption}
     if isinstance(output, PointOutput):
-        return {"points": [_sides(point) for point in output.points]}
+        return {"points": [_sides(point) for point in output.points], **_scores(output)}
     if isinstance(output, DetectOutput):
-        return {"objects": [_sides(box) for box in output.boxes]}
+        return {"objects": [_sides(box) for box in output.boxes], **_scores(output)}
     assert isinstance(output, SegmentOutput), "fixtures have no calls of other skills"
     return {"segments": [{"svg_path": item.svg_path, "bbox": _sides(item.box)} for item in output.segments]}
+
+
+def _scores(output: PointOutput | DetectOutput) -> dict[str, Any]:
+    return {_SCORES: list(output.scores)} if output.scores else {}
 
 
 def _sides(place: Location | Box) -> dict[str, float]:
@@ -85,7 +94,10 @@ def _sides(place: Location | Box) -> dict[str, float]:
 
 
 def answer_differs(actual: Any, expected: Any) -> str | None:
-    """Returns a message with both answers if they differ by more than rounded coordinates, else None."""
+    """Returns a message with both answers if they differ by more than rounding, else None.
+
+    Scores are compared where the expected answer has some.
+    """
     same = _matches(actual, expected)
     return None if same else f"expected {json.dumps(expected)}, got {json.dumps(actual)}"
 
@@ -94,14 +106,25 @@ def _matches(actual: Any, expected: Any) -> bool:
     if isinstance(expected, dict):
         return (
             isinstance(actual, dict)
-            and actual.keys() == expected.keys()
-            and all(_matches(actual[key], value) for key, value in expected.items())
+            and actual.keys() - {_SCORES} == expected.keys() - {_SCORES}
+            and _scores_match(actual.get(_SCORES, []), expected.get(_SCORES))
+            and all(_matches(actual[key], value) for key, value in expected.items() if key != _SCORES)
         )
     if isinstance(expected, list):
         return len(actual) == len(expected) and all(map(_matches, actual, expected))
     if isinstance(expected, float):  # the reference leaves boxes unclipped
         return abs(actual - min(max(expected, 0.0), 1.0)) <= _COORDINATE_TOLERANCE
     return actual == expected
+
+
+def _scores_match(actual: list[float], expected: list[float] | None) -> bool:
+    return expected is None or (
+        len(actual) == len(expected)
+        and all(
+            abs(one - other) <= _SCORE_TOLERANCE + _SCORE_SHARE * other
+            for one, other in zip(actual, expected, strict=True)
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class ReferenceFixture:
         if the folder is not a fixture.
         """
         try:
-            self.expected = json.loads((folder / "expected.json").read_text())
+            self.expected = _with_scores(folder, json.loads((folder / "expected.json").read_text()))
             self._fixture = Fixture(
                 folder, self.expected, load_file(folder / "expected.safetensors"), *_conversations(folder)
             )
@@ -137,6 +137,19 @@ class ReferenceFixture:
         except KestrelError as error:
             return AnsweredCall(image, call, None, f"{type(error).__name__}: {error}")
         return AnsweredCall(image, call, answer_of(finished.output))
+
+
+def _with_scores(folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
+    """Returns the answers of a reference, which makes no scores, with those of `scores.json` where there is one."""
+    path = folder / "scores.json"
+    known = json.loads(path.read_text()) if path.exists() else []
+    for image in expected["images"]:
+        for call in image["calls"]:
+            asked = {"image": image["image"], "skill": call["skill"], "args": call["args"]}
+            for row in known:
+                if row.items() >= asked.items():
+                    call["expect"]["scores"] = row["scores"]
+    return expected
 
 
 def _conversations(folder: Path) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Tensor]]:

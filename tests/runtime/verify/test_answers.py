@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from kestrel_runtime.verify.answers import Agreement
+from kestrel_runtime.api.events import Location, PointOutput
+from kestrel_runtime.verify.answers import Agreement, answer_differs, answer_of
+
+
+def test_scores_are_compared_where_they_are_expected() -> None:
+    found = answer_of(PointOutput((Location(0.25, 0.5), Location(0.5, 0.5)), (0.5, 0.0021)))
+    assert found["scores"] == [0.5, 0.0021]
+    places = {"points": found["points"]}
+    assert answer_differs(found, places) is None
+    assert answer_differs(found, {**places, "scores": [0.5001, 0.0022]}) is None
+    for scores in ([0.5, 0.003], [0.51, 0.0021], [0.5], []):
+        assert answer_differs(found, {**places, "scores": scores}) is not None
+    assert answer_differs(answer_of(PointOutput(())), {"points": [], "scores": []}) is None
+    assert answer_differs(places, {**places, "scores": [0.5, 0.0021]}) is not None
 
 
 def test_distances_and_overlaps_are_those_of_the_nearest_results() -> None:
