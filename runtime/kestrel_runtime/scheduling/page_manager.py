@@ -31,6 +31,11 @@ SequenceId: TypeAlias = int
 """Unique among the sequences of an engine."""
 StepId = NewType("StepId", int)
 """Number of a launched step of an engine. Numbers rise and are never reused."""
+Dropped: TypeAlias = "Counter[PageId | tuple[PageId, ...]]"
+"""References of pages that are given up, and owners of runs of pages that are shared."""
+
+_RUN_PAGES = 8
+"""Runs of pages that are counted together are multiples of this."""
 
 
 class PrefixMatch(NamedTuple):
@@ -40,6 +45,17 @@ class PrefixMatch(NamedTuple):
     num_positions: int = 0
     is_partial_last: bool = False
     """True if the last page is shared up to a share point inside it, so that a new owner needs a copy."""
+
+    @property
+    def num_shared(self) -> int:
+        """The number of pages that a new owner shares: all but one that it copies."""
+        return len(self.pages) - self.is_partial_last
+
+    @property
+    def run(self) -> tuple[PageId, ...]:
+        """The first of the shared pages, whose owners are counted together. Sequences about one image have the same
+        run, also if some of them share a few pages of text behind it."""
+        return self.pages[: self.num_shared // _RUN_PAGES * _RUN_PAGES]
 
 
 class PageCopy(NamedTuple):
@@ -59,6 +75,7 @@ class Allocation(NamedTuple):
 @dataclass(slots=True)
 class _Page:
     references: int = 0
+    """One for each run of pages that sequences share, for each sequence outside of its run, and for each copy."""
     keys: list[Digest] = field(default_factory=list)
     scope: CacheScope = EVERYBODY
     """The namespace and images of its content, if it has keys."""
@@ -75,6 +92,8 @@ class _Owner:
     pages: list[PageId] = field(default_factory=list)
     num_shared: int = 0
     """Leading pages that were found published: this sequence never writes them."""
+    run: tuple[PageId, ...] = ()
+    """The first of these, whose owners are counted together."""
     num_published: int = 0
     """Full pages that have been published or were found published."""
     sources: list[PageId] = field(default_factory=list)
@@ -100,6 +119,8 @@ class PageManager:
         self._cached: OrderedDict[PageId, None] = OrderedDict()  # evictable, least recently used first
         self._index: dict[Digest, PageId] = {}  # in the order of publication
         self._owners: dict[SequenceId, _Owner] = {}
+        # How many owners share a run of pages. An image has dozens of pages, so they are counted together.
+        self._num_sharing: dict[tuple[PageId, ...], int] = {}
         self._steps: defaultdict[StepId, list[PageId]] = defaultdict(list)  # whose end concerns these pages
         self._copy_sources: defaultdict[StepId, list[PageId]] = defaultdict(list)
 
@@ -155,9 +176,8 @@ class PageManager:
     def num_needed(self, match: PrefixMatch, num_positions: int) -> int:
         """Returns how much of `num_available` an allocation takes: new pages, a copy, and cached pages that become
         held."""
-        num_shared = len(match.pages) - match.is_partial_last
         num_revived = sum(map(self._cached.__contains__, match.pages))
-        return self.pages_for(num_positions) - num_shared + num_revived
+        return self.pages_for(num_positions) - match.num_shared + num_revived
 
     def allocate(self, owner: SequenceId, match: PrefixMatch, num_positions: int) -> Allocation:
         """Allocates pages for a sequence that has none: those of `match`, and new ones up to `num_positions`.
@@ -167,14 +187,16 @@ class PageManager:
         """
         assert owner not in self._owners, "a sequence is given its first pages once"
         own = self._owners[owner] = _Owner()
-        for page in match.pages:
+        num_shared, run = match.num_shared, match.run
+        own.pages, own.sources = list(match.pages[:num_shared]), list(match.pages[num_shared:])
+        own.num_shared, own.num_published, own.run = num_shared, num_shared, run
+        num_sharing = self._num_sharing.get(run, 0)
+        self._num_sharing[run] = num_sharing + 1
+        for page in match.pages[len(run) :] if num_sharing else match.pages:
             state = self._pages[page]
             if not state.references:
                 self._cached.pop(page, None)
             state.references += 1
-        num_shared = len(match.pages) - match.is_partial_last
-        own.pages, own.sources = list(match.pages[:num_shared]), list(match.pages[num_shared:])
-        own.num_shared = own.num_published = num_shared
         self._grow(own, num_positions)
         copies = (PageCopy(own.sources[0], own.pages[num_shared]),) if match.is_partial_last else ()
         return Allocation(tuple(own.pages), copies)
@@ -186,15 +208,20 @@ class PageManager:
         """
         return self._grow(self._owners[owner], num_positions)
 
-    def num_freed(self, owner: SequenceId, dropped: Counter[PageId]) -> int:
+    def dropped_with(self, match: PrefixMatch) -> Dropped:
+        """Returns what `num_freed` counts up if a sequence starts with `match` before others leave."""
+        return Counter(dict.fromkeys((*match.pages, match.run), -1))
+
+    def num_freed(self, owner: SequenceId, dropped: Dropped) -> int:
         """Returns how many pages become available when a sequence releases its pages.
 
-        `dropped` counts references that are given up before; those of this sequence are added. Pages that steps in
-        flight write are not counted.
+        `dropped` has what is given up before; that of this sequence is added. Pages that steps in flight write are
+        not counted.
         """
-        own = self._owners[owner]
-        num_freed = 0
-        for page in (*own.pages, *own.sources):
+        own, num_freed = self._owners[owner], 0
+        dropped[own.run] += 1
+        is_last = dropped[own.run] == self._num_sharing[own.run]
+        for page in (*own.pages[0 if is_last else len(own.run) :], *own.sources):
             dropped[page] += 1
             num_freed += dropped[page] == self._pages[page].references and not self._pages[page].writing
         return num_freed
@@ -246,13 +273,12 @@ class PageManager:
             for page in own.pages[own.num_shared :]:
                 self._pages[page].writing.add(step)
                 self._steps[step].append(page)
+        num_sharing = self._num_sharing.pop(own.run) - 1
+        if num_sharing:
+            self._num_sharing[own.run] = num_sharing
         # The end of the chain is cached first, so that it is evicted before the pages that it continues.
-        for page in (*reversed(own.pages), *own.sources):
-            state = self._pages[page]
-            if state.references > 1:
-                state.references -= 1
-            else:
-                self._drop(page)
+        for page in (*reversed(own.pages[len(own.run) if num_sharing else 0 :]), *own.sources):
+            self._drop(page)
         if own.is_transient:  # again the end of the chain first
             for page in own.pages:
                 if page in self._cached and self._pages[page].is_transient:

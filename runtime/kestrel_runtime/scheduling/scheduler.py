@@ -60,7 +60,7 @@ from kestrel_runtime.scheduling.batch import Batch, Chunk, EncodeItem, Plan
 from kestrel_runtime.scheduling.cache_keys import Digest
 from kestrel_runtime.scheduling.crop_cache import CropCache, CropKey, LateKey, PlaceId
 from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache, LeaseId
-from kestrel_runtime.scheduling.page_manager import PageId, PageManager, PrefixMatch, StepId
+from kestrel_runtime.scheduling.page_manager import PageManager, PrefixMatch, StepId
 from kestrel_runtime.scheduling.sequence import PreparedImage, SequenceImage, SequenceState, TokenSequence
 
 _NO_MATCH = PrefixMatch()
@@ -603,7 +603,7 @@ class Scheduler:
             return _Start(match, [])
         if not self._has_others(sequence.tenant):
             return None
-        dropped = Counter[PageId](dict.fromkeys(match.pages, -1))  # the start adds a reference to each of these
+        dropped = self._pages.dropped_with(match)
 
         def suffice(yielding: list[TokenSequence]) -> bool:
             nonlocal num_spare

@@ -476,13 +476,19 @@ def check_books(manager: PageManager) -> None:
     books = vars(manager)
     pages, free, cached, index = books["_pages"], books["_free"], books["_cached"], books["_index"]
     holders: Counter[int] = Counter()
+    shared: Counter[tuple[int, ...]] = Counter()
     for owner in books["_owners"].values():
-        holders.update([*owner.pages, *owner.sources])
+        shared[owner.run] += 1
+        assert owner.pages[: len(owner.run)] == [*owner.run], "what is shared comes first"
+        holders.update([*owner.pages[len(owner.run) :], *owner.sources])
+    assert books["_num_sharing"] == shared, "each run of pages counts its owners"
+    for run in shared:
+        holders.update(run)
     for sources in books["_copy_sources"].values():
         holders.update(sources)
     assert len(free) == len(set(free))
     for page, state in enumerate(pages):
-        assert state.references == holders[page], "references count the owners, and the copies in flight"
+        assert state.references == holders[page], "references count owners, shared runs, and copies in flight"
         is_quarantined = bool(state.writing) and not state.references
         kinds = (page in free, page in cached, bool(state.references), is_quarantined)
         assert sum(kinds) == 1, f"B1: page {page} is in one state"

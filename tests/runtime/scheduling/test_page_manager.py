@@ -52,6 +52,28 @@ def published(manager: PageManager, owner: SequenceId, keys: PrefixKeys, num_pos
     return pages
 
 
+@pytest.mark.parametrize("starts", [True, False])
+@pytest.mark.parametrize("span_end", [8, 6, 32, 37, 40])
+def test_what_sequences_that_share_an_image_would_free_is_what_they_free(span_end, starts):
+    manager, keys = PageManager(30, 4), keys_of(list(range(40)), 4, span_end)
+    published(manager, A, keys, span_end)
+    manager.release(A)
+    match = manager.match(keys, span_end)
+    for owner, num_positions in ((A, 5), (B, 9), (C, 1)):
+        manager.allocate(owner, match, span_end + num_positions)
+    dropped = manager.dropped_with(match if starts else NOTHING)
+    expected = [manager.num_freed(owner, dropped) for owner in (A, B, C)]
+    if starts:
+        manager.allocate(SequenceId(4), match, span_end + 2)
+    freed = []
+    for owner in (A, B, C):
+        before = manager.num_available
+        manager.release(owner)
+        check_books(manager)
+        freed.append(manager.num_available - before)
+    assert freed == expected
+
+
 def test_the_end_of_an_answer_before_an_image_is_found_where_the_image_is_not():
     """Positions [6, 14) see each other; those up to 6 are an earlier turn."""
     manager, keys = PageManager(8, 4), keys_of(list(range(20)), 4)

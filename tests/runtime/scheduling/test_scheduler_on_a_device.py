@@ -93,10 +93,11 @@ class WritesIntoASharedPage(PageManager):
 
 
 class FreesWhatOthersHold(PageManager):
-    """A page has one reference, however many sequences hold it."""
+    """A run of pages has one owner, however many sequences share it."""
 
     def allocate(self, owner, match, num_positions):
         allocation = super().allocate(owner, match, num_positions)
+        self._num_sharing[self._owners[owner].run] = 1
         for page in match.pages:
             self._pages[page].references = 1
         return allocation
