@@ -117,6 +117,19 @@ def test_places_are_printed_one_a_line(address: str, picture: str, capsys: pytes
     ]
 
 
+def test_the_least_score_is_sent(address: str, picture: str, vision: CannedVision) -> None:
+    for command in (
+        ["point", picture],
+        ["detect", picture],
+        ["detect", picture, picture],
+        ["point", picture, "--json"],
+    ):
+        name, *images = [word for word in command if word != "--json"]
+        flags = ["--json"] if "--json" in command else []
+        assert _run(name, *images, "kite", "--min-score", "0.5", *flags, "--address", address) == 0
+    assert [request.min_score for request in vision.requests] == [0.5] * 5
+
+
 def test_an_outline_that_is_partial_or_missing_is_told_apart(
     address: str, picture: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,3 +130,19 @@ def test_without_the_size_of_the_image_there_are_no_pixels() -> None:
     assert (pointed.width_px, pointed.height_px) == (None, None)
     with pytest.raises(ValueError, match="did not report the size"):
         _ = pointed.points_px
+
+
+def test_scores_of_points_and_boxes_are_read_where_there_are_some() -> None:
+    place, box = media_pb2.NormalizedPoint(x=0.5, y=0.25), media_pb2.NormalizedBox(x_max=1.0, y_max=1.0)
+    pointed = [
+        vision_service_pb2.PointedObject(point=place, score=0.0),
+        vision_service_pb2.PointedObject(point=place),
+    ]
+    response = vision_service_pb2.PointResponse(points=[place] * 2, objects=pointed, info=canned.INFO)
+    assert [item.score for item in results.point_result(response, "kite").objects] == [0.0, None]
+    group = vision_service_pb2.PointGroup(object="kite", points=[place], objects=pointed[:1])
+    grouped = results.point_result(vision_service_pb2.PointResponse(groups=[group], info=canned.INFO), ["kite"])
+    assert [item.point.x for item in grouped.groups[0].objects] == [0.5]
+    found = [vision_service_pb2.DetectedObject(box=box, score=0.75), vision_service_pb2.DetectedObject(box=box)]
+    detected = results.detect_result(vision_service_pb2.DetectResponse(objects=found, info=canned.INFO), "kite")
+    assert [item.score for item in detected.objects] == [0.75, None]

@@ -72,6 +72,16 @@ def test_boxes_are_annotations_of_coco_in_pixels_of_upright_pictures(
     assert data_set.num_left_out == 3
 
 
+def test_annotations_of_coco_have_the_scores_of_boxes(folder: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "out.jsonl"
+    boxes = [{**box(0.25, 0.5, 0.75, 1.0), "score": 0.75}, box(0.0, 0.0, 0.5, 0.5)]
+    lines.write_text(json.dumps({"id": "a.png", "objects": boxes}) + "\n")
+    write_coco(tmp_path / "coco.json", DataSet(folder, ["car"]), lines)
+    scored, plain = json.loads((tmp_path / "coco.json").read_text())["annotations"]
+    assert scored["score"] == 0.75
+    assert "score" not in plain
+
+
 def test_boxes_are_lines_of_yolo_in_fractions(folder: Path, lines: Path, tmp_path: Path) -> None:
     write_yolo(tmp_path / "yolo", DataSet(folder, ["car", "dog"]), lines)
     labels = tmp_path / "yolo" / "labels"
