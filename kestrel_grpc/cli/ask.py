@@ -397,7 +397,7 @@ def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) 
     from kestrel_client import DetectResult, EmbedResult, GazeResult, PointResult, SegmentResult
     from kestrel_client.images import is_on_server
 
-    images = list(_images(arguments.image))
+    images = list(image_names(arguments.image))
     out: Path | None = getattr(arguments, "out", None)
     if getattr(arguments, "patches", False) and (out is None or len(images) > 1):
         raise ValueError("--patches needs --out, and one image")
@@ -461,7 +461,7 @@ def _job(arguments: argparse.Namespace, image: str) -> Job:
     return Job(skill, given, *asked, **options)
 
 
-def _images(names: Sequence[str]) -> Iterator[str]:
+def image_names(names: Sequence[str]) -> Iterator[str]:
     """Yields the pictures of the names: for a folder the pictures in it, otherwise the name itself. Raises
     ValueError."""
     from kestrel_client.images import is_on_server

@@ -84,6 +84,7 @@ def _other_commands() -> tuple[Callable[[Any], None], ...]:
     from kestrel_grpc.cli.completion import add_completion_command
     from kestrel_grpc.cli.demo import add_demo_command
     from kestrel_grpc.cli.evaluate import add_evaluate_command
+    from kestrel_grpc.cli.frames import add_frames_command
     from kestrel_grpc.cli.health import add_health_command
     from kestrel_grpc.cli.status import add_status_commands
     from kestrel_grpc.cli.token import add_token_command
@@ -91,7 +92,8 @@ def _other_commands() -> tuple[Callable[[Any], None], ...]:
 
     return (
         *(add_verify_command, add_accept_command, add_demo_command, add_token_command),
-        *(add_client_commands, add_chat_command, add_batch_command, add_evaluate_command, add_bench_command),
+        *(add_client_commands, add_chat_command, add_frames_command, add_batch_command),
+        *(add_evaluate_command, add_bench_command),
         *(add_status_commands, add_health_command, add_compile_command, add_completion_command),
     )
 
