@@ -170,8 +170,8 @@ def features_of(requests: Iterable[Request]) -> Counter[str]:
 
 
 def _kinds(config: MoondreamConfig) -> list[str]:
-    """Skills, and what else there is to ask of them."""
-    kinds = [*FAMILY.skills(config)]
+    """Returns the skills whose answers have tokens to compare, and what else there is to ask of them."""
+    kinds = [skill for skill in FAMILY.skills(config) if skill != "embed"]
     if "query" in kinds:
         kinds += ["text", "reasoning", "refs"]
     if "caption" in kinds:

@@ -121,6 +121,7 @@ KINDS_BY_REASON = {
     "TOKEN_INVALID": Unauthenticated,
     "SCOPE_REQUIRED": PermissionDenied,
     "STREAM_IDLE": StreamIdle,
+    "STREAM_EXPIRED": Unavailable,
     "SERVICE_UNKNOWN": ServerError,
     # Of HTTP, which this client does not speak.
     "SOURCE_NOT_ALLOWED": PermissionDenied,

@@ -42,6 +42,7 @@ _SECTIONS = {
     "Requests": ("requests",),
     "Results": ("results",),
     "Many calls": ("batches",),
+    "Frames": ("blocking_frames", "async_frames"),
     "Drawing": ("drawing",),
     "Errors": ("errors",),
 }

@@ -29,7 +29,12 @@ from kestrel_runtime.api.requests import Embed, RequestOptions
 
 MAX_INPUTS = 16
 """The most pictures of one request."""
-_NO_PICTURE = 'must be a picture: a text with it, or an object such as {"image": …}; texts have no embeddings'
+_NO_PICTURE = (
+    'must be a picture: its base64, data URL, address or image_id, or an object such as {"image": …}; '
+    "texts have no embeddings"
+)
+_LEAST_CHARACTERS = 16
+"""The fewest characters of a text that may hold a picture: no base64 of one and no `image_id` has fewer."""
 _KINDS = ("image", "image_url", "input_image")
 
 
@@ -47,6 +52,11 @@ def _picture(given: Any) -> str | LongText:
     if not isinstance(given, str | LongText) or not given:
         raise Unusable(_NO_PICTURE)
     return given
+
+
+def _is_sentence(text: str) -> bool:
+    """Returns True if a text is what OpenAI's API embeds, so that its author does not expect an image's error."""
+    return " " in text or (len(text) < _LEAST_CHARACTERS and ":" not in text)
 
 
 def _pictures(given: Any) -> list[str | LongText]:
@@ -115,6 +125,9 @@ def parse_embeddings(max_image_bytes: int, data: bytes) -> ParsedEmbeddings:
     options, requests, references = RequestOptions(model=body.model), [], []
     for place, text in enumerate(body.input):
         name = partial(_field_name, place if is_list else None)
+        if isinstance(text, str) and _is_sentence(text):
+            problems.add(name("image"), _NO_PICTURE)
+            continue
         image = read_image(text, name("image"), max_image_bytes, problems)
         references.append(image.reference)
         try:

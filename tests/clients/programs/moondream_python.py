@@ -72,13 +72,13 @@ def main() -> None:
 
     points = model.point(picture, "star", settings={"max_objects": 5})["points"]
     assert points, "no star was found"
-    assert all(point.keys() == {"x", "y"} for point in points)
+    assert all(point.keys() == {"x", "y", "score"} for point in points)
     assert model.point(picture, "star", spatial_refs=[[0.5, 0.5]])["points"] is not None
     print("point")
 
     objects = model.detect(picture, "star")["objects"]
     assert objects, "no star was found"
-    assert all(item.keys() == {"x_min", "y_min", "x_max", "y_max"} for item in objects)
+    assert all(item.keys() == {"x_min", "y_min", "x_max", "y_max", "score"} for item in objects)
     print("detect")
 
     outline = model.segment(picture, "star", spatial_refs=[[0.5, 0.5]])

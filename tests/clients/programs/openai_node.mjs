@@ -108,7 +108,7 @@ await refuse(OpenAI.PermissionDeniedError, "scope_required", () =>
 await refuse(OpenAI.NotFoundError, "model_not_found", () =>
   alice.chat.completions.create({ ...sampling, model: "gull" }),
 );
-await refuse(OpenAI.NotFoundError, "method_unknown", () => alice.embeddings.create({ model, input: "hi" }));
+await refuse(OpenAI.BadRequestError, "invalid_request", () => alice.embeddings.create({ model, input: "hi" }));
 await refuse(OpenAI.BadRequestError, "unsupported_parameter", () =>
   alice.chat.completions.create({ ...sampling, functions: [{ name: "f" }] }),
 );

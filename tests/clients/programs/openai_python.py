@@ -181,7 +181,7 @@ def main() -> None:
         lambda: alice.chat.completions.create(model="gull", messages=SEEN),
         "model_not_found",
     )
-    refuse(openai.NotFoundError, lambda: alice.embeddings.create(model=model, input="hi"), "method_unknown")
+    refuse(openai.BadRequestError, lambda: alice.embeddings.create(model=model, input="hi"), "invalid_request")
     for unsupported in (
         {"functions": [{"name": "f"}]},
         {"web_search_options": {"search_context_size": "low"}},

@@ -294,10 +294,10 @@ def check_client_of_kestrel() -> None:
     assert "".join(chunk["chunk"] for chunk in chunks) == chunks[-1]["caption"]
     boxes = infer(inputs(SKILL="detect", OBJECT="shape", IMAGE=IMAGE))[0]["objects"]
     assert boxes
-    assert all(box.keys() == {"x_min", "y_min", "x_max", "y_max"} for box in boxes)
+    assert all(box.keys() == {"x_min", "y_min", "x_max", "y_max", "score"} for box in boxes)
     points = infer(inputs(SKILL="point", OBJECT="shape", IMAGE=IMAGE))[0]["points"]
     assert points
-    assert all(point.keys() == {"x", "y"} for point in points)
+    assert all(point.keys() == {"x", "y", "score"} for point in points)
 
 
 def main() -> None:

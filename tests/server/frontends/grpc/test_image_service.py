@@ -388,13 +388,13 @@ async def test_a_server_that_stores_no_images_says_so() -> None:
         assert caught.value.code() is Code.UNIMPLEMENTED
         assert await refusal(ask(rig, id_of(DATA))) == (Code.NOT_FOUND, "IMAGE_NOT_FOUND")
         info = await rig.engine_service.GetServerInfo(engine_service_pb2.GetServerInfoRequest())
-        assert list(info.capabilities) == ["chat", "objects", "scores"]
+        assert "images" not in info.capabilities
 
 
 async def test_a_server_that_stores_images_says_so() -> None:
     async with serving() as rig:
         info = await rig.engine_service.GetServerInfo(engine_service_pb2.GetServerInfoRequest())
-    assert list(info.capabilities) == ["chat", "images", "objects", "scores"]
+    assert "images" in info.capabilities
 
 
 @pytest.mark.one_process("the test tells the engine, not the server's side of it")

@@ -76,6 +76,7 @@ async def test_several_pictures_have_vectors_in_their_order_and_add_up(rig: Http
     [
         ("", "input"),
         ("What a text!", "input"),
+        ("cat", "input"),
         (["a text"], "input[0]"),
         ([IMAGE_URL, "a text"], "input[1]"),
         ([1, 2, 3], "input"),
@@ -93,6 +94,13 @@ async def test_what_is_no_picture_is_refused(rig: HttpServing, given: Any, param
     answer = await rig.ask(PATH, body(given))
     assert (answer.status, answer.json["error"]["param"]) == (400, param)
     assert rig.engine.requests == []
+
+
+@pytest.mark.parametrize("given", ["hi", "What is shown?", ["two", "texts"], [[1, 2], [3]]])
+async def test_who_sends_texts_reads_that_texts_have_no_embeddings(rig: HttpServing, given: Any):
+    answer = await rig.ask(PATH, body(given))
+    assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_request")
+    assert "texts have no embeddings" in answer.json["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -114,11 +122,11 @@ async def test_other_fields_are_those_of_the_table(
 
 
 async def test_a_picture_that_cannot_be_used_fails_the_call_and_names_its_place():
-    bad = base64.b64encode(b"bad").decode()
+    bad = base64.b64encode(b"not a picture").decode()
 
     def script(request: Request) -> list[object]:
         broken = ImageError("cannot be decoded")
-        return [broken] if request.images == (b"bad",) else list(answers(request))
+        return [broken] if request.images == (b"not a picture",) else list(answers(request))
 
     async with serving_http(FakeEngine(script)) as rig:
         answer = await rig.ask(PATH, body([IMAGE_URL, bad, IMAGE_URL]))
