@@ -493,8 +493,7 @@ def embed_event(event: Event, request_id: str, model: str) -> wire.StreamEmbedIm
         return wire.StreamEmbedImageResponse(patches=piece)
     if isinstance(event, Started):
         return wire.StreamEmbedImageResponse(started=rendering.started(event, request_id, model))
-    assert isinstance(event, Finished)
-    return wire.StreamEmbedImageResponse(completed=embed_response(event, request_id, model))
+    return wire.StreamEmbedImageResponse(completed=embed_response(_last(event), request_id, model))
 
 
 def _stream_violations(message: Any) -> list[Violation]:

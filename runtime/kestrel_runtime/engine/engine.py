@@ -41,6 +41,8 @@ from kestrel_runtime.engine.watchdog import Watchdog, all_stacks
 from kestrel_runtime.engine.workers import Interrupted
 from kestrel_runtime.fairness.queue_admission import Cost
 from kestrel_runtime.models.loaded_model import LoadedModel
+from kestrel_runtime.scheduling.crop_cache import CropCache
+from kestrel_runtime.scheduling.embedding_cache import EmbeddingCache
 from kestrel_runtime.scheduling.sequence import SequenceClock, TokenSequence
 
 _TRANSITIONS = {
@@ -331,7 +333,7 @@ class LocalEngine:
             decoded_image_bytes=self._preprocessor.decoded_bytes,
             prefix_cache=self._prefix_cache_load(),
             image_cache=self._image_cache_load(),
-            crop_cache=self._crop_cache_load(),
+            crop_cache=_cache_load(self._crops, self._crops.num_places, self._bytes_per_crop),
             adapters=AdapterLoad() if self._adapters is None else self._adapters.reading(),
             num_compilations_awaited=num_compilations() - self._num_compilations,
             num_captures_awaited=self._loop.num_captures_awaited,
@@ -409,30 +411,8 @@ class LocalEngine:
         )
 
     def _image_cache_load(self) -> CacheLoad:
-        embeddings, image_bytes = self._embeddings, self._bytes_per_image
-        if not self.info.memory or not self.info.memory.image_cache_bytes:
-            return CacheLoad()
-        return CacheLoad(
-            num_lookups=embeddings.num_lookups,
-            num_hits=embeddings.num_hits,
-            num_evictions=embeddings.num_evictions,
-            used_bytes=embeddings.num_published * image_bytes,
-            total_bytes=embeddings.num_entries * image_bytes,
-            oldest_age_s=_age_s(embeddings.oldest_published_at()),
-        )
-
-    def _crop_cache_load(self) -> CacheLoad:
-        crops, crop_bytes = self._crops, self._bytes_per_crop
-        if not crops.num_places:
-            return CacheLoad()
-        return CacheLoad(
-            num_lookups=crops.num_lookups,
-            num_hits=crops.num_hits,
-            num_evictions=crops.num_evictions,
-            used_bytes=crops.num_published * crop_bytes,
-            total_bytes=crops.num_places * crop_bytes,
-            oldest_age_s=_age_s(crops.oldest_published_at()),
-        )
+        embeddings, is_on = self._embeddings, self.info.memory and self.info.memory.image_cache_bytes
+        return _cache_load(embeddings, embeddings.num_entries if is_on else 0, self._bytes_per_image)
 
     def _adapters_for(self, name: str) -> AdapterStore:
         """Returns the store of adapters. Raises `AdapterNotFound` if the server was started without one."""
@@ -501,6 +481,20 @@ def _wait_limit_s(request: Request, deadline: float | None) -> float | None:
     """Returns the longest time that a caller is willing to wait in the queue; None without a limit."""
     return min(
         (limit for limit in (remaining_s(deadline), request.options.max_queue_s) if limit is not None), default=None
+    )
+
+
+def _cache_load(cache: EmbeddingCache | CropCache, num_places: int, place_bytes: int) -> CacheLoad:
+    """Returns readings of numbers that the engine thread changes, of a cache of so many places; 0 if it is off."""
+    if not num_places:
+        return CacheLoad()
+    return CacheLoad(
+        num_lookups=cache.num_lookups,
+        num_hits=cache.num_hits,
+        num_evictions=cache.num_evictions,
+        used_bytes=cache.num_published * place_bytes,
+        total_bytes=num_places * place_bytes,
+        oldest_age_s=_age_s(cache.oldest_published_at()),
     )
 
 

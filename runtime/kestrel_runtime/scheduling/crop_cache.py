@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from kestrel_runtime.scheduling.page_manager import StepId
+from kestrel_runtime.scheduling.page_manager import StepId, first_value
 
 PlaceId: TypeAlias = int
 """Index of a crop in the pool on the device."""
@@ -83,12 +83,8 @@ class CropCache:
     def oldest_published_at(self) -> float | None:
         """Returns when the oldest crop was published, in seconds of the clock of `complete`, or None. May be called
         from any thread."""
-        while True:
-            try:
-                place = next(iter(self._index.values()), None)
-            except RuntimeError:  # another thread has changed the index just now
-                continue
-            return None if place is None else self._places[place].published_at
+        place = first_value(self._index)
+        return None if place is None else self._places[place].published_at
 
     def has_recent_hits(self, namespace: str, now: float) -> bool:
         """Returns True if a crop of the namespace was found a short time ago. `now`: in seconds of any clock."""

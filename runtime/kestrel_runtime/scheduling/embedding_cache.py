@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from kestrel_runtime.scheduling.cache_keys import Digest, EmbeddingKey
-from kestrel_runtime.scheduling.page_manager import StepId
+from kestrel_runtime.scheduling.page_manager import StepId, first_value
 
 EntryId: TypeAlias = int
 """Index of an entry of the image embeddings on the device."""
@@ -110,12 +110,8 @@ class EmbeddingCache:
     def oldest_published_at(self) -> float | None:
         """Returns when the oldest published entry was published, in seconds of the clock of `complete`, or None.
         May be called from any thread."""
-        while True:
-            try:
-                entry = next(iter(self._index.values()), None)
-            except RuntimeError:  # another thread has changed the index just now
-                continue
-            return None if entry is None else self._entries[entry].published_at
+        entry = first_value(self._index)
+        return None if entry is None else self._entries[entry].published_at
 
     def lease(
         self,

@@ -19,9 +19,9 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, NewType, TypeAlias, cast
+from typing import Any, NamedTuple, NewType, TypeAlias, cast
 
 from kestrel_runtime.scheduling.cache_keys import EVERYBODY, CacheScope, Digest, PrefixKeys
 
@@ -36,6 +36,15 @@ Dropped: TypeAlias = "Counter[PageId | tuple[PageId, ...]]"
 
 _RUN_PAGES = 8
 """Runs of pages that are counted together are multiples of this."""
+
+
+def first_value(index: Mapping[Any, int]) -> int | None:
+    """Returns the value that has been in a dict longest, or None. Other threads may change the dict."""
+    while True:
+        try:
+            return next(iter(index.values()), None)
+        except RuntimeError:  # another thread has changed the dict just now
+            continue
 
 
 class PrefixMatch(NamedTuple):
@@ -145,12 +154,8 @@ class PageManager:
     def oldest_published_at(self) -> float | None:
         """Returns when the oldest findable page was published, or None if there is none. May be called from any
         thread."""
-        while True:
-            try:
-                page = next(iter(self._index.values()), None)
-            except RuntimeError:  # another thread has changed the index just now
-                continue
-            return None if page is None else self._pages[page].published_at
+        page = first_value(self._index)
+        return None if page is None else self._pages[page].published_at
 
     def match(self, keys: PrefixKeys, max_positions: int) -> PrefixMatch:
         """Returns the longest published prefix of at most `max_positions` positions that splits no span."""
