@@ -46,7 +46,7 @@ class Example:
     num_given: int = 0
     """The number of the answer's first tokens that a constraint gives, and that are not learnt."""
     learnt_turns: tuple[bool, ...] = ()
-    """Of each earlier answer of a conversation whether it is learnt too."""
+    """Says of each earlier answer of a conversation whether it is learnt too."""
 
 
 @dataclass(frozen=True, slots=True)

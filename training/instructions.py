@@ -1,4 +1,4 @@
-"""What callers add to a question: messages of the system, and wishes about the form of the answer."""
+"""Adds to questions what callers add: messages of the system, and wishes about the form of the answer."""
 
 from __future__ import annotations
 

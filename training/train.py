@@ -93,7 +93,7 @@ SETTLE = replace(
 )
 """A run behind that one, from between its start and its end, to restore what it has lost. It was not run."""
 SETTLED_SHARE = 0.85
-"""Where it starts, from 0 for the start to 1 for the end of the run before."""
+"""The place at which it starts, from 0 for the start to 1 for the end of the run before."""
 _PACE_STEPS = 100
 """After so many steps a run with a time limit looks how many more fit."""
 

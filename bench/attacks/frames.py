@@ -24,13 +24,13 @@ _PER_CHANNEL = 16
 
 @dataclass(frozen=True, slots=True)
 class _Flood:
-    """What an attacker sends on each of its streams, as fast as the server reads."""
+    """Describes what an attacker sends on each of its streams, as fast as the server reads."""
 
     num_pixels: int = _SIDE_PX * _SIDE_PX
     is_broken: bool = False
-    """Whether the frames are no images."""
+    """True if the frames are no images."""
     is_idle: bool = False
-    """Whether no frame follows the settings."""
+    """True if no frame follows the settings."""
     reads: bool = True
 
     def messages(self) -> Iterator[wire.DetectFramesRequest]:

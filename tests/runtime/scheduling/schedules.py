@@ -58,7 +58,7 @@ class LateCrops:
         self._are_known = False
 
     def content(self, crop: int) -> bytes:
-        """What a crop shows: the last one of any image is the same, and the first two of an image are equal."""
+        """Returns what a crop shows: the last one of any image is the same, the first two of an image are equal."""
         return b"common" if crop == NUM_CROPS - 1 else self._image
 
     def crop_digests(self, *, waits: bool) -> Sequence[bytes] | None:
@@ -286,7 +286,7 @@ class Schedule:
         return LateCrops(digest, self.random)
 
     def encoding(self, item: EncodeItem) -> EntryWrite:
-        """What the item does, and what it must find in the pool."""
+        """Returns what the item does, and what it must find in the pool."""
         namespace, digest = self.origin_of(item.sequence, item.image)
         shown = LateCrops(digest, self.random).content
         kept = [(place, (namespace, shown(crop))) for crop, place in zip(item.crops, item.places, strict=False)]

@@ -32,7 +32,7 @@ from tests.runtime.models.moondream.engines import served
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 NUM_PATCHES = 81
-"""Of the shallow models."""
+"""The patches of an image in the shallow models."""
 
 
 class Embedded(NamedTuple):
