@@ -238,7 +238,7 @@ def _marked(namer: _Namer, with_nvtx: bool, method: Method) -> Method:
 
 
 WINDOW = "load"
-NAMES = ("direct", "cot", "long", "text")
+NAMES = ("direct", "cot", "long", "text", "changed")
 _NAME_WIDTH = 76
 
 
