@@ -15,8 +15,8 @@ Result = TypeVar("Result")
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     tenant: str
-    turn: asyncio.Future[None]
-    """Done once the job may run."""
+    turn: asyncio.Event
+    """Set once the job may run. A future could be cancelled at the moment at which it gets its turn."""
 
 
 class FairThreads:
@@ -29,16 +29,16 @@ class FairThreads:
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
         """Returns the result of the work, or raises its error."""
         loop = asyncio.get_running_loop()
-        job = _Job(tenant, loop.create_future())
+        job = _Job(tenant, asyncio.Event())
         self._turns.push(job)
         self._start()
         try:
-            await job.turn
+            await job.turn.wait()
         except asyncio.CancelledError:
-            if job.turn.cancelled():
-                self._turns.remove(job)
-            else:  # it has got its turn meanwhile
+            if job.turn.is_set():
                 self._end(tenant)
+            else:
+                self._turns.remove(job)
             raise
         running = loop.run_in_executor(None, work)
         running.add_done_callback(lambda done: self._note_end(tenant, done))
@@ -48,7 +48,7 @@ class FairThreads:
     def _start(self) -> None:
         while self._num_free and (job := self._turns.start()) is not None:
             self._num_free -= 1
-            job.turn.set_result(None)
+            job.turn.set()
 
     def _note_end(self, tenant: str, done: asyncio.Future[Any]) -> None:
         if not done.cancelled():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -64,6 +65,25 @@ async def test_whoever_leaves_keeps_its_turn_until_the_thread_ends(fails: bool) 
     assert not second.has_begun.is_set()
     first.may_end.set()
     assert await following == "done"
+    assert not waiting.has_begun.is_set()
+
+
+async def test_a_tenant_has_its_turns_after_a_caller_that_leaves_as_it_gets_one() -> None:
+    threads, pool = FairThreads(1), ThreadPoolExecutor(1)
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(pool)
+    first, waiting, following = Work(), Work(), Work()
+    following.may_end.set()
+    running = asyncio.ensure_future(threads.run("a", first))
+    leaving = asyncio.ensure_future(threads.run("a", waiting))
+    await loop.run_in_executor(ThreadPoolExecutor(1), first.has_begun.wait, MAX_WAIT_S)
+    first.may_end.set()
+    pool.submit(lambda: None).result(MAX_WAIT_S)  # the only thread has told the loop of the end of `first`
+    loop.call_soon(leaving.cancel)  # in the same turn of the loop
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert await running == "done"
+    assert await asyncio.wait_for(threads.run("a", following), MAX_WAIT_S) == "done"
     assert not waiting.has_begun.is_set()
 
 
