@@ -181,9 +181,26 @@ def test_what_the_frames_raise_is_raised_by_the_stream_after_the_answers_before(
     assert caught.value.request_id
 
 
-def test_arguments_are_checked_before_anything_is_sent(client: Client, vision: Cameras) -> None:
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"object": 7}, "object"),
+        ({"images": "video.mp4"}, "images"),
+        ({"images": b"file"}, "images"),
+        ({"images": Path("folder")}, "images"),
+        ({"every_frame": "yes"}, "every_frame"),
+        ({"track": "yes"}, "track"),
+        ({"timeout_s": "1"}, "timeout_s"),
+        ({"max_retry_s": "1"}, "max_retry_s"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_sent(
+    changed: dict[str, Any], field: str, client: Client, vision: Cameras
+) -> None:
+    arguments: dict[str, Any] = {"images": [b"0"], "object": "car", **changed}
     with pytest.raises(InvalidRequest) as caught:
-        client.detect_frames([b"0"], 7)  # pyrefly: ignore[bad-argument-type]
+        client.detect_frames(**arguments)
+    assert [violation.field for violation in caught.value.violations] == [field]
     assert caught.value.request_id
     assert not vision.settings
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 
 from kestrel_client import Box, CallOptions, InvalidRequest, Point, requests
-from kestrel_client.v1 import generation_pb2, vision_service_pb2
+from kestrel_client.images import put_reference
+from kestrel_client.v1 import generation_pb2, media_pb2, vision_service_pb2
 
 
 def test_what_is_left_out_stays_out_of_the_message() -> None:
@@ -150,6 +152,39 @@ def test_an_argument_in_the_wrong_place_is_named_and_not_printed() -> None:
         assert len(str(caught.value)) < 100
 
 
+HALF = "a\ud800"
+"""A text with half of a surrogate pair, as Python makes of a byte in a command line that is no UTF-8."""
+
+
+@pytest.mark.parametrize(
+    ("build", "field"),
+    [
+        (lambda: requests.query(vision_service_pb2.QueryRequest, HALF, None, (), {}), "question"),
+        (
+            lambda: requests.query(vision_service_pb2.QueryRequest, "a", None, (), {"choices": ["a", HALF]}),
+            "choices[1]",
+        ),
+        (lambda: requests.query(vision_service_pb2.QueryRequest, "a", None, (), {"regex": HALF}), "regex"),
+        (
+            lambda: requests.query(vision_service_pb2.QueryRequest, "a", None, (), {"json_schema": HALF}),
+            "json_schema",
+        ),
+        (lambda: requests.query(vision_service_pb2.QueryRequest, "a", None, (), {"stop": HALF}), "stop"),
+        (lambda: requests.query(vision_service_pb2.QueryRequest, "a", None, (), {"model": HALF}), "model"),
+        (lambda: requests.detect(vision_service_pb2.DetectRequest, HALF, None, (), {}), "object"),
+        (lambda: requests.point(vision_service_pb2.PointRequest, ["a", HALF], None, (), {}), "object[1]"),
+        (lambda: requests.segment(vision_service_pb2.SegmentRequest, HALF, (), {}), "object"),
+        (lambda: requests.image_id(HALF), "image"),
+        (lambda: put_reference(media_pb2.Image(), f"https://example.com/{HALF}"), "image"),
+    ],
+)
+def test_a_text_that_is_no_utf_8_is_named(build: Callable[[], object], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build()
+    assert [violation.field for violation in caught.value.violations] == [field]
+    assert str(caught.value).isascii()
+
+
 def test_a_request_id_is_made_where_the_caller_has_none() -> None:
     assert requests.request_id({"request_id": "mine"}) == "mine"
     first, second = requests.request_id({}), requests.request_id({"request_id": None})
@@ -169,6 +204,9 @@ def test_a_call_may_shorten_or_lengthen_the_clients_timeout() -> None:
     assert requests.retries({}, 120, 30).timeout_s == 120
     assert requests.retries({"timeout_s": None}, 120, 30).timeout_s == 120
     assert requests.retries({"timeout_s": 600}, 120, 30).timeout_s == 600
+    # gRPC takes a longer one for a deadline that has passed.
+    for endless in (requests.retries({"timeout_s": 1e300}, 120, 30), requests.retries({}, float("inf"), 30)):
+        assert 1e8 < endless.remaining_s < 1e9
 
 
 @pytest.mark.parametrize(
@@ -220,6 +258,7 @@ def test_each_constraint_is_a_kind_of_its_message() -> None:
         ({"regex": "a", "json_schema": {}}, "json_schema"),
         ({"choices": "yes"}, "choices"),
         ({"choices": [1]}, "choices"),
+        ({"regex": 1}, "regex"),
         ({"json_schema": {"const": object()}}, "json_schema"),
         ({"json_schema": {"const": float("nan")}}, "json_schema"),
     ],

@@ -577,7 +577,7 @@ class AsyncClient:
             )
         response = await self._calls.call(
             self._calls.vision.EmbedImage,
-            lambda: requests.embed(vision_pb2.EmbedImageRequest, normalize, options),
+            lambda: requests.embed_mean(normalize, dtype, options),
             options,
             image,
         )

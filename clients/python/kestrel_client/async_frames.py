@@ -25,6 +25,7 @@ from kestrel_client.errors import (
     client_closed,
     errors_of,
     from_rpc_error,
+    invalid_argument,
 )
 from kestrel_client.images import ImageInput, image_bytes, put_reference
 from kestrel_client.requests import CallOptions
@@ -64,6 +65,9 @@ class AsyncFrameStream(Generic[AnyFound]):
         self._cancelled = Asyncio.Event()
         self._call: Any = None
         with errors_of(self.request_id):
+            # Wrong options are reported now, and not when the connection is lost.
+            timeout_s = requests.retries(options, math.inf, calls.max_retry_s).timeout_s
+            self._timeout_s = math.inf if options.get("timeout_s") is None else timeout_s
             self._source = _Frames(images, build())
         self._ends: float | None = None
         self._retries: Retries | None = None
@@ -122,13 +126,13 @@ class AsyncFrameStream(Generic[AnyFound]):
             return None
 
     def _start(self) -> None:
-        calls, asked_s = self._calls, self._options.get("timeout_s")
+        calls = self._calls
         if self._cancelled.is_set():
             raise cancelled_here(self.request_id)
         if calls.is_closed:
             raise client_closed()
         if self._ends is None:
-            self._ends = time.monotonic() + (math.inf if asked_s is None else asked_s)
+            self._ends = time.monotonic() + self._timeout_s
         self._num_dropped += self._num_dropped_now
         self._num_dropped_now, self._first_track = 0, self._last_track
         self._call = self._rpc(
@@ -153,7 +157,7 @@ class AsyncFrameStream(Generic[AnyFound]):
         lost_s = _SHORT_WAIT_S if isinstance(failure, Unavailable) else None
         wait_s = self._retries.wait_s(failure, lost_s)
         if wait_s is None:
-            raise await Asyncio.run(calls.connection.explain, failure, calls.timeout_s)
+            raise await Asyncio.run(calls.connection.explain, failure, self._timeout_s)
         await Asyncio.wait(self._cancelled, wait_s)
 
     def _accept(self, response: Any) -> FrameResult[AnyFound]:
@@ -185,7 +189,13 @@ class _Frames:
         """The error that the caller's frames have raised; None if there is none."""
         self.first_index = 0
         """The index of the first frame of the newest call."""
-        self._images = Asyncio.iterator(images)
+        if isinstance(images, str | bytes):  # or its characters would be frames
+            raise invalid_argument("images", "are frames in a list or from an iterator, not a single one")
+        try:
+            self._images = Asyncio.iterator(images)
+        except TypeError:
+            kind = type(images).__name__
+            raise invalid_argument("images", f"are frames in a list or from an iterator, not a {kind}") from None
         self._settings = settings
         self._keeps_all = settings.settings.every_frame
         self._taking = Asyncio.Lock()

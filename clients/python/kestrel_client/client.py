@@ -575,7 +575,7 @@ class Client:
             )
         response = self._calls.call(
             self._calls.vision.EmbedImage,
-            lambda: requests.embed(vision_pb2.EmbedImageRequest, normalize, options),
+            lambda: requests.embed_mean(normalize, dtype, options),
             options,
             image,
         )

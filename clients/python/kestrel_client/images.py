@@ -117,7 +117,10 @@ def put_reference(message: media_pb2.Image, image: ImageInput) -> bool:
     if _is_array(image):
         image = _pixels_of(image)
     if is_address(image):
-        message.uri = image
+        try:
+            message.uri = image
+        except ValueError:
+            raise _invalid("an address is sent as UTF-8, which has no halves of surrogate pairs") from None
     elif isinstance(image, StoredImage):
         message.image_id = image.image_id
     elif _is_name(image):

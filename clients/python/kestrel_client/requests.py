@@ -230,7 +230,9 @@ def detect_frames(
 ) -> vision_service_pb2.DetectFramesRequest:
     """Returns the first message of a stream of frames with boxes around objects."""
     request = detect(vision_service_pb2.DetectRequest, object, max_objects, spatial_refs, options, min_score)
-    settings = vision_service_pb2.DetectFramesSettings(request=request, every_frame=every_frame, track=track)
+    settings = vision_service_pb2.DetectFramesSettings(request=request)
+    _put(settings, "every_frame", every_frame)
+    _put(settings, "track", track)
     return vision_service_pb2.DetectFramesRequest(settings=settings)
 
 
@@ -244,17 +246,18 @@ def point_frames(
 ) -> vision_service_pb2.PointFramesRequest:
     """Returns the first message of a stream of frames to point at objects."""
     request = point(vision_service_pb2.PointRequest, object, max_objects, spatial_refs, options, min_score)
-    settings = vision_service_pb2.PointFramesSettings(request=request, every_frame=every_frame)
+    settings = vision_service_pb2.PointFramesSettings(request=request)
+    _put(settings, "every_frame", every_frame)
     return vision_service_pb2.PointFramesRequest(settings=settings)
 
 
 def _objects(object: str | Sequence[str]) -> dict[str, Any]:
     """Returns the field for one object, or that for several."""
     if isinstance(object, str):
-        return {"object": object}
+        return {"object": _text("object", object)}
     if not isinstance(object, Sequence) or not object or not all(isinstance(name, str) for name in object):
         raise invalid_argument("object", f"is a text, or texts in a list, not {_shown(object)}")
-    return {"objects": object}
+    return {"objects": [_text(f"object[{index}]", name) for index, name in enumerate(object)]}
 
 
 def segment(
@@ -271,8 +274,15 @@ def gaze(eye: Point, options: CallOptions) -> vision_service_pb2.GazeRequest:
     return vision_service_pb2.GazeRequest(eye=media_pb2.NormalizedPoint(x=eye.x, y=eye.y), **_shared(options))
 
 
-def embed(kind: type[AnyEmbed], normalize: bool, options: CallOptions, **own: Any) -> AnyEmbed:
-    """Returns the request for embeddings of an image, as a message of `kind`."""
+def embed_mean(
+    normalize: bool, dtype: EmbeddingType | None, options: CallOptions
+) -> vision_service_pb2.EmbedImageRequest:
+    """Returns the request for the mean of an image's embeddings, which has no `dtype` of its own."""
+    _label("dtype", dtype, EmbeddingType, "EMBEDDING_TYPE")
+    return _embed(vision_service_pb2.EmbedImageRequest, normalize, options)
+
+
+def _embed(kind: type[AnyEmbed], normalize: bool, options: CallOptions, **own: Any) -> AnyEmbed:
     for name, value in options.items():
         if name in CallOptions.__annotations__ and name not in _HANDLING and value is not None:
             raise invalid_argument(name, "has no meaning for embeddings")
@@ -286,7 +296,7 @@ def embed_patches(
 ) -> vision_service_pb2.StreamEmbedImageRequest:
     """Returns the request for embeddings of an image's patches."""
     label = _label("dtype", dtype, EmbeddingType, "EMBEDDING_TYPE")
-    return embed(vision_service_pb2.StreamEmbedImageRequest, normalize, options, type=label)
+    return _embed(vision_service_pb2.StreamEmbedImageRequest, normalize, options, type=label)
 
 
 def put_image(data: bytes, ttl_s: float | None, pin: bool) -> image_service_pb2.PutImageRequest:
@@ -400,15 +410,16 @@ def _constraint(options: CallOptions) -> generation_pb2.Constraint | None:
     if (choices := options.get("choices")) is not None:
         if isinstance(choices, str) or not all(isinstance(choice, str) for choice in choices):
             raise invalid_argument("choices", "are texts in a list")
-        return generation_pb2.Constraint(choices=generation_pb2.Choices(values=choices))
+        values = [_text(f"choices[{index}]", choice) for index, choice in enumerate(choices)]
+        return generation_pb2.Constraint(choices=generation_pb2.Choices(values=values))
     if (regex := options.get("regex")) is not None:
-        return generation_pb2.Constraint(regex=regex)
+        return generation_pb2.Constraint(regex=_text("regex", regex))
     return generation_pb2.Constraint(json_schema=_schema_text(options.get("json_schema")))
 
 
 def _schema_text(schema: Mapping[str, Any] | str | None) -> str:
     if isinstance(schema, str):
-        return schema
+        return _text("json_schema", schema)
     try:
         return json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
@@ -448,6 +459,14 @@ def _text(name: str, value: str) -> str:
     # Without this, a message with an argument in the wrong place would fail with an error that shows it whole.
     if not isinstance(value, str):
         raise invalid_argument(name, f"is a text, not {_shown(value)}")
+    try:
+        value.encode()
+    except (
+        UnicodeEncodeError
+    ) as error:  # half of a surrogate pair, such as a byte of a file's name that is no UTF-8
+        raise invalid_argument(
+            name, f"cannot be sent as UTF-8: {_shown(value[error.start])} is no character"
+        ) from None
     return value
 
 

@@ -54,6 +54,8 @@ from kestrel_client.results import (
 from kestrel_client.v1 import image_service_pb2, media_pb2, vision_service_pb2
 
 _FIRST_WAIT_S = 0.1
+_LONGEST_TIMEOUT_S = 1e9
+"""The longest time for a call: gRPC takes one of some 250 years or more for a deadline that has passed."""
 _LONGEST_WAIT_S = 5.0
 DEFAULT_STORE_FROM_BYTES = 2**20
 """Below this, sending an image again takes hardly longer than naming it, see `bench/NOTES.md`."""
@@ -155,7 +157,7 @@ class Retries:
     """The attempts of one call, all of them within `timeout_s`, and none begun later than `max_retry_s`."""
 
     def __init__(self, timeout_s: float, max_retry_s: float, max_queue_s: float | None) -> None:
-        self.timeout_s = timeout_s
+        self.timeout_s = timeout_s = min(timeout_s, _LONGEST_TIMEOUT_S)
         now = time.monotonic()
         self._ends = now + timeout_s
         # A caller who limits the wait for a start does not wait longer by waiting here.

@@ -172,12 +172,15 @@ class _Job:
     def write_data_sets(self) -> None:
         """Writes the boxes of the complete output in the forms that are asked for. Raises OSError."""
         from kestrel_grpc.cli.batch.data_sets import DataSet, write_coco, write_yolo
+        from kestrel_grpc.cli.batch.lines import PictureFolder
 
-        given = self.arguments
+        given, source = self.arguments, self.source
+        if not isinstance(source, PictureFolder):
+            return
         for target, write in ((given.coco, write_coco), (given.yolo, write_yolo)):
             if target is None:
                 continue
-            data_set = DataSet(given.input, _wanted(self.template))
+            data_set = DataSet(given.input, source.names, _wanted(self.template))
             write(target, data_set, Path(given.output))
             if data_set.num_left_out:
                 print_error(f"{target}: {data_set.num_left_out} pictures are left out, which have no answer")
@@ -208,8 +211,8 @@ def _batch(arguments: argparse.Namespace) -> int:
             arguments.skill, fields_of(arguments.field), arguments.seed, arguments.input.absolute().parent
         )
         _require_consistent(arguments)
-        _require_data_set(arguments, template)
         source = open_source(arguments.input)
+        _require_data_set(arguments, template, source)
         job = _Job(arguments, template, source, iter(source))
         return _with_engine(job) if arguments.address is None else _with_server(job)
     except ConfigurationError as error:
@@ -229,21 +232,45 @@ def _wanted(template: Template) -> list[str]:
     return list(dict.fromkeys(name for name in given if isinstance(name, str)))
 
 
-def _require_data_set(arguments: argparse.Namespace, template: Template) -> None:
-    """Raises `ConfigurationError` if the boxes of this run make no data set."""
+def _require_data_set(arguments: argparse.Namespace, template: Template, source: Source) -> None:
+    """Raises `ConfigurationError` if the boxes of this run make no data set, or it cannot be written."""
+    from kestrel_grpc.cli.batch.data_sets import with_same_labels
+    from kestrel_grpc.cli.batch.lines import PictureFolder
+
+    coco, yolo, output = arguments.coco, arguments.yolo, Path(arguments.output)
     flags = [flag_name(name) for name in ("coco", "yolo") if getattr(arguments, name) is not None]
+    if not flags:
+        return
     problems: list[str] = []
-    if flags and not arguments.input.is_dir():
+    if not isinstance(source, PictureFolder):
         problems.append("IN must be a folder of pictures")
-    if flags and (template.skill != "detect" or not _wanted(template)):
+    if template.skill != "detect" or not _wanted(template):
         problems.append("needs --skill detect, and --field object=… or objects=[…]")
-    path = Path(arguments.output)
-    if flags and (arguments.output == _STANDARD_OUTPUT or (path.exists() and not path.is_file())):
+    if arguments.output == _STANDARD_OUTPUT or (output.exists() and not output.is_file()):
         problems.append("OUT must be a file, which is read again")
-    if arguments.coco is not None and not arguments.coco.absolute().parent.is_dir():
-        problems.append(f"{arguments.coco.absolute().parent} is no folder")
+    if coco is not None:
+        files = [output, *(output.with_name(f"{output.name}.{suffix}") for suffix in ("resume", "retry"))]
+        if coco.resolve() in [file.resolve() for file in files]:
+            problems.append(f"{coco} is a file of OUT")
+        if not coco.absolute().parent.is_dir():
+            problems.append(f"{coco.absolute().parent} is no folder")
+        elif not _may_be_written(coco):
+            problems.append(f"{coco} cannot be written")
+    if yolo is not None:
+        if not all(map(_may_be_written, (yolo / "data.yaml", yolo / "labels" / "any.txt"))):
+            problems.append(f"{yolo} is no folder that can be written to")
+        if isinstance(source, PictureFolder) and (same := with_same_labels(source.names)) is not None:
+            problems.append(f"{same[0]} and {same[1]} would have the same file of labels; rename one")
     if problems:
         raise ConfigurationError(tuple(f"{' and '.join(flags)}: {problem}" for problem in problems))
+
+
+def _may_be_written(file: Path) -> bool:
+    """Returns True if it seems that the file can be written, and the folders around it be made."""
+    if file.exists():
+        return not file.is_dir() and os.access(file, os.W_OK)
+    folder = next(folder for folder in file.absolute().parents if folder.exists())
+    return folder.is_dir() and os.access(folder, os.W_OK)
 
 
 def _can_be_read_again(path: Path) -> bool:
@@ -399,6 +426,7 @@ async def _run(job: _Job, caller: Caller, output: AnyOutput, num_in_flight: int)
                 is_complete = await run.run()
             if is_complete:
                 output.finish()
+                again = "all lines are written; the same command with --retry-failed writes the data set, too"
                 job.write_data_sets()
             print_error(progress.line())
         except BrokenPipeError:  # the reader of OUT has closed it, as `head` does

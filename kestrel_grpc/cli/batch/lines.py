@@ -14,7 +14,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -124,14 +124,15 @@ class PictureFolder:
 
     def __init__(self, folder: Path) -> None:
         """Lists the pictures. Raises `InputUnusable` if there is no picture, or OSError."""
-        self._names = sorted(_pictures_in(folder))
+        self.names: Sequence[str] = sorted(_pictures_in(folder))
+        """The path of each picture in the folder."""
         self._folder = folder
         self._num_read = 0
-        if not self._names:
+        if not self.names:
             raise InputUnusable(f"{folder}: the folder holds no pictures ({', '.join(sorted(PICTURE_SUFFIXES))})")
 
     def __iter__(self) -> Iterator[Record]:
-        for name in self._names:
+        for name in self.names:
             self._num_read += 1
             path = (self._folder / name).absolute()
             try:
@@ -143,7 +144,7 @@ class PictureFolder:
             yield Record(self._num_read, _digest(os.fsencode(f"{name} {size}")), {"id": id, "image": path})
 
     def share_read(self) -> float | None:
-        return self._num_read / len(self._names)
+        return self._num_read / len(self.names)
 
 
 def _pictures_in(folder: Path) -> Iterator[str]:

@@ -221,3 +221,19 @@ def test_a_mistake_in_the_call_is_told_before_anything_is_loaded(
     assert status == 2
     assert complaint in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_data_set_that_could_not_be_written_is_written_from_the_complete_lines(tmp_path: Path) -> None:
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    shutil.copy(CHECKOUT / "kestrel_grpc" / "demo_picture.png", pictures)
+    words = (pictures, tmp_path / "out.jsonl", "--skill", "detect", "--field", "object=car", "--coco")
+    command = (sys.executable, "-m", "kestrel_grpc", "batch")
+    full = run(command, *words, "/dev/full")
+    assert full.returncode == 1
+    assert "No space left on device; all lines are written; the same command with --retry-failed" in full.stderr
+    lines = (tmp_path / "out.jsonl").read_bytes()
+    again = run(command, *words, tmp_path / "coco.json", "--retry-failed")
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "out.jsonl").read_bytes() == lines
+    assert len(json.loads((tmp_path / "coco.json").read_text())["images"]) == 1

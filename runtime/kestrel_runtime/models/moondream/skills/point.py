@@ -64,7 +64,8 @@ class ObjectParser(OutputParser):
         self.max_tokens = max_values if max_tokens is None else min(max_values, max_tokens)
         self._num_tokens = 0
         self._num_objects = 0
-        self._min_score = min_score
+        # In a message it has 32 bits, and may then be above the score that a caller has read from another answer.
+        self._min_score = None if min_score is None else round(min_score, _SCORE_DIGITS + 2)
         self._object: list[Token] = []
         self.scores: list[float] = []
         """The scores of the objects so far; empty if tokens have none."""

@@ -1,3 +1,5 @@
+import struct
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,6 +80,20 @@ def test_objects_below_the_least_score_are_left_out_and_count_towards_the_most()
     assert detect.output() == DetectOutput((OBJECT_BOX,) * 2)
     assert output(detect, DetectOutput).scores == (0.5, 0.75)
     assert detect.finish_reason is FinishReason.MAX_OBJECTS
+
+
+@pytest.mark.parametrize("score", [0.1, 0.7, 0.9847, 0.9871, 0.9914])
+def test_the_score_of_an_answer_as_the_least_score_keeps_the_object(score):
+    """Also with 32 bits, in which some scores become larger."""
+    for least, is_found in (
+        (score, True),
+        (struct.unpack("f", struct.pack("f", score))[0], True),
+        (score + 1e-4, False),
+    ):
+        detect = SKILL.new_parser(Detect("cat", IMAGE, min_score=least), TOKENIZER, MOONDREAM_3)
+        factors = zip(OBJECT, (score, 1.0, 1.0), strict=True)
+        found = consume(detect, [token._replace(score=factor) for token, factor in factors])
+        assert len(found) == is_found, least
 
 
 def test_an_object_is_x_then_y_then_size_and_the_end_comes_only_between_objects():
