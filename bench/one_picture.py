@@ -1,8 +1,9 @@
 """Does the attention of prompts with one picture take longer than in another checkout, and has it the same bits?
 
-Processes of both trees run in turns, A B A B, each with the kernels, the inputs and the clock of its own tree: one
-layer at Moondream 2's sizes, random values of one seed, times of the device from graphs. A ratio is the median over
-the rounds of this tree's time over the other's in the same round.
+One layer at Moondream 2's sizes, random values of one seed, on the same tensors: the kernel of the other checkout
+and this one, and `--tilings`, variants of this one for questions behind a picture that is in the pages. Graphs of
+all of them are replayed in turns, in an order that changes. A ratio is the median over the turns of a kernel's time
+over the other checkout's in the same turn.
 
     python -m bench.one_picture --before /tmp/before
 """
@@ -11,102 +12,145 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
+import importlib.util
+import inspect
 import os
 import statistics
-import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-# Of the tree that is on the path: what is used of them is alike in both.
-import kestrel_ops
 from bench.harness.output import write_json
 from bench.harness.prefill_inputs import FLOAT8, PagedAttention, Prompts
-from bench.harness.timing import time_us
+from bench.harness.timing import turns_us
 from bench.prefill import TINY
-from kestrel_ops import Kernels
+from kestrel_ops.attention import triton_prefill_attention
+from kestrel_ops.attention.triton_prefill_attention import Tiling
 from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2
 
-HERE = Path(__file__).resolve()
+BEFORE = "before"
+NOW = "now"
+_MODULE = Path("kernels", "kestrel_ops", "attention", "triton_prefill_attention.py")
 _STARTS = {"prompts": 0, "behind the picture": 730}
+_SHORT = 64
+"""Tokens of the longest chunk that the tilings are for."""
 
 
-def measured(counts: list[int], device: torch.device, tree: str, *, is_tiny: bool) -> dict[str, dict[str, Any]]:
-    """Times in µs and digests of the results, by case, with the modules of the tree that is on the path."""
-    assert Path(kestrel_ops.__file__).is_relative_to(tree), "the modules of another tree"
-    kernels = Kernels.select(device.type, {})
+def attention_of(tree: Path) -> ModuleType:
+    """The module of the kernel in another checkout; what it imports is this one's."""
+    name = "attention_of_the_other_checkout"
+    spec = importlib.util.spec_from_file_location(name, tree.resolve() / _MODULE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where its dataclasses look for their names
+    spec.loader.exec_module(module)
+    return module
+
+
+def attend(module: ModuleType, inputs: PagedAttention, prefix_length: int, tiles: Tiling | None = None) -> Tensor:
+    """The attention of a module, by its own tiling or by a given one.
+
+    Modules before conversations take the length of each prompt's prefix in place of each row's view.
+    """
+    plan = inputs.plan
+    views = plan.visible_until
+    if "prefix_lengths" in inspect.signature(module.prefill_attention).parameters:
+        views = torch.full_like(plan.lengths, prefix_length)
+    elif tiles is not None:
+        return inputs.attend_tiled(tiles)
+    chunks = (plan.page_table, plan.query_starts, plan.lengths, views, plan.max_chunk)
+    return module.prefill_attention(*inputs.heads, *inputs.pages, *chunks, *inputs.scales)
+
+
+def cases(counts: list[int], device: torch.device, *, is_tiny: bool) -> Iterator[tuple[str, int, PagedAttention]]:
+    """Name, length of the prefix and inputs of each case."""
     config = TINY if is_tiny else MOONDREAM_2.text
-    found: dict[str, dict[str, Any]] = {}
     for page_dtype in (torch.bfloat16, FLOAT8):
         for count in counts:
             prompts = Prompts(count, 40, 26) if is_tiny else Prompts(count, 746, 730)
             for what, start in _STARTS.items():
                 torch.manual_seed(7)
                 inputs = PagedAttention(config, prompts, device, page_dtype, min(start, prompts.prefix_length))
-                attended = inputs.attend(kernels.prefill_attention).contiguous()
-                digest = hashlib.sha256(attended.view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
-                us = time_us([lambda inputs=inputs: inputs.attend(kernels.prefill_attention)], replays=31)
                 pages = "float8" if page_dtype == FLOAT8 else "bfloat16"
-                found[f"{count} {what}, {pages} pages"] = {"us": us, "digest": digest}
-    return found
+                yield f"{count} {what}, {pages} pages", prompts.prefix_length, inputs
 
 
-def run_in(tree: Path, arguments: list[str]) -> dict[str, dict[str, Any]]:
-    """What a process with the modules of a tree measures."""
-    tree = tree.resolve()
-    own = [str(tree), *(str(tree / name) for name in ("runtime", "kernels", "clients/python"))]
-    path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-P", str(HERE), "--measure", str(tree), *arguments],
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=tree,
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+def compared(
+    contenders: dict[str, Callable[[PagedAttention, int], Tensor]],
+    case: str,
+    prefix_length: int,
+    inputs: PagedAttention,
+    turns: int,
+) -> Iterator[dict[str, Any]]:
+    """A row for each contender, of which the first is what the others are compared with."""
+    calls = {name: partial(attention, inputs, prefix_length) for name, attention in contenders.items()}
+    digests = {
+        name: hashlib.sha256(call().contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
+        for name, call in calls.items()
+    }
+    times = turns_us(calls, turns)
+    for name in contenders:
+        ratios = sorted(own / before for own, before in zip(times[name], times[BEFORE], strict=True))
+        quartiles = [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]]
+        yield {
+            "case": case,
+            "kernel": name,
+            "us": statistics.median(times[name]),
+            "ratio": statistics.median(ratios),
+            "quartiles": quartiles,
+            "has_same_bits": digests[name] == digests[BEFORE],
+        }
+
+
+def tiling(text: str) -> Tiling:
+    """The tiling of an argument, with 0 for as many registers as the compiler takes."""
+    *numbers, own_keys = text.split(",")
+    queries, keys, warps, stages, registers = map(int, numbers)
+    return Tiling(queries, keys, warps, stages, registers or None, own_keys)
 
 
 def main() -> int:
     """Measure in turns, print, and write; 1 if a result has other bits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, help="the other checkout")
-    parser.add_argument("--measure", metavar="TREE", help="of one tree, as JSON; used by the command itself")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--before", type=Path, required=True, help="the other checkout")
+    parser.add_argument("--turns", type=int, default=300)
     parser.add_argument("--prompts", type=int, nargs="+", default=[1, 8])
+    parser.add_argument(
+        "--tilings", type=tiling, nargs="*", default=[], help="queries,keys,warps,stages,registers,own keys"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a few values, to see that it runs")
     arguments = parser.parse_args()
-    if arguments.measure:
-        with torch.inference_mode():
-            device = torch.device(arguments.device)
-            print(json.dumps(measured(arguments.prompts, device, arguments.measure, is_tiny=arguments.tiny)))
-        return 0
-    if arguments.before is None:
-        parser.error("--before: the other checkout is needed")
-    passed = ["--device", arguments.device, "--prompts", *map(str, arguments.prompts)]
-    passed += ["--tiny"] * arguments.tiny
-    trees = {"before": arguments.before, "now": HERE.parents[1]}
-    rounds = [{name: run_in(tree, passed) for name, tree in trees.items()} for _ in range(arguments.rounds)]
-    rows = []
-    print(f"{'a layer, µs':<44}{'before':>10}{'now':>10}{'ratio':>8}  bits")
-    for case in rounds[0]["now"]:
-        before, now = ([each[name][case]["us"] for each in rounds] for name in trees)
-        ratio = statistics.median([b / a for a, b in zip(before, now, strict=True)])
-        digests = {each[name][case]["digest"] for each in rounds for name in trees}
-        rows.append(
-            {
-                "case": case,
-                "before_us": statistics.median(before),
-                "now_us": statistics.median(now),
-                "ratio": ratio,
-                "has_same_bits": len(digests) == 1,
-            }
+    before = attention_of(arguments.before)
+    kernels = {BEFORE: partial(attend, before), NOW: partial(attend, triton_prefill_attention)}
+    variants = {
+        ",".join(str(getattr(tiles, name)) for name in Tiling.__slots__): partial(
+            attend, triton_prefill_attention, tiles=tiles
         )
-        bits = "the same" if len(digests) == 1 else "OTHERS"
-        print(f"{case:<44}{rows[-1]['before_us']:>10.1f}{rows[-1]['now_us']:>10.1f}{ratio:>8.3f}  {bits}")
+        for tiles in arguments.tilings
+    }
+    rows = []
+    print(f"{'a layer':<36}{'kernel':<28}{'µs':>8}{'ratio':>8}{'quartiles':>16}  bits")
+    with torch.inference_mode():
+        for case, prefix_length, inputs in cases(
+            arguments.prompts, torch.device(arguments.device), is_tiny=arguments.tiny
+        ):
+            contenders = kernels | (variants if inputs.plan.max_chunk <= _SHORT else {})
+            for row in compared(contenders, case, prefix_length, inputs, arguments.turns):
+                low, high = row["quartiles"]
+                print(
+                    f"{case:<36}{row['kernel']:<28}{row['us']:>8.2f}{row['ratio']:>8.3f}{low:>9.3f}{high:>7.3f}"
+                    f"  {'the same' if row['has_same_bits'] else 'OTHERS'}",
+                    flush=True,
+                )
+                rows.append(row)
     write_json(Path(os.environ.get("OUT", "bench/out")) / "one-picture.json", {"rows": rows})
     return 0 if all(row["has_same_bits"] for row in rows) else 1
 

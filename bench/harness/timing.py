@@ -6,10 +6,11 @@ do not count; elsewhere a clock reads a few plain calls, which says nothing but 
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +57,35 @@ def time_us(calls: Sequence[Callable[[], object]], *, replays: int = 7, rounds: 
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / (rounds * len(calls)))
     return statistics.median(times)
+
+
+def turns_us(calls: Mapping[str, Callable[[], object]], turns: int, repeats: int = 10) -> dict[str, list[float]]:
+    """Times of each call in so many turns, in which all take part in an order that changes.
+
+    A time is that of a graph of `repeats` calls over their number.
+    """
+    if not torch.cuda.is_available():
+        return {name: [time_us([call]) for _ in range(turns)] for name, call in calls.items()}
+    graphs = {}
+    for name, call in calls.items():
+        call()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for _ in range(repeats):
+                call()
+        graphs[name].replay()
+    order, times = list(calls), {name: [] for name in calls}
+    for turn in range(turns):
+        random.Random(turn).shuffle(order)
+        for name in order:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graphs[name].replay()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end) * 1e3 / repeats)
+    return times
 
 
 def launch_us(call: Callable[[], object], repeats: int = 3) -> float:

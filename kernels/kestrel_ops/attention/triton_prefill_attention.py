@@ -26,6 +26,9 @@ class Tiling:
     num_stages: int
     max_registers: int | None = None
     """Registers per thread. With fewer than the compiler selects, more programs fit on a multiprocessor."""
+    own_keys: str = "loops"
+    """Says how own keys of a chunk are read: in "loops" without and with a mask. The others are for chunks whose
+    own keys fit in one tile: in a "loop" of one pass, "once", or "early", before the pages."""
 
 
 def tiling(max_chunk: int, dtype: torch.dtype, limits: DeviceLimits) -> Tiling:
@@ -117,6 +120,7 @@ def attend(
         dims=max(16, triton.next_power_of_2(head_dim)),
         num_queries=tiles.queries,
         num_keys=tiles.keys,
+        own_read=tiles.own_keys,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers,
@@ -179,28 +183,22 @@ def _prefill_attention(
     dims: tl.constexpr,
     num_queries: tl.constexpr,
     num_keys: tl.constexpr,
+    own_read: tl.constexpr,
 ):
     head = tl.program_id(0)
     chunk = tl.program_id(2)
     first_row = tl.load(query_starts + chunk)
     chunk_length = tl.load(query_starts + chunk + 1) - first_row
+    length = tl.load(lengths + chunk)
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # the last blocks, the longest, start first
     if block * num_queries >= chunk_length:
         return
-    length = tl.load(lengths + chunk)
     start = length - chunk_length
     group = head // (num_heads // num_groups)
     element = query.dtype.element_ty
 
     dim = tl.arange(0, dims)
     rows = block * num_queries + tl.arange(0, num_queries)
-    # It never falls from one row to the next: all queries of the block attend to the positions before `common`,
-    # none to those from `limit` on. Rows behind the chunk, which are not stored, see what its last row sees.
-    own_visible = visible_until + first_row
-    common = tl.load(own_visible + block * num_queries)
-    limit = tl.load(own_visible + tl.minimum(block * num_queries + num_queries, chunk_length) - 1)
-    visible = tl.load(own_visible + tl.minimum(rows, chunk_length - 1))
-
     row_offsets = (first_row + rows).to(tl.int64)[:, None]
     own_queries = query + row_offsets * query_stride + head * head_dim + dim[None, :]
     queries = _load(own_queries, rows, chunk_length, dim, head_dim, True)
@@ -210,6 +208,15 @@ def _prefill_attention(
         tl.zeros((num_queries, dims), tl.float32),
     )
     columns = tl.arange(0, num_keys)
+
+    # What the chunk's own keys are read by, from its first row on.
+    own_visible = visible_until + first_row
+    own_keys = key + first_row.to(tl.int64) * key_stride + group * head_dim + dim[None, :]
+    own_values = value + first_row.to(tl.int64) * value_stride + group * head_dim + dim[None, :]
+    if own_read == "early":
+        visible = tl.load(own_visible + tl.minimum(rows, chunk_length - 1))
+        one_keys = _load(own_keys + columns[:, None] * key_stride, columns, chunk_length, dim, head_dim, True)
+        one_values = _load(own_values + columns[:, None] * value_stride, columns, chunk_length, dim, head_dim, True)
 
     # The context before the chunk, from the pages. All queries attend to all of it.
     page_score_scale = score_scale
@@ -232,20 +239,38 @@ def _prefill_attention(
             queries, keys.to(element), values.to(element), everything, at, state, page_score_scale, True
         )
 
-    # The chunk's own keys, first without a mask, up to the last position that all queries attend to.
-    own_keys = key + first_row.to(tl.int64) * key_stride + group * head_dim + dim[None, :]
-    own_values = value + first_row.to(tl.int64) * value_stride + group * head_dim + dim[None, :]
-    whole = (common - start) // num_keys * num_keys
-    for own in range(0, whole, num_keys):
-        at = own + columns
-        keys = _load(own_keys + at[:, None] * key_stride, at, 0, dim, head_dim, False)
-        values = _load(own_values + at[:, None] * value_stride, at, 0, dim, head_dim, False)
-        state = _add_tile(queries, keys, values, visible, start + at, state, score_scale, False)
-    for own in range(whole, limit - start, num_keys):
-        at = own + columns
-        keys = _load(own_keys + at[:, None] * key_stride, at, chunk_length, dim, head_dim, True)
-        values = _load(own_values + at[:, None] * value_stride, at, chunk_length, dim, head_dim, True)
-        state = _add_tile(queries, keys, values, visible, start + at, state, score_scale, True)
+    # The chunk's own keys. No row sees less than one before it. Rows behind the chunk, which are not stored, see
+    # what its last row sees.
+    if own_read != "early":
+        visible = tl.load(own_visible + tl.minimum(rows, chunk_length - 1))
+    if own_read == "loop":
+        for own in tl.range(0, chunk_length, num_keys, num_stages=2):
+            at = own + columns
+            keys = _load(own_keys + at[:, None] * key_stride, at, chunk_length, dim, head_dim, True)
+            values = _load(own_values + at[:, None] * value_stride, at, chunk_length, dim, head_dim, True)
+            state = _add_tile(queries, keys, values, visible, start + at, state, score_scale, True)
+    elif own_read != "loops":
+        if own_read == "once":
+            one_keys = _load(own_keys + columns[:, None] * key_stride, columns, chunk_length, dim, head_dim, True)
+            one_values = _load(
+                own_values + columns[:, None] * value_stride, columns, chunk_length, dim, head_dim, True
+            )
+        state = _add_tile(queries, one_keys, one_values, visible, start + columns, state, score_scale, True)
+    else:
+        # All queries of the block attend to the positions before `common`, none to those from `limit` on.
+        common = tl.load(own_visible + block * num_queries)
+        limit = tl.load(own_visible + tl.minimum(block * num_queries + num_queries, chunk_length) - 1)
+        whole = (common - start) // num_keys * num_keys
+        for own in range(0, whole, num_keys):
+            at = own + columns
+            keys = _load(own_keys + at[:, None] * key_stride, at, 0, dim, head_dim, False)
+            values = _load(own_values + at[:, None] * value_stride, at, 0, dim, head_dim, False)
+            state = _add_tile(queries, keys, values, visible, start + at, state, score_scale, False)
+        for own in range(whole, limit - start, num_keys):
+            at = own + columns
+            keys = _load(own_keys + at[:, None] * key_stride, at, chunk_length, dim, head_dim, True)
+            values = _load(own_values + at[:, None] * value_stride, at, chunk_length, dim, head_dim, True)
+            state = _add_tile(queries, keys, values, visible, start + at, state, score_scale, True)
 
     _, total, weighted = state
     result = (weighted / total[:, None]).to(element)
