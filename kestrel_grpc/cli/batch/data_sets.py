@@ -120,7 +120,7 @@ def write_yolo(target: Path, data_set: DataSet, lines: Path) -> None:
 
 
 def with_same_labels(pictures: Iterable[str]) -> tuple[str, str] | None:
-    """Returns two pictures that a data set of YOLO cannot tell apart, since only their suffixes differ; or None."""
+    """Returns two pictures that YOLO cannot distinguish, since only their suffixes differ; or None."""
     seen: dict[Path, str] = {}
     for path in pictures:
         other = seen.setdefault(_labels_file(Path(), path), path)
