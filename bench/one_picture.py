@@ -54,19 +54,21 @@ def attention_of(tree: Path) -> ModuleType:
     return module
 
 
-def attend(module: ModuleType, inputs: PagedAttention, prefix_length: int, tiles: Tiling | None = None) -> Tensor:
-    """The attention of a module, by its own tiling or by a given one.
+def attention(
+    module: ModuleType, inputs: PagedAttention, prefix_length: int, tiles: Tiling | None = None
+) -> Callable[[], Tensor]:
+    """A call that launches the kernel of a module and nothing else, by its own tiling or by a given one.
 
     Modules before conversations take the length of each prompt's prefix in place of each row's view.
     """
+    if tiles is not None:
+        return partial(inputs.attend_tiled, tiles)
     plan = inputs.plan
     views = plan.visible_until
     if "prefix_lengths" in inspect.signature(module.prefill_attention).parameters:
         views = torch.full_like(plan.lengths, prefix_length)
-    elif tiles is not None:
-        return inputs.attend_tiled(tiles)
     chunks = (plan.page_table, plan.query_starts, plan.lengths, views, plan.max_chunk)
-    return module.prefill_attention(*inputs.heads, *inputs.pages, *chunks, *inputs.scales)
+    return partial(module.prefill_attention, *inputs.heads, *inputs.pages, *chunks, *inputs.scales)
 
 
 def cases(counts: list[int], device: torch.device, *, is_tiny: bool) -> Iterator[tuple[str, int, PagedAttention]]:
@@ -83,14 +85,14 @@ def cases(counts: list[int], device: torch.device, *, is_tiny: bool) -> Iterator
 
 
 def compared(
-    contenders: dict[str, Callable[[PagedAttention, int], Tensor]],
+    contenders: dict[str, Callable[[PagedAttention, int], Callable[[], Tensor]]],
     case: str,
     prefix_length: int,
     inputs: PagedAttention,
     turns: int,
 ) -> Iterator[dict[str, Any]]:
     """A row for each contender, of which the first is what the others are compared with."""
-    calls = {name: partial(attention, inputs, prefix_length) for name, attention in contenders.items()}
+    calls = {name: call_of(inputs, prefix_length) for name, call_of in contenders.items()}
     digests = {
         name: hashlib.sha256(call().contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
         for name, call in calls.items()
@@ -129,10 +131,10 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a few values, to see that it runs")
     arguments = parser.parse_args()
     before = attention_of(arguments.before)
-    kernels = {BEFORE: partial(attend, before), NOW: partial(attend, triton_prefill_attention)}
+    kernels = {BEFORE: partial(attention, before), NOW: partial(attention, triton_prefill_attention)}
     variants = {
         ",".join(str(getattr(tiles, name)) for name in Tiling.__slots__): partial(
-            attend, triton_prefill_attention, tiles=tiles
+            attention, triton_prefill_attention, tiles=tiles
         )
         for tiles in arguments.tilings
     }
