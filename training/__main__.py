@@ -1,4 +1,4 @@
-"""`python -m training`: prepare, train, polish, export, or all four; converse; settle; or train the adapter."""
+"""`python -m training`: prepare, train, polish, export, or all four; converse; or train the adapter."""
 
 from __future__ import annotations
 
@@ -13,29 +13,23 @@ import torch
 
 from training.adapter.run import NANO, AdapterRecipe, train_adapter
 from training.corpus import corpus
-from training.export import blended, export
+from training.export import export
 from training.model import config_dict
 from training.tokens import train_tokenizer
-from training.train import CONVERSE, POLISH, SETTLE, SETTLED_SHARE, Recipe, train
+from training.train import CONVERSE, POLISH, Recipe, train
 
 
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m training", description=__doc__)
-    parser.add_argument(
-        "task", choices=("prepare", "train", "polish", "converse", "settle", "export", "all", "adapter")
-    )
+    parser.add_argument("task", choices=("prepare", "train", "polish", "converse", "export", "all", "adapter"))
     parser.add_argument("--folder", type=Path, default=Path("build/nano"), help="where everything is kept")
     parser.add_argument("--steps", type=int, help="steps of the whole run")
     parser.add_argument("--scenes", type=int, help="new pictures per step")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="pause with a checkpoint after these")
     parser.add_argument("--within", type=float, default=float("inf"), help="fewer steps where all take longer")
-    parser.add_argument(
-        "--start", type=Path, default=NANO, help="converse, settle: the exported model to go on from"
-    )
-    parser.add_argument(
-        "--of", choices=("polished", "conversing", "settled"), default="polished", help="export: a run"
-    )
+    parser.add_argument("--start", type=Path, default=NANO, help="converse: the exported model to go on from")
+    parser.add_argument("--of", choices=("polished", "conversing"), default="polished", help="export: a run")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--plain", action="store_true", help="do not compile")
     parser.add_argument("--log-every", type=int, default=50)
@@ -57,11 +51,6 @@ def main() -> None:
         _go_on(arguments, first, polished, POLISH)
     if arguments.task == "converse":
         _go_on(arguments, arguments.start, conversing, CONVERSE)
-    if arguments.task == "settle":
-        third, between = arguments.folder / "third", arguments.folder / "between"
-        export(conversing, third)
-        blended(arguments.start, third, SETTLED_SHARE, between)
-        _go_on(arguments, between, arguments.folder / "settled", SETTLE)
     if arguments.task in ("export", "all"):
         export(arguments.folder / arguments.of, arguments.folder / "export")
 

@@ -18,8 +18,8 @@ from training.records import Record, record
 from training.scenes import Scene
 
 _SYSTEM_SHARE = 0.3
-_PAIR_SHARE = 70
-_SHARES = {"own": 62, "instructed": 8, "record": 20, "dialogue": 10}
+_PAIR_SHARE = 62
+_SHARES = {"own": 70, "instructed": 8, "record": 22, "dialogue": 10}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class ConversingTeacher(Teacher):
         Otherwise at most the first of the examples has the second picture, between its turns.
         """
         draw = rng.random()
-        if draw < 0.4:
+        if draw < 0.32:
             return True, self._mixed(scenes[0], rng, lambda: self._of_pair(scenes, rng))
-        first = None if draw > 0.64 else self._later(scenes, rng)
+        first = None if draw > 0.54 else self._later(scenes, rng)
         return False, self._begun_with(first, self._mixed(scenes[0], rng, None))
 
     @staticmethod

@@ -141,9 +141,13 @@ class Network(nn.Module):
         return projected[torch.tensor(order, device=crops.device).argsort()]
 
     def forward(self, crops: Tensor, grids: list[tuple[int, int]], rows: Rows) -> Prediction:
+        """Predicts from crops of pictures with their grids, and a row of examples of each."""
+        return self.predict(self.embed_images(crops, grids), rows)
+
+    def predict(self, images: Tensor, rows: Rows) -> Prediction:
+        """Predicts from pictures that `embed_images` embedded, and a row of examples of each."""
         text, region, config = self.model.text, self.model.region, self.model.config
         ids = rows.ids.long()
-        images = self.embed_images(crops, grids)
         embedded = text.wte[ids]
         is_coordinate, is_size = ids == config.tokenizer.coord_id, ids == config.tokenizer.size_id
         with torch.autocast(ids.device.type, enabled=False):  # Fourier features need all their digits

@@ -313,6 +313,8 @@ def _worded(question: str, value: Any, schema: dict[str, Any], rng: random.Rando
         return Record(question, "", answer, schema, True)
     listed = ", ".join(keys[:-1]) + " and " + keys[-1] if len(keys) > 1 else keys[0]
     entries = value if isinstance(value, list) else next(iter(value.values()))
+    # Words do not say of what the answer is chosen, such as "yes" and "no" rather than true and false.
+    has_choices = '"enum"' in json.dumps(schema)
     has_entries = isinstance(entries, list) and bool(entries) and isinstance(entries[0], dict)
     if draw < 0.7 and has_entries:
         inner = ", ".join(entries[0])
@@ -323,7 +325,7 @@ def _worded(question: str, value: Any, schema: dict[str, Any], rng: random.Rando
             wish = rng.choice(
                 ("Answer in JSON: a list {} of objects with {}.", 'Return JSON with the key "{}", a list of {}.')
             ).format(keys[0], inner)
-    elif draw < 0.7:
+    elif draw < 0.7 and not has_choices:
         noun = rng.choice(("fields", "keys")) if len(keys) > 1 else rng.choice(("field", "key"))
         wish = rng.choice(
             (

@@ -37,7 +37,9 @@ class Recipe:
     num_scenes: int = 64
     """New pictures per step."""
     delays: tuple[int, ...] = (0, 24, 61)
-    """A step sees the new pictures and, with new examples, those of so many steps ago."""
+    """A step sees the new pictures and those of so many steps ago."""
+    num_visits: int = 3
+    """So many times a picture is seen with new examples; from then on with those of its first visits again."""
     muon_lr: float = 0.02
     adam_lr: float = 0.003
     weight_decay: float = 0.02
@@ -53,6 +55,8 @@ class Recipe:
     """The first step sees as many pictures as all others: each size of a batch is compiled by itself."""
     conversing: bool = False
     """Ask also about two pictures, several times, with instructions and for JSON."""
+    keeps_vision: bool = False
+    """Leave the vision encoder as it is, and so encode each picture once for all visits."""
 
     def rate(self, step: int) -> float:
         """The learning rate's factor at a step."""
@@ -74,26 +78,21 @@ POLISH = Recipe(
 """A second, shorter run that starts from what the first one exported."""
 
 CONVERSE = Recipe(
-    num_steps=1125,
-    delays=(0, 7, 17),
-    muon_lr=0.008,
-    adam_lr=0.0012,
+    num_steps=8000,
+    num_scenes=32,
+    delays=(0, 9, 20, 32, 45, 59),
+    muon_lr=0.006,
+    adam_lr=0.0009,
     num_warmup_steps=50,
-    constant_share=0.2,
+    constant_share=0.1,
     quantised_share=1.0,
     seed=3,
     polishing=True,
     starts_full=True,
     conversing=True,
+    keeps_vision=True,
 )
 """A further run, which starts from what the second one exported and teaches conversations."""
-
-SETTLE = replace(
-    CONVERSE, num_steps=1400, muon_lr=0.0035, adam_lr=0.0005, num_warmup_steps=20, constant_share=0.0, seed=4
-)
-"""A run behind that one, from between its start and its end, to restore what it has lost. It was not run."""
-SETTLED_SHARE = 0.85
-"""The place at which it starts, from 0 for the start to 1 for the end of the run before."""
 _PACE_STEPS = 100
 """After so many steps a run with a time limit looks how many more fit."""
 
@@ -146,7 +145,7 @@ def train(
     config, tokenizer = read_config(folder), Tokenizer.from_file(folder / "tokenizer.json")
     kind = ConversingTeacher if recipe.conversing else Teacher
     teacher = kind(tokenizer, config, polishing=recipe.polishing)
-    make = GroupMaker(teacher, recipe.seed * 100_000_000, recipe.num_scenes, len(recipe.delays))
+    make = GroupMaker(teacher, recipe.seed * 100_000_000, recipe.num_scenes, recipe.num_visits)
     model = new_model(config, recipe.seed)
     if start is not None:
         model.load_state_dict(trainable_state(load_file(start)))
@@ -158,9 +157,9 @@ def train(
     lead = max(recipe.delays) if recipe.starts_full else 0
     first = max(0, state.step + lead - max(recipe.delays))
     stream = _stream(make, first, recipe.num_steps + lead, num_workers)
-    recent: deque[Group] = deque(maxlen=max(recipe.delays) + 1)
+    recent: deque[Pictures] = deque(maxlen=max(recipe.delays) + 1)
     for index in range(first, state.step + lead):
-        recent.append(_on(next(stream), device))
+        recent.append(state.look_at(_on(next(stream), device)))
         print(f"\rrecalling pictures {index + 1 - first}/{state.step + lead - first}", end="", flush=True)
     if compiled:
         torch._dynamo.config.recompile_limit = 64
@@ -174,9 +173,10 @@ def train(
         if state.step == round(recipe.num_steps * (1 - recipe.quantised_share)):
             state.network.quantise_experts()
         asked = time.monotonic()
-        recent.append(_on(next(stream), device))
+        group = _on(next(stream), device)
         waited += time.monotonic() - asked
-        state.learn(_batch(recent, recipe.delays))
+        recent.append(state.look_at(group))
+        state.learn(step_batch(recent, recipe.delays))
         if within < math.inf and state.step % _PACE_STEPS == 0:
             if device.type == "cuda":
                 torch.cuda.synchronize()
@@ -205,11 +205,22 @@ def train(
           f"{waited:.0f} s of them waiting for data", flush=True)  # fmt: skip
 
 
+@dataclass(slots=True)
+class Pictures:
+    """Some pictures as steps see them, and a row of examples of each for every visit."""
+
+    seen: torch.Tensor
+    """Crops as in `Group`; or, without grids, embeddings [pictures, image tokens, dim]."""
+    grids: list[tuple[int, int]]
+    visits: list[Rows]
+
+
 class State:
     """What a checkpoint holds, and how a step changes it."""
 
     def __init__(self, network: Network, recipe: Recipe) -> None:
         self.network, self.recipe = network, recipe
+        network.model.vision.requires_grad_(not recipe.keeps_vision)
         matrices, others = split_parameters(network.model)
         self._optimizers: list[torch.optim.Optimizer] = [
             Muon(matrices, recipe.muon_lr, recipe.weight_decay),
@@ -221,14 +232,23 @@ class State:
         self.step = 0
         self.curves: dict[str, list[tuple[int, float]]] = {}
 
+    @torch.no_grad()
+    def look_at(self, group: Group) -> Pictures:
+        """Returns what steps need of a group: its embeddings where vision does not change, else its crops."""
+        if not self.recipe.keeps_vision:
+            return Pictures(group.crops, group.grids, group.visits)
+        with _mixed_precision(group.crops.device):
+            return Pictures(self.network.embed_images(group.crops, group.grids), [], group.visits)
+
     def learn(self, batch: tuple[torch.Tensor, list[tuple[int, int]], Rows]) -> None:
-        """One step on one batch."""
+        """One step on one batch: crops with their grids, or embeddings of whole pictures without; and rows."""
         rate = self.recipe.rate(self.step)
         for optimizer, full in zip(self._optimizers, self._rates, strict=True):
             optimizer.param_groups[0]["lr"] = full * rate
-        crops, grids, rows = batch
-        with torch.autocast(crops.device.type, torch.bfloat16, enabled=crops.is_cuda):
-            value = loss(self.network(crops, grids, rows), rows)
+        pictures, grids, rows = batch
+        with _mixed_precision(pictures.device):
+            images = self.network.embed_images(pictures, grids) if grids else pictures
+            value = loss(self.network.predict(images, rows), rows)
         value.backward()
         torch.nn.utils.clip_grad_norm_(self._others, 1.0)
         for optimizer in self._optimizers:
@@ -253,7 +273,7 @@ class State:
         total: Counter[str] = Counter()
         for group in tests:
             rows = group.visits[0]
-            with torch.autocast(group.crops.device.type, torch.bfloat16, enabled=group.crops.is_cuda):
+            with _mixed_precision(group.crops.device):
                 prediction = self.network(group.crops, group.grids, rows)
             for kind, (good, count) in right_answers(prediction, rows).items():
                 right[kind] += good
@@ -288,11 +308,17 @@ def _on(group: Group, device: torch.device) -> Group:
     return Group(group.crops.to(device, non_blocking=True), group.grids, [rows.to(device) for rows in group.visits])
 
 
-def _batch(recent: deque[Group], delays: tuple[int, ...]) -> tuple[torch.Tensor, list[tuple[int, int]], Rows]:
+def _mixed_precision(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def step_batch(
+    recent: deque[Pictures], delays: tuple[int, ...]
+) -> tuple[torch.Tensor, list[tuple[int, int]], Rows]:
     """The newest group and the older ones that are due, each on its next visit."""
     due = [(recent[-1 - delay], visit) for visit, delay in enumerate(delays) if delay < len(recent)]
     return (
-        torch.cat([group.crops for group, _ in due]),
+        torch.cat([group.seen for group, _ in due]),
         [grid for group, _ in due for grid in group.grids],
-        Rows.cat([group.visits[visit] for group, visit in due]),
+        Rows.cat([group.visits[visit % len(group.visits)] for group, visit in due]),
     )

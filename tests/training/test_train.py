@@ -1,5 +1,6 @@
 import copy
 import io
+from collections import deque
 from dataclasses import replace
 
 import torch
@@ -7,9 +8,10 @@ import torch
 from training.batches import GroupMaker
 from training.curves import draw_curves
 from training.examples import Teacher
+from training.losses import loss
 from training.model import new_model
 from training.network import Network
-from training.train import Recipe, State
+from training.train import Recipe, State, step_batch
 
 
 def test_a_run_goes_on_from_its_checkpoint_as_if_never_stopped(teacher: Teacher):
@@ -56,3 +58,29 @@ def test_curves_are_drawn(tmp_path):
     draw_curves(curves, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert curves == before
+
+
+def test_a_run_that_keeps_its_vision_learns_from_pictures_that_it_encodes_once(teacher: Teacher):
+    text, vision = replace(teacher.config.text, n_layers=2), replace(teacher.config.vision, enc_n_layers=1)
+    config = replace(teacher.config, text=text, vision=vision)
+    group, recipe = GroupMaker(teacher, 5, 2, 2)(0), Recipe(num_steps=10, num_warmup_steps=2)
+    kept, plain = (
+        State(Network(new_model(config, 0)), replace(recipe, keeps_vision=keeps)) for keeps in (True, False)
+    )
+    seen = kept.look_at(group)
+    assert seen.grids == []
+    # On the third of two visits a picture comes with the examples of the first one again.
+    batches = [step_batch(deque([state.look_at(group)] * 3), (0, 1, 2)) for state in (kept, plain)]
+    third = len(group.visits[0].ids) * 2
+    assert torch.equal(batches[0][2].ids[third:], group.visits[0].ids)
+    torch.testing.assert_close(
+        loss(kept.network.predict(batches[0][0], batches[0][2]), batches[0][2]),
+        loss(plain.network(batches[1][0], batches[1][1], batches[1][2]), batches[1][2]),
+    )
+    before = copy.deepcopy(kept.network.model.state_dict())
+    kept.learn(batches[0])
+    changed = {
+        name for name, value in kept.network.model.state_dict().items() if not torch.equal(value, before[name])
+    }
+    assert changed
+    assert not any(name.startswith("vision.") for name in changed)
