@@ -11,13 +11,16 @@ from kestrel_runtime.api.requests import Chat, ChatMessage, Query, Role
 from kestrel_runtime.output.output_parser import Token
 from training import dialogues, pairs
 from training.dialogues import Turn
-from training.examples import IMAGE, Example, Teacher
+from training.examples import IMAGE, POLISHING_KIND_WEIGHTS, POLISHING_SKILL_WEIGHTS, Example, Teacher
 from training.instructions import SHORT_KINDS, instructed, system_message
 from training.questions import KINDS, ask
 from training.records import Record, record
 from training.scenes import Scene
 
 _SYSTEM_SHARE = 0.3
+# More of what suffers most from new tasks: places, boxes, outlines, numbers and places that are pointed at.
+_SKILL_WEIGHTS = POLISHING_SKILL_WEIGHTS | {"point": 10, "detect": 14, "segment": 13}
+_KIND_WEIGHTS = POLISHING_KIND_WEIGHTS | {"count": 14, "pointed": 9}
 _PAIR_SHARE = 62
 _SHARES = {"own": 70, "instructed": 8, "record": 22, "dialogue": 10}
 
@@ -25,6 +28,10 @@ _SHARES = {"own": 70, "instructed": 8, "record": 22, "dialogue": 10}
 @dataclass(frozen=True, slots=True)
 class ConversingTeacher(Teacher):
     """A teacher who also asks about two pictures, several times, with instructions and for JSON."""
+
+    def shares(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Returns how often each skill and each kind of question of all other tasks is asked for."""
+        return _SKILL_WEIGHTS, _KIND_WEIGHTS
 
     def pair_examples(self, scenes: tuple[Scene, Scene], rng: random.Random) -> tuple[bool, Iterator[Example]]:
         """Returns whether both pictures precede all text, and examples without end.

@@ -30,8 +30,8 @@ _KIND_WEIGHTS = {
     "count": 10, "color": 7, "shape": 7, "relation": 11, "size": 7, "reading": 14, "presence": 10,
     "contents": 6, "place": 6, "background": 2, "pointed": 4,
 }  # fmt: skip
-_POLISHING_SKILL_WEIGHTS = {"query": 56, "caption": 16, "point": 8, "detect": 9, "segment": 11}
-_POLISHING_KIND_WEIGHTS = _KIND_WEIGHTS | {"reading": 20, "contents": 16, "relation": 15}
+POLISHING_SKILL_WEIGHTS = {"query": 56, "caption": 16, "point": 8, "detect": 9, "segment": 11}
+POLISHING_KIND_WEIGHTS = _KIND_WEIGHTS | {"reading": 20, "contents": 16, "relation": 15}
 _FACT_SHARE = 0.07
 _REASONING_SHARE = 0.12
 
@@ -59,13 +59,19 @@ class Teacher:
 
     def examples(self, scene: Scene, rng: random.Random) -> Iterator[Example]:
         """Examples about a scene, without end."""
-        shares = _POLISHING_SKILL_WEIGHTS if self.polishing else _SKILL_WEIGHTS
+        shares, _ = self.shares()
         skills, weights = tuple(shares), tuple(shares.values())
         while True:
             skill = rng.choices(skills, weights)[0]
             example = getattr(self, f"_{skill}")(scene, rng)
             if example is not None:
                 yield example
+
+    def shares(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Returns how often each skill and each kind of question is asked for."""
+        if self.polishing:
+            return POLISHING_SKILL_WEIGHTS, POLISHING_KIND_WEIGHTS
+        return _SKILL_WEIGHTS, _KIND_WEIGHTS
 
     def prompt(self, request: Request) -> Prompt:
         """Returns the prompt behind BOS, as the runtime makes it."""
@@ -76,7 +82,7 @@ class Teacher:
             exchange: Exchange | None = ask_fact(rng)
             image = None if rng.random() < 0.8 else IMAGE
         else:
-            shares = _POLISHING_KIND_WEIGHTS if self.polishing else _KIND_WEIGHTS
+            _, shares = self.shares()
             kind = rng.choices(tuple(shares), tuple(shares.values()))[0]
             exchange, image = ask(scene, kind, rng), IMAGE
         if exchange is None:
