@@ -301,4 +301,5 @@ def plain_float32(config: EngineConfig) -> EngineConfig:
         expert_dtype="auto",
         cuda_graphs=None,
         kernels=(),
+        deterministic=False,
     )

@@ -64,6 +64,8 @@ class Formats:
     """The type of the operands of the encoder's and the projector's products, if their sizes allow it."""
     cache: torch.dtype
     """The type of cached keys and values."""
+    reads_own_from_cache: bool = False
+    """True if a chunk of a prompt attends to its own keys and values as the cache stores them, rounded."""
 
     @classmethod
     def of(cls, config: EngineConfig, model: Moondream) -> Formats:
@@ -84,6 +86,8 @@ class Formats:
             expert_weights=_ROUNDED[model.expert_format] if any(errors) else model.dtype,
             vision=operands(config.vision_backend),
             cache=operands(config.kv_dtype),
+            reads_own_from_cache=config.deterministic
+            or (config.text_backend != "plain" and ("prefill_attention", "flashinfer") in config.kernels),
         )
 
     @property
@@ -144,7 +148,7 @@ class RoundingNoise:
         Equal seeds give equal simulations.
         """
         self._chance.manual_seed(seed)
-        cache = RoundedCache(self.model.config.text, num_pages, page_size, self._formats.cache, self._chance)
+        cache = RoundedCache(self.model.config.text, num_pages, page_size, self._formats, self._chance)
         for copied, original, dtype in self._weights:
             copied.copy_(self._noisy(original, rounding_deviation(dtype)))
         return cache
@@ -211,15 +215,16 @@ class RoundedCache(KVCache):
     show this. Numbers are rounded instead: equal numbers have equal errors, and errors of different channels and
     simulations are independent.
 
-    For plain backends. As in a backend with a cache of type `rounded_to`, chunks attend to their own keys and
-    values unrounded, and decoded tokens attend to rounded ones.
+    For plain backends. Chunks attend to their own keys and values as a backend of these formats does, unrounded or
+    rounded, and decoded tokens attend to rounded ones.
     """
 
     def __init__(
-        self, config: TextConfig, num_pages: int, page_size: int, rounded_to: torch.dtype, chance: torch.Generator
+        self, config: TextConfig, num_pages: int, page_size: int, formats: Formats, chance: torch.Generator
     ) -> None:
         super().__init__(config, num_pages, page_size, chance.device, torch.float32)
-        self._rounded_to = rounded_to
+        self._rounded_to = formats.cache
+        self._reads_own = formats.reads_own_from_cache
         # Scales of keys and of values. A factor of 2 maps the grid to itself, so scales from 1 to 2 are enough.
         shape = (2, config.n_layers, config.n_kv_heads, config.head_dim)
         self._grids = torch.exp2(torch.rand(shape, device=chance.device, generator=chance) - 0.5)
@@ -234,7 +239,7 @@ class RoundedCache(KVCache):
 
     def prefill(self, plan: PackedChunks) -> PrefillAttention:
         """Returns the attention of the base class, with stored keys and values rounded."""
-        return _RoundedPrefill(self, plan)
+        return _RoundedPrefill(self, plan, reads_own=self._reads_own)
 
     def decode(self, positions: Tensor, page_table: Tensor) -> DecodeAttention:
         """Returns the attention of the base class; stored keys and values are rounded before they are read."""
@@ -242,15 +247,19 @@ class RoundedCache(KVCache):
 
 
 class _RoundedPrefill(PrefillAttention):
-    def __init__(self, cache: RoundedCache, plan: PackedChunks) -> None:
+    def __init__(self, cache: RoundedCache, plan: PackedChunks, *, reads_own: bool) -> None:
         super().__init__(cache, plan)
         self._rounded_cache = cache
         self._slots = plan.slots
+        self._reads_own = reads_own
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        attended = super().__call__(layer, query, key, value)
         cache = self._rounded_cache
-        write_kv(*cache.rounded(layer, key, value), cache.key_pages[layer], cache.value_pages[layer], self._slots)
+        rounded = cache.rounded(layer, key, value)
+        if self._reads_own:
+            return super().__call__(layer, query, *rounded)
+        attended = super().__call__(layer, query, key, value)
+        write_kv(*rounded, cache.key_pages[layer], cache.value_pages[layer], self._slots)
         return attended
 
 

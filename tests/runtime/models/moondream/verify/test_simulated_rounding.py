@@ -128,8 +128,8 @@ CONFIG = tiny_config(2).text
 HEADS, WIDTH, PAGE_SIZE = CONFIG.n_kv_heads, CONFIG.head_dim, 4
 
 
-def rounded_cache(seed=1, rounded_to=FLOAT8):
-    return RoundedCache(CONFIG, 8, PAGE_SIZE, rounded_to, torch.Generator().manual_seed(seed))
+def rounded_cache(seed=1, formats=SHORT):
+    return RoundedCache(CONFIG, 8, PAGE_SIZE, formats, torch.Generator().manual_seed(seed))
 
 
 def exact_cache():
@@ -185,6 +185,16 @@ def test_a_chunk_attends_to_exact_keys_and_leaves_rounded_ones():
     for kept, wanted in ((rounded.key_pages, exact.key_pages), (rounded.value_pages, exact.value_pages)):
         off_by = ((kept - wanted).norm() / wanted.norm()).item()
         assert off_by == pytest.approx(rounding_deviation(FLOAT8), rel=0.2)
+
+
+def test_a_chunk_attends_to_rounded_keys_where_it_reads_its_own_from_the_cache():
+    key, value = rows(20, 1), rows(20, 2)
+    exact, rounded = exact_cache(), rounded_cache(formats=replace(SHORT, reads_own_from_cache=True))
+    attended = prefilled(rounded, key, value)
+    assert torch.equal(attended, prefilled(exact, *rounded.rounded(0, key, value)))
+    for kept, wanted in ((rounded.key_pages, exact.key_pages), (rounded.value_pages, exact.value_pages)):
+        assert torch.equal(kept, wanted)
+    assert 0.01 < deviation(attended, prefilled(exact, key, value)) < 0.1
 
 
 def test_a_decoded_token_reads_its_own_key_and_value_rounded():
