@@ -154,6 +154,11 @@ class Connection(HttpToolsProtocol):
         if task is not None and self.closed.done():
             task.cancel()
 
+    def watch_client(self) -> None:
+        """Reads on behind a whole body: otherwise nothing is read until the answer is complete, and it is not seen
+        that the client disconnects."""
+        self.flow.resume_reading()
+
     def abort(self) -> None:
         """Closes at once. Bytes that have not been sent are lost."""
         if self.cycle is not None:

@@ -182,10 +182,12 @@ class Endpoint:
         read = partial(exchange.read_body, self._max_message_bytes)
         try:
             async with _NO_TIMEOUT if call.deadline is None else asyncio.timeout(remaining_s(call.deadline)):
-                body = await self._admission.receive(read, call, exchange.peer)
+                pieces: list[bytes] = await self._admission.receive(read, call, exchange.peer)
         except TimeoutError:
             raise DeadlineExceeded from None
-        return parse(body) if _is_quick(body) else await self._parsing.run(call.principal, partial(parse, body))
+        if sum(map(len, pieces)) <= _INLINE_BYTES and _is_quick(body := b"".join(pieces)):
+            return parse(body)
+        return await self._parsing.run(call.principal, lambda: parse(b"".join(pieces)))
 
     async def _stream(self, pieces: AsyncGenerator[bytes, None], events: EventStream, call: CallContext) -> None:
         try:
@@ -224,7 +226,7 @@ class Endpoint:
 
 
 def _is_quick(body: bytes) -> bool:
-    return len(body) <= _INLINE_BYTES and body.count(b'"') + body.count(b",") <= _INLINE_MARKS
+    return body.count(b'"') + body.count(b",") <= _INLINE_MARKS
 
 
 def _pieces(data: bytes) -> Iterable[bytes]:

@@ -112,21 +112,20 @@ class Exchange:
         if length is not None and int(length) > limit_bytes:
             raise MessageTooLarge(limit_bytes)
 
-    async def read_body(self, limit_bytes: int) -> bytes:
-        """Returns the whole body. Raises `MessageTooLarge` as soon as it exceeds the limit."""
-        first = await self._next_piece()
-        if self._has_whole_body:
-            if len(first) > limit_bytes:
-                raise MessageTooLarge(limit_bytes)
-            return first
-        body = bytearray(first)
+    async def read_body(self, limit_bytes: int) -> list[bytes]:
+        """Returns the pieces of the whole body: joining a large one takes a while.
+
+        Raises `MessageTooLarge` as soon as it exceeds the limit.
+        """
+        pieces: list[bytes] = []
+        num_bytes = 0
         while not self._has_whole_body:
-            if len(body) > limit_bytes:
+            pieces.append(await self._next_piece())
+            num_bytes += len(pieces[-1])
+            if num_bytes > limit_bytes:
                 raise MessageTooLarge(limit_bytes)
-            body += await self._next_piece()
-        if len(body) > limit_bytes:
-            raise MessageTooLarge(limit_bytes)
-        return bytes(body)
+        self.connection.watch_client()
+        return pieces
 
     async def _next_piece(self) -> bytes:
         message = await self._receive()

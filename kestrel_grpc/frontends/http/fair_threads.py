@@ -1,8 +1,12 @@
-"""Runs work in threads: one piece at a time for each tenant, since all threads of Python share one processor."""
+"""Runs work in threads, of which each tenant keeps at most half of a processor busy.
+
+All threads of Python share one processor, and the event loop and the engine are two of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,19 +16,24 @@ from kestrel_runtime.fairness.fair_turns import FairTurns
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Job:
     tenant: str
     turn: asyncio.Event
     """Set once the job may run. A future could be cancelled at the moment at which it gets its turn."""
+    took_s: float = 0.0
 
 
 class FairThreads:
-    """Runs at most `num_threads` pieces of work at a time, and one of each tenant. Belongs to one event loop."""
+    """Runs at most `num_threads` pieces of work at a time, and one of each tenant. Belongs to one event loop.
 
-    def __init__(self, num_threads: int) -> None:
+    After each piece its tenant rests for as long as the piece has taken, by `clock`, which is read in the thread.
+    """
+
+    def __init__(self, num_threads: int, clock: Callable[[], float] = time.thread_time) -> None:
         self._num_free = num_threads
         self._turns: FairTurns[_Job] = FairTurns(1)
+        self._clock = clock
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
         """Returns the result of the work, or raises its error."""
@@ -36,13 +45,21 @@ class FairThreads:
             await job.turn.wait()
         except asyncio.CancelledError:
             if job.turn.is_set():
-                self._end(tenant)
+                self._end(job)
             else:
                 self._turns.remove(job)
             raise
-        running = loop.run_in_executor(None, work)
-        running.add_done_callback(lambda done: self._note_end(tenant, done))
-        # No thread can be stopped: its tenant has the next turn when it ends, even if its caller is gone.
+
+        def timed() -> Result:
+            began = self._clock()
+            try:
+                return work()
+            finally:
+                job.took_s = self._clock() - began
+
+        running = loop.run_in_executor(None, timed)
+        running.add_done_callback(lambda done: self._note_end(job, done))
+        # No thread can be stopped: its tenant has the next turn after it ends, even if its caller is gone.
         return await asyncio.shield(running)
 
     def _start(self) -> None:
@@ -50,12 +67,19 @@ class FairThreads:
             self._num_free -= 1
             job.turn.set()
 
-    def _note_end(self, tenant: str, done: asyncio.Future[Any]) -> None:
+    def _note_end(self, job: _Job, done: asyncio.Future[Any]) -> None:
         if not done.cancelled():
             done.exception()  # it counts as seen
-        self._end(tenant)
+        self._end(job)
 
-    def _end(self, tenant: str) -> None:
+    def _end(self, job: _Job) -> None:
         self._num_free += 1
+        if job.took_s > 0.0:
+            asyncio.get_running_loop().call_later(job.took_s, self._end_rest, job.tenant)
+            self._start()
+        else:
+            self._end_rest(job.tenant)
+
+    def _end_rest(self, tenant: str) -> None:
         self._turns.end(tenant)
         self._start()

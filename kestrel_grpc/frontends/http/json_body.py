@@ -40,30 +40,34 @@ _MAX_ESCAPED_BYTES = 4096
 
 
 class LongText:
-    """Represents a text of more than 64 KiB as it is written in the JSON: with escapes, without quotes."""
+    """Represents a text of more than 64 KiB as it is written in the JSON: with escapes, without quotes.
 
-    __slots__ = ("_raw",)
+    It is `body[start:end]`, and copied once it is read: most texts that are no images are refused for their length.
+    """
 
-    def __init__(self, raw: bytes) -> None:
-        self._raw = raw
+    __slots__ = ("_body", "_end", "_start")
+
+    def __init__(self, body: bytes, start: int = 0, end: int | None = None) -> None:
+        self._body, self._start, self._end = body, start, len(body) if end is None else end
 
     def ascii_bytes(self) -> bytes:
         """Returns the characters as bytes. Raises `ValueError` unless all are ASCII."""
-        if b"\\" in self._raw:
-            return b"".join(json.loads(b'"%b"' % piece).encode("ascii") for piece in self._pieces())
-        if not self._raw.isascii():
+        raw = self._body[self._start : self._end]
+        if b"\\" in raw:
+            return b"".join(json.loads(b'"%b"' % piece).encode("ascii") for piece in _pieces_of(raw))
+        if not raw.isascii():
             raise ValueError("not ASCII")
-        return self._raw
+        return raw
 
-    def _pieces(self) -> Iterator[bytes]:
-        """Yields the text in pieces, none of which ends within an escape. Other threads wait while a piece is
-        parsed."""
-        start = 0
-        while start < len(self._raw):
-            ends = range(start + _PIECE_BYTES, start + _PIECE_BYTES + _MAX_ESCAPED_BYTES)
-            end = next((end for end in ends if b"\\" not in self._raw[end - _ESCAPE_BYTES : end]), len(self._raw))
-            yield self._raw[start:end]
-            start = end
+
+def _pieces_of(raw: bytes) -> Iterator[bytes]:
+    """Yields a text in pieces, none of which ends within an escape. Other threads wait while a piece is parsed."""
+    start = 0
+    while start < len(raw):
+        ends = range(start + _PIECE_BYTES, start + _PIECE_BYTES + _MAX_ESCAPED_BYTES)
+        end = next((end for end in ends if b"\\" not in raw[end - _ESCAPE_BYTES : end]), len(raw))
+        yield raw[start:end]
+        start = end
 
 
 class WrittenFloat(float):
@@ -170,7 +174,7 @@ def _without_long_texts(body: bytes) -> tuple[bytes, dict[str, LongText]]:
         if end - start > _LONG_BYTES:
             name = f"{nonce}-{len(found)}"
             pieces += (body[kept_to:start], b'"%b"' % name.encode())
-            found[name] = LongText(body[start + 1 : end])
+            found[name] = LongText(body, start + 1, end)
             kept_to = end + 1
         position = end + 1
     pieces.append(body[kept_to:])

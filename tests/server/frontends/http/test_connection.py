@@ -384,7 +384,7 @@ OVERRIDDEN = {
     *("on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
 }
 ATTRIBUTES = {
-    *("cycle", "headers", "loop", "parser", "scope", "server_state", "timeout_keep_alive_task", "transport"),
+    *("cycle", "flow", "headers", "loop", "parser", "scope", "server_state", "timeout_keep_alive_task", "transport"),
     *("shutdown", "url"),
 }
 CYCLE_ATTRIBUTES = {"disconnected", "keep_alive", "message_event", "more_body", "response_complete"}

@@ -87,6 +87,29 @@ async def test_a_tenant_has_its_turns_after_a_caller_that_leaves_as_it_gets_one(
     assert not waiting.has_begun.is_set()
 
 
+async def test_a_tenant_rests_for_as_long_as_its_work_has_taken() -> None:
+    readings = iter([0.0, 1e6, 0.0, 0.0, 0.0, 0.0])
+    threads = FairThreads(2, lambda: next(readings))
+    long, resting, other = Work(), Work(), Work()
+    for work in (long, resting, other):
+        work.may_end.set()
+    assert await threads.run("greedy", long) == "done"
+    waiting = asyncio.ensure_future(threads.run("greedy", resting))
+    for _ in range(2):  # both threads are free
+        assert await threads.run("other", other) == "done"
+    assert not resting.has_begun.is_set()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_a_tenant_has_its_next_turn_after_its_rest() -> None:
+    readings = iter([0.0, 1e-3, 0.0, 0.0])
+    threads = FairThreads(1, lambda: next(readings))
+    for _ in range(2):
+        assert await asyncio.wait_for(threads.run("a", lambda: "done"), MAX_WAIT_S) == "done"
+
+
 async def test_an_error_of_the_work_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         await FairThreads(1).run("", lambda: 1 // 0)

@@ -411,14 +411,17 @@ async def test_a_failure_behind_the_first_event_ends_the_stream_with_an_error():
     assert answer.events[-1]["completed"]
 
 
+@pytest.mark.parametrize("num_blanks", [0, 300_000])
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_client_that_disconnects_cancels_its_request(is_streamed):
+async def test_a_client_that_disconnects_cancels_its_request(is_streamed, num_blanks):
     def holds(request: Any) -> list[object]:
         return [*answers(request)[:2], HOLD]
 
     async with serving_http(FakeEngine(holds)) as rig:
         async with rig.connect() as connection:
-            await connection.send("/v1/query", {"question": "?", "stream": is_streamed})
+            # Blanks make a body that the transport hands over in pieces.
+            body = json.dumps({"question": "?", "stream": is_streamed}).encode() + b" " * num_blanks
+            await connection.send("/v1/query", body)
             await rig.engine.num_submitted.acquire()
             if is_streamed:
                 assert (await connection.head())[0] == 200
