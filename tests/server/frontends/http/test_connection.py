@@ -384,8 +384,8 @@ OVERRIDDEN = {
     *("on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
 }
 ATTRIBUTES = {
-    *("cycle", "flow", "headers", "loop", "parser", "scope", "server_state", "timeout_keep_alive_task", "transport"),
-    *("shutdown", "url"),
+    *("cycle", "flow", "headers", "loop", "parser", "scope", "server_state", "timeout_keep_alive_task"),
+    *("shutdown", "transport", "url"),
 }
 CYCLE_ATTRIBUTES = {"disconnected", "keep_alive", "message_event", "more_body", "response_complete"}
 
