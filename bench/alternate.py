@@ -1,9 +1,14 @@
-"""Is one checkout slower than another? Serves both at once on one device and loads them in turns: A B A B A B.
+"""Is one checkout slower than another? Serves both at once on one device and loads them in turns: A B B A A B.
 
 The servers idle while the other is loaded, so that they share the machine's state but not its time, and no start or
 compilation lies between two measurements. Each row is a workload of `workload.py` at a number of requests at once.
 The ratio of a row is the median over the rounds of the second tree's value over the first tree's in the same round;
-the spread is the largest deviation of a round's ratio from it. `text` rows time decode steps, in ms per token.
+the spread is the largest deviation of a round's ratio from it. Beside them stand the geometric mean of the ratios
+and twice its standard error. `text` rows time decode steps, in ms per token.
+
+What differs from one start to the next, such as the choice of kernels or which front end gets a connection, is in
+no spread: `--starts` starts both servers several times, in turns, and counts the rounds of all together, and
+`--connections` gives each load process many connections, which spread evenly over front ends.
 
     python -m bench.alternate --before /tmp/before --model /tmp/md2 -- --kv-pages 12000
 """
@@ -12,12 +17,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from bench.harness.load import LoadProcesses
 from bench.harness.output import Progress, write_json
@@ -64,6 +72,18 @@ class Comparison:
         return statistics.median(self.ratios)
 
     @property
+    def mean_ratio(self) -> float:
+        """Their geometric mean."""
+        return statistics.geometric_mean(self.ratios)
+
+    @property
+    def error(self) -> float:
+        """Twice the standard error of the logarithm of the mean: about 95% of such intervals have the true ratio.
+        0 for a single round."""
+        logs = [math.log(ratio) for ratio in self.ratios]
+        return 2 * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
+
+    @property
     def slowdown(self) -> float:
         """How much more time the second takes: 0.03 is three percent slower, below 0 is faster."""
         return 1 / self.ratio - 1 if self.measure == "requests/s" else self.ratio - 1
@@ -72,6 +92,11 @@ class Comparison:
     def spread(self) -> float:
         """The largest deviation of a round's ratio from the median."""
         return max(abs(ratio - self.ratio) for ratio in self.ratios)
+
+    def and_later(self, later: Comparison) -> Comparison:
+        """Returns the rounds of this start and of a later one."""
+        rounds = self.first + later.first, self.second + later.second
+        return replace(later, first=rounds[0], second=rounds[1])
 
 
 def measure(
@@ -107,16 +132,27 @@ def _per_picture(before: CropCount | None, after: CropCount | None) -> float | N
 def as_text(comparisons: Sequence[Comparison], names: Sequence[str]) -> str:
     """A Markdown table."""
     first, second = names
-    head = f"| load | measure | {first} | {second} | {second} takes | spread | crops encoded a picture |"
-    lines = [head, "|---|---|---|---|---|---|---|"]
+    head = (
+        f"| load | measure | {first} | {second} | {second} takes | spread | mean ratio | crops encoded a picture |"
+    )
+    lines = [head, "|---|---|---|---|---|---|---|---|"]
     for each in comparisons:
         lists = (", ".join(f"{value:.4g}" for value in values) for values in (each.first, each.second))
         change = f"{100 * each.slowdown:+.1f}% time"
         crops = " / ".join("–" if value is None else f"{value:.2f}" for value in each.encoded_crops)
-        lines.append(
-            "| " + " | ".join((each.name, each.measure, *lists, change, f"±{100 * each.spread:.1f}%", crops)) + " |"
-        )
+        spread, mean = f"±{100 * each.spread:.1f}%", f"{each.mean_ratio:.3f} ± {each.error:.3f}"
+        lines.append("| " + " | ".join((each.name, each.measure, *lists, change, spread, mean, crops)) + " |")
     return "\n".join(lines)
+
+
+def _results(comparison: Comparison) -> dict[str, float]:
+    names = ("slowdown", "spread", "mean_ratio", "error")
+    return {name: getattr(comparison, name) for name in names}
+
+
+def _shares(calls: Counter[str]) -> str:
+    """Who took which share of the calls."""
+    return ", ".join(f"{name} {count / calls.total():.3f}" for name, count in sorted(calls.items()))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -138,6 +174,18 @@ def parser() -> argparse.ArgumentParser:
         "--processes", type=int, default=4, help="load processes of each tree (default: %(default)s)"
     )
     result.add_argument(
+        "--instant",
+        choices=("on", "off"),
+        default="off",
+        help="on: steps after the first return at once, and the host's work is what is left (default: %(default)s)",
+    )
+    result.add_argument(
+        "--connections", type=int, default=1, help="of each load process, used in turns (default: %(default)s)"
+    )
+    result.add_argument(
+        "--starts", type=int, default=1, help="starts of both servers, each with all rounds (default: %(default)s)"
+    )
+    result.add_argument(
         "--most-slower", type=float, default=0.03, help="exit with 1 beyond this share (default: %(default)s)"
     )
     result.add_argument("--json", type=Path, default=Path("bench/out/alternate.json"), help="default: %(default)s")
@@ -152,25 +200,40 @@ def main() -> int:
     trees = {"before": arguments.before, "after": arguments.after}
     most = max(load.concurrency for load in loads)
     options = ("--model", arguments.model, "--max-batch-size", str(most), *arguments.server_options)
-    with contextlib.ExitStack() as stack:
-        servers = {
-            name: stack.enter_context(started_server(options, tree, has_metrics=True))
-            for name, tree in trees.items()
-        }
-        for name, server in servers.items():
-            print(f"{name} serves {server.address} after {server.ready_s:.1f} s", flush=True)
-        processes = {
-            name: stack.enter_context(LoadProcesses(server.address, arguments.processes, arguments.pictures))
-            for name, server in servers.items()
-        }
-        comparisons: list[Comparison] = []
-        for comparison in measure(
-            loads, processes, arguments.rounds, arguments.seconds, arguments.warm_up, servers
-        ):
-            comparisons.append(comparison)
-            rows = [asdict(each) | {"slowdown": each.slowdown, "spread": each.spread} for each in comparisons]
-            ready = {name: server.ready_s for name, server in servers.items()}
-            write_json(arguments.json, {"machine": machine_facts(), "ready_s": ready, "rows": rows})
+    program = "bench.harness.instant_steps" if arguments.instant == "on" else "kestrel_grpc"
+    found: dict[str, Comparison] = {}
+    starts: list[dict[str, Any]] = []
+    for number in range(arguments.starts):
+        with contextlib.ExitStack() as stack:
+            servers: dict[str, RunningServer] = {}
+            for name in list(trees)[:: -1 if number % 2 else 1]:
+                servers[name] = stack.enter_context(
+                    started_server(options, trees[name], program=program, has_metrics=True)
+                )
+                print(f"{name} serves {servers[name].address} after {servers[name].ready_s:.1f} s", flush=True)
+            processes = {
+                name: stack.enter_context(
+                    LoadProcesses(
+                        servers[name].address,
+                        arguments.processes,
+                        arguments.pictures,
+                        num_connections=arguments.connections,
+                    )
+                )
+                for name in trees
+            }
+            for comparison in measure(
+                loads, processes, arguments.rounds, arguments.seconds, arguments.warm_up, servers
+            ):
+                before = found.get(comparison.name)
+                found[comparison.name] = comparison if before is None else before.and_later(comparison)
+            starts.append(
+                {name: {"ready_s": servers[name].ready_s, "calls": servers[name].calls()} for name in trees}
+            )
+            print("calls:", *(f"{name} {_shares(servers[name].calls())}" for name in trees), flush=True)
+        rows = [asdict(each) | _results(each) for each in found.values()]
+        write_json(arguments.json, {"machine": machine_facts(), "program": program, "starts": starts, "rows": rows})
+    comparisons = list(found.values())
     print(as_text(comparisons, list(trees)))
     return 1 if any(each.slowdown > arguments.most_slower for each in comparisons) else 0
 

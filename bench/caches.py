@@ -12,6 +12,10 @@ launching of its kernels have no part. First the engine alone is asked, in this 
 clients of its own, then a server through gRPC; its time is that of all its threads, beside it that of the event
 loop alone. To compare two checkouts, run this in each of them, in turns.
 
+`opcodes` counts the opcodes of Python that such a request takes in the threads of an engine core, and in the
+clients that stand for front ends, by function. The count is the same on every machine with the same version of
+Python, within a few in a thousand. It has no part of gRPC.
+
 `stored` tells from which size on naming a stored image saves time, compared with sending it again. Calls of both
 kinds take turns over the loopback; a network adds the time in which it carries the bytes. All images are one small
 JPEG followed by bytes that decoders ignore, so that the model's work is the same for every size.
@@ -30,6 +34,7 @@ known, and the time depends on its crops, of which there are some.
 
     python -m bench.caches tiers --model /tmp/md2 -- --kv-pages 12000
     python -m bench.caches host
+    python -m bench.caches opcodes
     python -m bench.caches stored --calls 40
     nice python -m bench.caches leak
     nice python -m bench.caches leak --target crops
@@ -42,6 +47,7 @@ import asyncio
 import contextlib
 import hashlib
 import io
+import itertools
 import os
 import random
 import statistics
@@ -50,7 +56,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -65,6 +71,7 @@ from bench.harness.core_clients import CoreClients, question
 from bench.harness.engines import closed_loop
 from bench.harness.instant_steps import leave_out_model
 from bench.harness.load import LoadProcesses
+from bench.harness.opcodes import Opcodes
 from bench.harness.output import write_json
 from bench.harness.rounds import Load, ask_once, rounds
 from bench.harness.serving import machine_facts, started_server
@@ -156,6 +163,7 @@ def tiers(arguments: argparse.Namespace) -> int:
 
 
 _WARM_UP_REQUESTS = 500
+_ENGINE_THREAD = "kestrel-engine"
 
 
 def _questions(count: int, image: bytes) -> Iterator[Query]:
@@ -194,14 +202,11 @@ def engine_costs(num_requests: int, num_at_once: int, num_rounds: int) -> Iterat
         engine.close()
 
 
-async def core_costs(
-    num_requests: int, num_at_once: int, num_rounds: int, *, is_streamed: bool, num_clients: int = 2
-) -> list[dict[str, float]]:
-    """Processor µs of a request in an engine core by thread, and in the clients that stand for front ends.
-
-    Raises RuntimeError where a request fails or misses the cache.
-    """
-    found: list[dict[str, float]] = []
+@contextlib.asynccontextmanager
+async def _asked_core(
+    num_at_once: int, num_clients: int, *, is_streamed: bool, counts_opcodes: bool = False
+) -> AsyncIterator[CoreClients]:
+    """Serve an engine core without its model, and yield its clients, which have asked."""
     interval_s = sys.getswitchinterval()
     with tempfile.TemporaryDirectory() as name:
         endpoint = CoreEndpoint(Path(name), 0)
@@ -211,23 +216,67 @@ async def core_costs(
         await server.start()
         try:
             sys.setswitchinterval(CORE_SWITCH_INTERVAL_S)  # as in the server
-            folder, image = endpoint.folder, chart(0)
-            clients = CoreClients.started(folder, num_clients, num_at_once, image, is_streamed=is_streamed)
+            clients = CoreClients.started(
+                endpoint.folder,
+                num_clients,
+                num_at_once,
+                chart(0),
+                is_streamed=is_streamed,
+                counts_opcodes=counts_opcodes,
+            )
             with leave_out_model(), clients as asked:
                 await asked.ask(_WARM_UP_REQUESTS)
-                for _ in range(num_rounds):
-                    before = _thread_times()
-                    clients_s = await asked.ask(num_requests)
-                    after = _thread_times()
-                    names = ("event loop", "engine thread")
-                    by_thread = {name: 1e6 * (after[name] - before[name]) / num_requests for name in names}
-                    clients_us = 1e6 * clients_s / num_requests
-                    found.append({"all": sum(by_thread.values()), **by_thread, "front ends": clients_us})
+                yield asked
         finally:
             sys.setswitchinterval(interval_s)
             await server.close()
             await asyncio.to_thread(engine.close)
+
+
+async def core_costs(
+    num_requests: int, num_at_once: int, num_rounds: int, *, is_streamed: bool, num_clients: int = 2
+) -> list[dict[str, float]]:
+    """Processor µs of a request in an engine core by thread, and in the clients that stand for front ends.
+
+    Raises RuntimeError where a request fails or misses the cache.
+    """
+    found: list[dict[str, float]] = []
+    async with _asked_core(num_at_once, num_clients, is_streamed=is_streamed) as asked:
+        for _ in range(num_rounds):
+            before = _thread_times()
+            clients_s = await asked.ask(num_requests)
+            after = _thread_times()
+            names = ("event loop", "engine thread")
+            by_thread = {name: 1e6 * (after[name] - before[name]) / num_requests for name in names}
+            clients_us = 1e6 * clients_s / num_requests
+            found.append({"all": sum(by_thread.values()), **by_thread, "front ends": clients_us})
     return found
+
+
+async def core_opcodes(
+    num_requests: int, num_at_once: int, *, is_streamed: bool, num_clients: int = 2
+) -> dict[str, dict[str, float]]:
+    """Opcodes of a request in the threads of an engine core and in its clients, by function.
+
+    Raises RuntimeError where a request fails or misses the cache.
+    """
+    counted = Opcodes()
+    try:
+        asked_core = _asked_core(num_at_once, num_clients, is_streamed=is_streamed, counts_opcodes=True)
+        async with asked_core as asked:
+            before = {**counted.reading(), "clients": await asked.opcodes()}
+            await asked.ask(num_requests)
+            after = {**counted.reading(), "clients": await asked.opcodes()}
+    finally:
+        counted.stop()
+    return {
+        name: {key: count / num_requests for key, count in (after[thread] - before[thread]).most_common()}
+        for name, thread in (
+            ("engine thread", _ENGINE_THREAD),
+            ("event loop", "MainThread"),
+            ("front ends", "clients"),
+        )
+    }
 
 
 def server_costs(name: str, seconds: float, num_at_once: int, num_rounds: int) -> Iterator[dict[str, float]]:
@@ -262,7 +311,7 @@ def _thread_times() -> dict[str, float]:
     for thread in threading.enumerate():
         assert thread.ident is not None, "it runs"
         kind = "preprocessing" if thread.name.startswith("kestrel-preprocess") else thread.name
-        kind = {"MainThread": "event loop", "kestrel-engine": "engine thread"}.get(kind, kind)
+        kind = {"MainThread": "event loop", _ENGINE_THREAD: "engine thread"}.get(kind, kind)
         found[kind] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
     return found
 
@@ -296,6 +345,22 @@ def host(arguments: argparse.Namespace) -> int:
     print("processor time of a request in µs, medians (and that of all threads by round)")
     for name, costs in found.items():
         print(_host_line(name, costs))
+    write_json(arguments.json, {"machine": machine_facts(), **found})
+    return 0
+
+
+def opcodes(arguments: argparse.Namespace) -> int:
+    """Count opcodes of an engine core and its clients."""
+    found = {
+        name: uvloop.run(core_opcodes(arguments.requests, arguments.at_once, is_streamed=is_streamed))
+        for name, is_streamed in (("streamed", True), ("whole", False))
+    }
+    for name, by_thread in found.items():
+        print(f"opcodes of a request, {name}")
+        for thread, by_function in by_thread.items():
+            print(f"  {thread}: {sum(by_function.values()):,.0f}")
+            for function, count in itertools.islice(by_function.items(), arguments.functions):
+                print(f"    {count:8,.1f} {function}")
     write_json(arguments.json, {"machine": machine_facts(), **found})
     return 0
 
@@ -559,6 +624,10 @@ def parser() -> argparse.ArgumentParser:
     option("--seconds", 3.0, "of a round through gRPC")
     option("--at-once", 64, "requests that run at once")
     option("--rounds", 3, "of each")
+    option = add(opcodes, takes_server_options=False)
+    option("--requests", 1000, "that are counted")
+    option("--at-once", 64, "requests that run at once")
+    option("--functions", 12, "to print of each thread, with the most opcodes")
     option = add(stored, takes_server_options=True)
     option("--calls", 40, "of each kind and size")
     option = add(leak, takes_server_options=True)

@@ -13,6 +13,7 @@
 #   accept       the built-in model in all precisions: its page of acceptance
 #   start        a first start and another one by stage, and the traffic right after them
 #   before       another checkout, BEFORE, and this one in turns, as servers of MODEL
+#   known        known pictures with four front ends, over many connections, in BEFORE and here, servers started twice
 #   changed      pictures that change in a part from one request to the next, in BEFORE and here, in turns
 #   one-picture  attention of prompts with one picture in BEFORE and here, in turns: times, and equal bits
 #   flashinfer   attention by FlashInfer beside ours, its compilation and import, and `verify` with it; where it is
@@ -33,8 +34,8 @@
 #   BATCHES       requests at once (default 1,4,16,64); PEER_BATCHES for the peer (default 1,64)
 #   ROW_SECONDS   length of each measurement (default 5)
 #   SERVE         more options of `kestrel-grpc serve`
-#   BEFORE        the older checkout of the stages `before`, `changed` and `one-picture`
-#   ROWS, ROUNDS  loads and turns of the stage `before` (default those of bench.alternate)
+#   BEFORE        the older checkout of the stages `before`, `known`, `changed` and `one-picture`
+#   ROWS, ROUNDS  loads and turns of the stages `before` and `known` (default those of bench.alternate)
 #   FOLDERS       checkpoints with expected answers, for `verify` (default tests/golden/*)
 #   JOBS          tests and verifications at once (default 8)
 #   DEVICE        cuda (default), or cpu to try out the stages that can do without a GPU
@@ -122,7 +123,7 @@ card_times() {
 }
 
 needs_weights() {
-    case " peer serve conversations caching batch processes gpus adapters constraints start before changed " in *" $1 "*) ;; *) false ;; esac
+    case " peer serve conversations caching batch processes gpus adapters constraints start before known changed " in *" $1 "*) ;; *) false ;; esac
 }
 for stage in $stages; do
     if needs_weights "$stage" && [ ! -e "$folder/model.safetensors" ]; then
@@ -190,6 +191,12 @@ for stage in $stages; do
         measure 500 "before-$model" python3 -m bench.alternate --before "${BEFORE:?}" --model "$folder" \
             ${ROWS:+--rows "$ROWS"} ${ROUNDS:+--rounds "$ROUNDS"} \
             --json "$out/before-$model.json" -- --precision float8 --kv-pages 4000 "${options[@]}"
+        ;;
+    known)
+        measure 500 "known-$model" python3 -m bench.alternate --before "${BEFORE:?}" --model "$folder" \
+            --rows "${ROWS:-cached:64}" --rounds "${ROUNDS:-10}" --seconds 2 --starts 2 --processes 8 --connections 64 --pictures 1 \
+            --json "$out/known-$model.json" \
+            -- --precision float8 --kv-pages 4000 --frontends 4 "${options[@]}"
         ;;
     changed)
         measure 500 "changed-$model" python3 -m bench.alternate --before "${BEFORE:?}" --model "$folder" \

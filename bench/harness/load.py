@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from bench.harness.workload import Album, Workload
-from kestrel_grpc.cli.bench.calls import Question, Target
+from kestrel_grpc.cli.bench.calls import Caller, Question, Target
+from kestrel_grpc.cli.bench.loops import Sample
 from kestrel_grpc.cli.bench.processes import LoadProcesses as Processes
 
 
@@ -40,12 +43,37 @@ class Questions:
         return question
 
 
+class _InTurns(Caller):
+    """Sends each request over the next of several connections."""
+
+    def __init__(self, callers: Sequence[Caller]) -> None:
+        self._callers = itertools.cycle(callers)
+
+    async def call(self, question: Question, started: float, timeout_s: float) -> Sample:
+        return await next(self._callers).call(question, started, timeout_s)
+
+
+@dataclass(frozen=True)
+class SpreadTarget(Target):
+    """A server that each process has several connections to."""
+
+    num_connections: int = 1
+
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[Caller]:
+        async with contextlib.AsyncExitStack() as stack:
+            connecting = (stack.enter_async_context(Target.connected(self)) for _ in range(self.num_connections))
+            yield _InTurns([await each for each in connecting])
+
+
 class LoadProcesses(Processes[Workload]):
     """Several processes that load one server together with workloads.
 
     The requests name the given adapters in turn; none where there are none. Pictures are known by the numbers of
     requests, which begin with `first_number`: two who load one server begin far from each other. With
-    `names_images`, the metadata of a request tells a balancer which picture it shows.
+    `names_images`, the metadata of a request tells a balancer which picture it shows. Each process uses
+    `num_connections` in turns: a connection stays with the front end that the kernel has given it, so that only
+    many of them spread evenly.
     """
 
     def __init__(
@@ -57,6 +85,8 @@ class LoadProcesses(Processes[Workload]):
         first_number: int = 0,
         *,
         names_images: bool = False,
+        num_connections: int = 1,
     ) -> None:
         questions = Questions(num_pictures, adapters, num_processes, names_images)
-        super().__init__(Target("grpc", address), questions, num_processes, first_number=first_number)
+        target = SpreadTarget("grpc", address, num_connections=num_connections)
+        super().__init__(target, questions, num_processes, first_number=first_number)

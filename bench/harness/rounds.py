@@ -39,12 +39,13 @@ def ask_once(load: Load, processes: Mapping[str, LoadProcesses]) -> None:
 def rounds(
     load: Load, processes: Mapping[str, LoadProcesses], num_rounds: int, window_s: float, warm_up_s: float
 ) -> Iterator[tuple[str, Row]]:
-    """Each server's name and row, in turns. `processes`: those that load a server, by its name.
+    """Each server's name and row, in turns, every other one in the opposite order. `processes`: those that load a
+    server, by its name.
 
     Raises RuntimeError where calls fail.
     """
-    for _ in range(num_rounds):
-        for name, own in processes.items():
+    for number in range(num_rounds):
+        for name, own in list(processes.items())[:: -1 if number % 2 else 1]:
             recording = own.closed(load.workload, load.concurrency, window_s, warm_up_s)
             tokens = load.workload.num_tokens
             row = summarise(load.workload.name, load.concurrency, recording, tokens, _OBJECTIVE, is_open=False)

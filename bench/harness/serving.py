@@ -63,6 +63,14 @@ class RunningServer:
         pictures = _of_tier(found, "kestrel_cache_lookups_total", "embeddings")
         return None if lookups is None or hits is None or pictures is None else CropCount(lookups - hits, pictures)
 
+    def calls(self) -> Counter[str]:
+        """How many gRPC calls have ended, by the process that took them; empty where it has no port of metrics."""
+        return (
+            _calls(_read_metrics(f"http://127.0.0.1:{self.metrics_port}/metrics"))
+            if self.metrics_port
+            else Counter()
+        )
+
     def facts(self) -> dict[str, Any]:
         """What it says of itself."""
         with Client(self.address, wait_for_ready=True) as client:
@@ -134,6 +142,16 @@ def _read_metrics(address: str) -> dict[str, float]:
         lines: list[str] = response.read().decode().splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in pairs}
+
+
+def _calls(found: Mapping[str, float]) -> Counter[str]:
+    """Calls by the name of the process, as `Vitals` has it."""
+    counts: Counter[str] = Counter()
+    for series, value in found.items():
+        if series.startswith("rpc_server_call_duration_seconds_count"):
+            process = re.search(r'process="([^"]+)"', series)
+            counts["server" if process is None else process[1].replace("-", " ")] += int(value)
+    return counts
 
 
 def _of_tier(found: Mapping[str, float], name: str, tier: str) -> float | None:
@@ -278,12 +296,7 @@ class WatchedServer:
 
     def calls(self) -> Counter[str]:
         """How many gRPC calls have ended, by the name of the process that took them, as `Vitals` has it."""
-        counts: Counter[str] = Counter()
-        for series, value in self.metrics().items():
-            if series.startswith("rpc_server_call_duration_seconds_count"):
-                found = re.search(r'process="([^"]+)"', series)
-                counts["server" if found is None else found[1].replace("-", " ")] += int(value)
-        return counts
+        return _calls(self.metrics())
 
     def vitals(self) -> Vitals:
         """How the processes do now. One that has just ended is left out."""

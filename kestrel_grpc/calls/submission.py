@@ -10,6 +10,8 @@ from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import TypeVar
 
+from msgspec import structs
+
 from kestrel_grpc.calls.call_context import CallContext, RequestSummary
 from kestrel_grpc.calls.errors import CallFailure, describe
 from kestrel_grpc.calls.message_gate import TooManyCalls
@@ -306,7 +308,7 @@ def _joined_answers(answers: Sequence[Finished]) -> Finished:
     )
     reasons = (answer.finish_reason for answer in answers)
     reason = next((reason for reason in reasons if reason is not FinishReason.STOP), FinishReason.STOP)
-    return replace(first, usage=usage, finish_reason=reason, alternatives=tuple(others))
+    return structs.replace(first, usage=usage, finish_reason=reason, alternatives=tuple(others))
 
 
 def _joined(failures: Sequence[BaseException]) -> BaseException:
@@ -345,8 +347,8 @@ def with_alternatives(first: Finished, others: Sequence[Finished]) -> Finished:
     if not others:
         return first
     num_output_tokens = sum(finished.usage.num_output_tokens for finished in (first, *others))
-    usage = replace(first.usage, num_output_tokens=num_output_tokens)
-    return replace(first, usage=usage, alternatives=tuple(others))
+    usage = structs.replace(first.usage, num_output_tokens=num_output_tokens)
+    return structs.replace(first, usage=usage, alternatives=tuple(others))
 
 
 async def numbered(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Event | KestrelError], None]:

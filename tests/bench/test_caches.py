@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,22 @@ from bench.caches import core_costs, engine_costs, server_costs
 caches._WARM_UP_REQUESTS = 20
 in_core = asyncio.run(core_costs(20, 4, 1, is_streamed=True, num_clients=1))
 print(json.dumps([*engine_costs(20, 4, 1), *in_core, *server_costs("cached-whole", 0.3, 4, 1)]))
+"""
+
+OPCODES = """
+import json
+import uvloop
+from bench import caches
+caches._WARM_UP_REQUESTS = 20
+
+
+def main():
+    count = lambda: uvloop.run(caches.core_opcodes(40, 4, is_streamed=True, num_clients=1))
+    print(json.dumps([count(), count()]))
+
+
+if __name__ == "__main__":
+    main()
 """
 
 NUM_TRIALS = 8
@@ -79,6 +96,22 @@ def test_the_host_costs_of_engine_core_and_server_are_measured_without_the_model
     assert core["front ends"] > 0
     assert 0 < server["event loop"] < server["all"]
     assert server["requests/s"] > 0
+
+
+def test_the_opcodes_of_a_request_are_the_same_each_time_they_are_counted(tmp_path: Path) -> None:
+    program = tmp_path / "count.py"
+    program.write_text(OPCODES)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(("", *sys.path))}
+    run = subprocess.run(
+        (sys.executable, str(program)), capture_output=True, text=True, timeout=240, check=True, env=environment
+    )
+    first, second = json.loads(run.stdout)
+    for thread in ("engine thread", "event loop", "front ends"):
+        once, again = (sum(found[thread].values()) for found in (first, second))
+        assert once == pytest.approx(again, rel=0.1)
+    # Each of three tokens of an answer is parsed once, by the engine.
+    assert any(name.startswith("output_parser.py:OutputParser.consume") for name in first["engine thread"])
+    assert not any(name.startswith("output_parser.py") for name in first["front ends"])
 
 
 def test_stored_images_of_every_size_have_the_same_pixels_and_are_timed() -> None:

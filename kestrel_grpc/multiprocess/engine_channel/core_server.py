@@ -27,8 +27,7 @@ import msgspec
 
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.protocol.connection import MAX_UNSENT_BYTES, Connection
-from kestrel_grpc.multiprocess.protocol.errors import decode_error
-from kestrel_grpc.multiprocess.protocol.events import EventsOf, events_of
+from kestrel_grpc.multiprocess.protocol.errors import decode_error, encode_error
 from kestrel_grpc.multiprocess.protocol.messages import (
     CODEC,
     AdapterChanged,
@@ -39,6 +38,7 @@ from kestrel_grpc.multiprocess.protocol.messages import (
     CompletedAlone,
     CoreState,
     Events,
+    EventsOf,
     Expect,
     ForgetImage,
     Hello,
@@ -367,32 +367,42 @@ class _Frontend(Exchange):
         # Each large item has its own message: the front end serves other callers between two messages.
         large: list[EventsOf] = []
         ended: list[_ForwardedStream] = []
-        # Embeddings leave half of what may be unsent to the events of others.
-        room = MAX_UNSENT_BYTES // 2 - self.connection.num_unsent_bytes
         for stream, events, error in deliveries:
             assert isinstance(stream, _ForwardedStream)
-            if isinstance(error, InternalError):
-                _log.error("a request failed", exc_info=error.__cause__)
             finished = events[-1] if events and isinstance(events[-1], Finished) else None
-            num_bytes = 0
-            if finished is not None and isinstance(finished.output, EmbedOutput):  # all its events arrive together
-                num_bytes = sum(len(event.data) for event in events if isinstance(event, PatchEmbeddings))
-            if num_bytes > room:
-                error = EngineUnavailable("the front end does not read fast enough")
-                items.append(events_of(stream.id, [], error))
-            elif num_bytes:
-                room -= num_bytes
-                large += (events_of(stream.id, [event]) for event in events)
+            if finished is None and error is None:
+                items.append(EventsOf(stream.id, events))
+                continue
+            ended.append(stream)
+            if error is not None:
+                if isinstance(error, InternalError):
+                    _log.error("a request failed", exc_info=error.__cause__)
+                items.append(EventsOf(stream.id, events, encode_error(error)))
+            elif finished is not None and isinstance(finished.output, EmbedOutput):
+                large += self._embeddings_of(stream.id, events, large)
             else:
                 is_large = finished is not None and finished.is_large
-                (large if is_large else items).append(events_of(stream.id, events, error))
-            if error is not None or finished is not None:
-                ended.append(stream)
+                (large if is_large else items).append(EventsOf(stream.id, events))
         for together in (items, *([item] for item in large)):
             if together and not self.is_gone:
-                self._server.send(self, Events(tuple(together)))
+                self._server.send(self, Events(together))
         if ended:
             self._server.call(lambda: _end_all(ended))
+
+    def _embeddings_of(self, id: int, events: list[Event], others: Iterable[EventsOf]) -> list[EventsOf]:
+        """Returns the events of a request for embeddings, which come all at once, or an error in their place.
+
+        They and `others` leave half of what may be unsent to the events of other requests.
+        """
+        num_bytes = sum(
+            len(event.data)
+            for event in itertools.chain(events, *(item.events for item in others))
+            if isinstance(event, PatchEmbeddings)
+        )
+        if num_bytes > MAX_UNSENT_BYTES // 2 - self.connection.num_unsent_bytes:
+            error = EngineUnavailable("the front end does not read fast enough")
+            return [EventsOf(id, [], encode_error(error))]
+        return [EventsOf(id, [event]) for event in events]
 
     def call(self, callback: Callable[[], object]) -> None:
         """Have the event loop call this, from any thread."""

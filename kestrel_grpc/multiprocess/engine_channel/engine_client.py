@@ -23,8 +23,7 @@ from kestrel_grpc.multiprocess.engine_channel.core_deaths import CoreDeaths, end
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.routing import choose
 from kestrel_grpc.multiprocess.protocol.connection import shared_file
-from kestrel_grpc.multiprocess.protocol.errors import encode_error
-from kestrel_grpc.multiprocess.protocol.events import events_in
+from kestrel_grpc.multiprocess.protocol.errors import decode_error, encode_error
 from kestrel_grpc.multiprocess.protocol.messages import (
     AdapterChanged,
     AdapterNames,
@@ -485,10 +484,11 @@ class EngineClient:
                 continue
             call.has_events = True
             call.drop_pixels()
-            events, error = events_in(item)
-            if self._deaths.has_counts and events and isinstance(events[-1], Finished):
+            error = None if item.error is None else decode_error(item.error)
+            assert error is None or isinstance(error, KestrelError), "an engine raises no others"
+            if self._deaths.has_counts and item.events and isinstance(item.events[-1], Finished):
                 self._deaths.completed(call.fingerprint())
-            call.stream(item.id).deliver(events, error)
+            call.stream(item.id).deliver(item.events, error)
 
     def _call_of(self, id: int) -> _Call | None:
         """Returns the call with this id, even if the stream of the id has ended before those of other samples."""

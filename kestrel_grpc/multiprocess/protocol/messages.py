@@ -3,7 +3,7 @@
 A new operation is a message here (`questions.py` describes those that are answered), a handler in the process that
 does it, and a caller. Every connection begins with `Hello`, which carries the version and never changes. The
 version is the build: all other messages are exchanged between processes of one build. Types of `api` are sent as
-they are; if they have unions that MessagePack cannot distinguish, a struct with the same fields stands for them.
+they are.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
+
 from kestrel_grpc.access.limits import TokenLimit
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.images.stored_images import ImageHandle, Retention, StoredImage
 from kestrel_grpc.multiprocess.protocol.errors import WireError
-from kestrel_grpc.multiprocess.protocol.events import EventsOf
 from kestrel_grpc.multiprocess.protocol.questions import Codec, Message, Question
 from kestrel_runtime.api.adapters import AdapterInfo
 from kestrel_runtime.api.engine import ClearedCache, EngineInfo, EngineStatus, ImageInfo, Load
+from kestrel_runtime.api.events import Event
 
 _PACKAGES = ("kestrel_client", "kestrel_grpc", "kestrel_ops", "kestrel_runtime")
 
@@ -365,10 +367,18 @@ class CoreState(Message):
     adapters: tuple[AdapterInfo, ...]
 
 
+class EventsOf(msgspec.Struct, array_like=True):
+    """The next events of one request; an error is the last."""
+
+    id: int
+    events: list[Event]
+    error: WireError | None = None
+
+
 class Events(Message):
     """Delivers the events of one turn of the engine."""
 
-    of_requests: tuple[EventsOf, ...]
+    of_requests: list[EventsOf]
 
 
 class CompletedAlone(Message):

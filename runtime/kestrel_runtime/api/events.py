@@ -2,14 +2,18 @@
 
 The pieces are `TextDelta`s; those of an outline follow its `OutlineBox`. Objects are `FoundObject`s,
 one by one. Those of embeddings are `PatchEmbeddings`.
+
+They are structs of msgspec: made without Python code, and sent between processes as they are.
 """
 
 from __future__ import annotations
 
 import builtins
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import astuple
 
 _MANY_LOGPROBS = 1_000
 
@@ -36,8 +40,24 @@ class TextChannel(Enum):
     """The SVG path of an outline, in pieces after each of which it is a valid path."""
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class _Value(Struct, frozen=True, array_like=True, tag=True):
+    """The base of plain values, which cannot be changed."""
+
+
+class _ScoredValue(_Value, frozen=True, eq=False):
+    """The base of values whose last field has scores of the model.
+
+    Equal answers have equal scores within rounding only, so that comparisons leave them out.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and astuple(self)[:-1] == astuple(other)[:-1]
+
+    def __hash__(self) -> int:
+        return hash(astuple(self)[:-1])
+
+
+class Usage(_Value, frozen=True):
     """Token counts. `num_input_tokens` includes BOS and `num_image_tokens`.
 
     `num_cached_tokens` are those input tokens whose keys and values were in the prefix cache when the request
@@ -50,8 +70,7 @@ class Usage:
     num_cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(_Value, frozen=True):
     """The durations of a request's stages, in seconds. `decode_s` runs from the first token to the last."""
 
     queue_s: float
@@ -65,8 +84,7 @@ class Timing:
     decode_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(_Value, frozen=True):
     """The prompt is in the cache and the first token follows."""
 
     usage: Usage
@@ -95,7 +113,7 @@ class TokenLogprob(NamedTuple):
     top: tuple[TopLogprob, ...]
 
 
-class TextDelta(NamedTuple):  # not a dataclass: one is made for each token, in half the time
+class TextDelta(_Value, frozen=True):
     """The next piece of text. It has whole characters only.
 
     `token_index` counts the tokens of this channel before the delta, `num_tokens` the tokens of the delta.
@@ -110,16 +128,14 @@ class TextDelta(NamedTuple):  # not a dataclass: one is made for each token, in 
     """Logprobs of the delta's tokens, if the request asks for them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(_Value, frozen=True):
     """A place in the image, normalised to [0, 1], origin top left."""
 
     x: float
     y: float
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(_Value, frozen=True):
     """A region of the image, normalised and clipped to [0, 1], origin top left."""
 
     x_min: float
@@ -128,8 +144,7 @@ class Box:
     y_max: float
 
 
-@dataclass(frozen=True, slots=True)
-class Grounding:
+class Grounding(_Value, frozen=True):
     """The places that characters `start_char` to `end_char` (exclusive, in code points) of a text refer to."""
 
     start_char: int
@@ -137,8 +152,7 @@ class Grounding:
     points: tuple[Location, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
+class Reasoning(_Value, frozen=True):
     """The text of the reasoning before an answer."""
 
     text: str
@@ -147,8 +161,7 @@ class Reasoning:
     """Logprobs of the reasoning's tokens; None if the request does not ask for them."""
 
 
-@dataclass(frozen=True, slots=True)
-class QueryOutput:
+class QueryOutput(_Value, frozen=True):
     """The answer to a question; `reasoning` is None if the request does not ask for it."""
 
     answer: str
@@ -157,8 +170,7 @@ class QueryOutput:
     """Logprobs of the answer's tokens; None if the request does not ask for them."""
 
 
-@dataclass(frozen=True, slots=True)
-class CaptionOutput:
+class CaptionOutput(_Value, frozen=True):
     """The description of an image."""
 
     caption: str
@@ -166,46 +178,38 @@ class CaptionOutput:
     """Logprobs of the caption's tokens; None if the request does not ask for them."""
 
 
-@dataclass(frozen=True, slots=True)
-class PointOutput:
+class PointOutput(_ScoredValue, frozen=True):
     """The places found, in the model's order."""
 
     points: tuple[Location, ...]
-    scores: tuple[float, ...] = field(default=(), compare=False)
+    scores: tuple[float, ...] = ()
     """The score of each place (`FoundObject.score`); empty if the model family makes none."""
 
 
-@dataclass(frozen=True, slots=True)
-class DetectOutput:
+class DetectOutput(_ScoredValue, frozen=True):
     """The boxes found, in the model's order."""
 
     boxes: tuple[Box, ...]
-    scores: tuple[float, ...] = field(default=(), compare=False)
+    scores: tuple[float, ...] = ()
     """The score of each box (`FoundObject.score`); empty if the model family makes none."""
 
 
-@dataclass(frozen=True, slots=True)
-class FoundObject:
+class FoundObject(_ScoredValue, frozen=True):
     """One object of the answer, as soon as it is complete."""
 
     place: Location | Box
     """The place of the object, or the box around it, as the skill finds them."""
-    score: float | None = field(default=None, compare=False)
-    """The confidence of the model in the object, from 0 to 1; None if the model family makes none.
-
-    Equal answers have equal scores within rounding only, so that comparisons leave them out.
-    """
+    score: float | None = None
+    """The confidence of the model in the object, from 0 to 1; None if the model family makes none."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutlineBox:
+class OutlineBox(_Value, frozen=True):
     """The box of an outline, whose path follows in pieces."""
 
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentMask:
+class SegmentMask(_Value, frozen=True):
     """One outline: an SVG path whose coordinates run from 0 to 1 over `box`."""
 
     svg_path: str
@@ -215,8 +219,7 @@ class SegmentMask:
     path."""
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentOutput:
+class SegmentOutput(_Value, frozen=True):
     """The outlines found: none or one."""
 
     segments: tuple[SegmentMask, ...]
@@ -224,8 +227,7 @@ class SegmentOutput:
     """The form of the outline that the caller wants in addition to its path, one of `MASK_FORMATS`."""
 
 
-@dataclass(frozen=True, slots=True)
-class PatchEmbeddings:
+class PatchEmbeddings(_Value, frozen=True):
     """The embeddings of some patches of an image, row by row from the top left patch."""
 
     first_patch: int
@@ -234,8 +236,7 @@ class PatchEmbeddings:
     """An embedding after the other, in the request's format, little-endian."""
 
 
-@dataclass(frozen=True, slots=True)
-class EmbedOutput:
+class EmbedOutput(_Value, frozen=True):
     """The mean of the embeddings of an image's patches. The patches themselves precede it, in pieces."""
 
     mean: tuple[float, ...]
@@ -245,8 +246,7 @@ class EmbedOutput:
 Output = QueryOutput | CaptionOutput | PointOutput | DetectOutput | SegmentOutput | EmbedOutput
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(_Value, frozen=True):
     """The whole answer. The text of a text skill equals the concatenated deltas of each channel."""
 
     output: Output

@@ -46,7 +46,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -409,28 +408,31 @@ class EngineLoop:
             self._scheduler.give_adapter(sequence)
 
     def _receive(self, item: _Arriving) -> None:
-        if isinstance(item, Stream):
+        if isinstance(item, _Arrival):
+            self._take_in(*item)
+        elif isinstance(item, Stream):
             if item in self._sequences:
                 self._remove(self._sequences[item])
         elif isinstance(item, _DecodedImage):
             self._take_pixels(*item)
         elif isinstance(item, _AdapterLoaded):
             self._take_adapter(*item)
-        elif item is not None and item.stream.is_cancelled:
-            self._arriving.discard(item.stream)
-            self._admission.leave(item.stream)
-            _end_adapter_lease(item.sequence)
-        elif item is not None:
-            self._arriving.discard(item.stream)
-            self._clearings.apply_to(item.sequence)
-            self._streams[item.sequence] = item.stream
-            self._sequences[item.stream] = item.sequence
-            self._deadlines.watch(item.sequence)
-            self._scheduler.add(item.sequence)
-            if self._poison_requests.is_isolated(item.sequence.request.fingerprint):
-                self._scheduler.run_alone(item.sequence)
-            if item.sequence.adapter is not None and item.sequence.adapter.is_reclaimed:
-                self._reclaims_adapters = True
+
+    def _take_in(self, sequence: TokenSequence, stream: Stream) -> None:
+        self._arriving.discard(stream)
+        if stream.is_cancelled:
+            self._admission.leave(stream)
+            _end_adapter_lease(sequence)
+            return
+        self._clearings.apply_to(sequence)
+        self._streams[sequence] = stream
+        self._sequences[stream] = sequence
+        self._deadlines.watch(sequence)
+        self._scheduler.add(sequence)
+        if self._poison_requests.is_isolated(sequence.request.fingerprint):
+            self._scheduler.run_alone(sequence)
+        if sequence.adapter is not None and sequence.adapter.is_reclaimed:
+            self._reclaims_adapters = True
 
     def _drop_expired(self, now: float) -> None:
         for sequence in self._deadlines.due(now):
@@ -604,20 +606,23 @@ class EngineLoop:
         assert isinstance(parser, EmbeddingParser), "only its sequences read embeddings"
         sequence.clock.first_token = now
         pieces = parser.take(embeddings)
-        self._deliver(sequence, [Started(_usage(sequence)), *pieces, _finished(sequence, now)], now)
+        self._deliver(sequence, [Started(_usage(sequence, 0)), *pieces, _finished(sequence, now)], now)
 
     def _deliver(self, sequence: TokenSequence, events: list[Event], now: float) -> None:
-        stream, is_over = self._streams[sequence], sequence.request.parser.finish_reason is not None
-        if is_over and sequence.request.end_check is not None:
+        stream, request = self._streams[sequence], sequence.request
+        if request.parser.finish_reason is None:
+            if events and not stream.wants_only_end:
+                self._outbox.put(stream, events)
+            return
+        if request.end_check is not None:
             self._outbox.post()  # earlier events arrive before it
-            sequence.request.end_check.deliver(stream, events)
-        elif events and (is_over or not stream.wants_only_end):
+            request.end_check.deliver(stream, events)
+        else:
             self._outbox.put(stream, events)
-        if is_over:
-            self._answers.add(now, 1)
-            self._poison_requests.completed(sequence.request.fingerprint)
-            self._scheduler.finish(sequence)
-            self._leave(sequence)
+        self._answers.add(now, 1)
+        self._poison_requests.completed(request.fingerprint)
+        self._scheduler.finish(sequence)
+        self._leave(sequence)
 
     def _end_overflowed(self, sequence: TokenSequence) -> None:
         name = "" if sequence.adapter is None else sequence.adapter.name
@@ -666,7 +671,7 @@ def events_after(sequence: TokenSequence, now: float) -> list[Event]:
     events: list[Event] = list(parser.consume(sequence.tokens[-1]))
     if sequence.clock.first_token is None:
         sequence.clock.first_token = now
-        events.insert(0, Started(replace(_usage(sequence), num_output_tokens=0)))
+        events.insert(0, Started(_usage(sequence, num_output_tokens=0)))
     if parser.finish_reason is None and sequence.is_full:
         events += parser.truncate()
     if parser.finish_reason is not None:
@@ -680,20 +685,20 @@ def _finished(sequence: TokenSequence, now: float) -> Finished:
     return Finished(
         parser.output(),
         parser.finish_reason,
-        _usage(sequence),
+        _usage(sequence, sequence.num_generated),
         _timing(sequence, now),
         parser.stop_sequence,
         sequence.images[0].size_px if sequence.images else None,
     )
 
 
-def _usage(sequence: TokenSequence) -> Usage:
+def _usage(sequence: TokenSequence, num_output_tokens: int) -> Usage:
     if sequence.request.embeddings is not None:
         num_positions = sequence.num_image_positions
         was_cached = any(image.has_cached_embeddings for image in sequence.images)
         return Usage(num_positions, num_positions, num_cached_tokens=num_positions if was_cached else 0)
     num_cached = sequence.cache.num_cached_prompt or 0
-    return Usage(sequence.num_prompt_positions, sequence.num_image_positions, sequence.num_generated, num_cached)
+    return Usage(sequence.num_prompt_positions, sequence.num_image_positions, num_output_tokens, num_cached)
 
 
 def _timing(sequence: TokenSequence, now: float) -> Timing:

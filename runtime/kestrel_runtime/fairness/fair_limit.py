@@ -46,12 +46,13 @@ class FairLimit:
 
     def count(self, tenant: str, amount: int) -> None:
         """Takes units even if a rule forbids it. A negative amount gives units back."""
+        taken_by = self._taken_by
         self.num_taken += amount
-        held = self._taken_by.get(tenant, 0) + amount
+        held = taken_by.get(tenant, 0) + amount
         if held:
-            self._taken_by[tenant] = held
+            taken_by[tenant] = held
         else:
-            self._taken_by.pop(tenant, None)
+            taken_by.pop(tenant, None)
 
     def give_back(self, tenant: str, amount: int = 1) -> None:
         """Gives back units that were taken for this tenant."""

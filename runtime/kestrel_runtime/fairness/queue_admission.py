@@ -182,12 +182,12 @@ class _Pace:
 
     def start(self, now: float) -> None:
         """Counts a start."""
-        if self._last_start is not None:
+        last_start, self._last_start = self._last_start, now
+        if last_start is not None:
             if len(self._intervals) == _MAX_STARTS:
                 self._intervals_s -= self._intervals.popleft()[1]
-            self._intervals.append((now, now - self._last_start))
-            self._intervals_s += now - self._last_start
-        self._last_start = now
+            self._intervals.append((now, now - last_start))
+            self._intervals_s += now - last_start
 
     def pause(self) -> None:
         """Ends the current interval, since no request waits: the time until the next start does not count."""

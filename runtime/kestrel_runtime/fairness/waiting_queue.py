@@ -22,7 +22,7 @@ and within a tenant the oldest item is first.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -161,9 +161,11 @@ class WaitingQueue(Generic[Item]):
             self._virtual_time = max(self._virtual_time, tenant.service)
             tenant.service += item.cost
 
-    def serve(self, item: Item) -> None:
-        """Counts a token generated for an item that has started."""
-        self._tenant(item.tenant).service += 1
+    def serve(self, items: Iterable[Item]) -> None:
+        """Counts a token generated for each of these items, which have started."""
+        for item in items:
+            tenant = self._tenants.get(item.tenant) or self._tenant(item.tenant)
+            tenant.service += 1
 
     def service_of(self, tenant: str) -> float:
         """Returns the service of a tenant, as if it began to wait now."""
@@ -182,7 +184,7 @@ class WaitingQueue(Generic[Item]):
             return first
         first_level = _LAST
         for priority, line in enumerate(tenant.lines):
-            position = _first_in(line, may_start)
+            position = _first_in(line, may_start) if line else None
             if position is None:
                 continue
             level = self._level(priority, position.item, now)

@@ -19,11 +19,21 @@ class TextDecoder:
         """`token_bytes` returns the bytes of an id, as `Tokenizer.token_bytes` does."""
         self._token_bytes = token_bytes
         self._utf8 = _Utf8Decoder(errors="replace")
+        self._is_within = False
+        """True within a character: some of its bytes have come."""
 
     def push(self, token: int) -> str:
         """Returns the characters that this token completes, possibly none."""
-        return self._utf8.decode(self._token_bytes(token))
+        data = self._token_bytes(token)
+        if not self._is_within and data.isascii():  # most often
+            return data.decode()
+        text = self._utf8.decode(data)
+        self._is_within = bool(self._utf8.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """Ends the text: returns U+FFFD for an incomplete character, else an empty text."""
+        if not self._is_within:
+            return ""
+        self._is_within = False
         return self._utf8.decode(b"", final=True)

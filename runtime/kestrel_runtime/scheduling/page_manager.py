@@ -98,14 +98,14 @@ class _Page:
 
 @dataclass(slots=True)
 class _Owner:
-    pages: list[PageId] = field(default_factory=list)
-    num_shared: int = 0
+    pages: list[PageId]
+    num_shared: int
     """Leading pages that were found published: this sequence never writes them."""
-    run: tuple[PageId, ...] = ()
+    run: tuple[PageId, ...]
     """The first of these, whose owners are counted together."""
-    num_published: int = 0
+    num_published: int
     """Full pages that have been published or were found published."""
-    sources: list[PageId] = field(default_factory=list)
+    sources: list[PageId]
     """Sources of copies that no launched step makes yet."""
     is_transient: bool = False
     """True if the sequence has published pages as transient."""
@@ -191,10 +191,9 @@ class PageManager:
         until `commit_copies` names the step that copies it and that step is complete.
         """
         assert owner not in self._owners, "a sequence is given its first pages once"
-        own = self._owners[owner] = _Owner()
         num_shared, run = match.num_shared, match.run
-        own.pages, own.sources = list(match.pages[:num_shared]), list(match.pages[num_shared:])
-        own.num_shared, own.num_published, own.run = num_shared, num_shared, run
+        pages, sources = list(match.pages[:num_shared]), list(match.pages[num_shared:])
+        own = self._owners[owner] = _Owner(pages, num_shared, run, num_shared, sources)
         num_sharing = self._num_sharing.get(run, 0)
         self._num_sharing[run] = num_sharing + 1
         for page in match.pages[len(run) :] if num_sharing else match.pages:
@@ -313,8 +312,10 @@ class PageManager:
         return len(forgotten)
 
     def _grow(self, own: _Owner, num_positions: int) -> list[PageId]:
-        pages: list[PageId] = []
         num_new = self.pages_for(num_positions) - len(own.pages)
+        if not num_new:
+            return []
+        pages: list[PageId] = []
         assert num_new <= self.num_available, "the caller checks num_available first"
         for _ in range(num_new):
             page = self._free.pop() if self._free else self._evict()

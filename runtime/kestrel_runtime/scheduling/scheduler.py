@@ -280,16 +280,18 @@ class Scheduler:
         for chunk in batch.prefill:
             chunk.sequence.cache.writing.discard(step)
         here: list[TokenSequence] = []
+        finished, page_size = SequenceState.FINISHED, self._pages.page_size
         for sequence, token in zip(batch.sampled, tokens, strict=True):
-            if sequence.state is not SequenceState.FINISHED:
+            if sequence.state is not finished:
                 sequence.num_pending -= 1
                 sequence.tokens.append(token)
-                self._waiting.serve(sequence)
                 here.append(sequence)
-                if batch.kind == "decode" and not sequence.num_written % self._pages.page_size:
+        self._waiting.serve(here)
+        for sequence in here:
+            if batch.decode:
+                if not sequence.num_written % page_size:
                     self._publish(sequence, sequence.num_written, now)
-        for sequence in here if batch.kind == "prefill" else ():
-            if len(sequence.images) > 1:  # its images are written; others may hold their entries
+            elif len(sequence.images) > 1:  # its images are written; others may hold their entries
                 self._release_embeddings(sequence)
         if self._isolated and self._isolated[0].sequence in (*here, *batch.read):
             self._isolated.popleft()
@@ -660,7 +662,10 @@ class Scheduler:
         sequence.num_tokens_at_start = len(sequence.tokens)
         if sequence.start_number is None:
             sequence.start_number = next(self._start_numbers)
-        insort(self._active, sequence, key=_start_number)
+        if self._active and sequence.start_number < _start_number(self._active[-1]):  # it was preempted
+            insort(self._active, sequence, key=_start_number)
+        else:
+            self._active.append(sequence)
         self._num_active_of[sequence.tenant] += 1
 
     def _publish(self, sequence: TokenSequence, num_positions: int, now: float) -> None:

@@ -90,7 +90,7 @@ def _scores(output: PointOutput | DetectOutput) -> dict[str, Any]:
 
 
 def _sides(place: Location | Box) -> dict[str, float]:
-    return {name: getattr(place, name) for name in type(place).__slots__}
+    return {name: getattr(place, name) for name in type(place).__struct_fields__}
 
 
 def answer_differs(actual: Any, expected: Any) -> str | None:
@@ -169,7 +169,7 @@ def _point(place: Mapping[str, float]) -> tuple[float, float]:
 
 
 def _box(sides: Mapping[str, float]) -> tuple[float, float, float, float]:
-    x_min, y_min, x_max, y_max = (min(max(sides[name], 0.0), 1.0) for name in Box.__slots__)
+    x_min, y_min, x_max, y_max = (min(max(sides[name], 0.0), 1.0) for name in Box.__struct_fields__)
     return x_min, y_min, x_max, y_max
 
 

@@ -177,7 +177,7 @@ def test_w3_generated_tokens_count_as_service(queue: WaitingQueue) -> None:
     push(queue, talker, listener)
     start_all(queue)
     for _ in range(5):
-        queue.serve(talker)
+        queue.serve([talker])
     push(queue, new_sequence(10, tenant="talks"), new_sequence(10, tenant="listens"))
     assert [sequence.tenant for sequence in start_all(queue)] == ["listens", "talks"]
 

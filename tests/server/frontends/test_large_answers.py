@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from google.protobuf.json_format import MessageToDict
+from msgspec import structs
 
 from kestrel_client.v1 import engine_service_pb2, generation_pb2
 from kestrel_client.v1 import vision_service_pb2 as wire
@@ -53,7 +53,7 @@ def answering_with(first_top: tuple[TopLogprob, ...]) -> FakeEngine:
         tokens = tuple(TokenLogprob(7, f"w{index}", b"w", -0.5, top) for index, top in enumerate(tops))
         output = QueryOutput("".join(token.text for token in tokens), None, tokens)
         delta = TextDelta(output.answer, TextChannel.ANSWER, 0, NUM_TOKENS)
-        return [started, delta, replace(finished, output=output)]
+        return [started, delta, structs.replace(finished, output=output)]
 
     return FakeEngine(script)
 
@@ -127,7 +127,7 @@ async def test_a_large_answer_arrives_whole_however_slowly_it_is_read() -> None:
     def script(request: Request) -> list[object]:
         started, *_, finished = answers(request)
         assert isinstance(finished, Finished)
-        return [started, replace(finished, output=QueryOutput(text, None))]
+        return [started, structs.replace(finished, output=QueryOutput(text, None))]
 
     async with serving_http(FakeEngine(script)) as rig, rig.connect() as connection:
         for _ in range(2):  # the connection goes on afterwards
@@ -144,7 +144,7 @@ async def test_a_caller_who_does_not_read_a_large_answer_is_disconnected() -> No
         started, *_, finished = answers(request)
         assert isinstance(finished, Finished)
         text = "".join(event.text for event in much_text() if isinstance(event, TextDelta))
-        return [started, replace(finished, output=QueryOutput(text, None))]
+        return [started, structs.replace(finished, output=QueryOutput(text, None))]
 
     async with serving_http(FakeEngine(says_much), stream_idle_timeout=0.2) as rig, rig.connect() as connection:
         await connection.send("/v1/query", {"question": "?"})

@@ -6,6 +6,7 @@ import re
 from dataclasses import fields, replace
 
 import pytest
+from msgspec import structs
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -110,8 +111,8 @@ async def test_scores_of_objects_are_counted_by_skill(metrics):
     call = answered_call()
     call.request = RequestSummary(Detect("bird", b"image"))
     assert call.finished is not None
-    first, second = [replace(call.finished, output=output) for output in outputs]
-    call.finished = replace(first, alternatives=(second,))
+    first, second = [structs.replace(call.finished, output=output) for output in outputs]
+    call.finished = structs.replace(first, alternatives=(second,))
     metrics.record(call, OK)
     found = [
         value(metrics, f"kestrel_object_score_{name}", gen_ai_operation_name="detect") for name in ("count", "sum")

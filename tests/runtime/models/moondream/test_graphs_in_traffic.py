@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from kestrel_ops import Kernels
 from kestrel_runtime.api.config import EngineConfig
@@ -136,7 +137,7 @@ async def last_turn_ended(engine: LocalEngine) -> None:
 
 def without_logprobs(output: Output) -> Output:
     """Rounding changes them, which depends on the batch."""
-    return dataclasses.replace(output, logprobs=None) if isinstance(output, QueryOutput) else output
+    return structs.replace(output, logprobs=None) if isinstance(output, QueryOutput) else output
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
 import pytest
+from msgspec import structs
 
 from kestrel_grpc.process.machine import processors
 from kestrel_runtime.api.constraints import Constraint
@@ -156,7 +156,7 @@ def outlined(request: Request) -> list[object]:
     assert isinstance(last, Finished)
     assert isinstance(last.output, SegmentOutput)
     output = SegmentOutput(masks, last.output.mask_format)
-    return [*events, replace(last, output=output, image_size_px=(40, 20))]
+    return [*events, structs.replace(last, output=output, image_size_px=(40, 20))]
 
 
 async def test_an_embedding_has_no_adapter(rig: HttpServing):

@@ -27,7 +27,6 @@ from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.engine_client import EngineClient
 from kestrel_grpc.multiprocess.engine_channel.routing import home_order
 from kestrel_grpc.multiprocess.protocol import connection as connection_module
-from kestrel_grpc.multiprocess.protocol.events import events_in
 from kestrel_grpc.multiprocess.protocol.messages import CODEC, Events
 from kestrel_grpc.multiprocess.protocol.questions import Message
 from kestrel_runtime.api.config import EngineConfig
@@ -217,7 +216,7 @@ async def test_a_large_answer_comes_in_a_message_of_its_own(one: Cores, monkeypa
 
     def note(server: CoreServer, frontend: Any, message: Any) -> bool:
         if isinstance(message, Events):
-            events = [event for item in message.of_requests for event in events_in(item)[0]]
+            events = [event for item in message.of_requests for event in item.events]
             num_ends.append(sum(isinstance(event, Finished) for event in events))
         return send(server, frontend, message)
 

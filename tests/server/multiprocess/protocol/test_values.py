@@ -10,8 +10,7 @@ import pytest
 from kestrel_grpc.access.limits import RateLimited
 from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, ImageQuotaExceeded, ImageStoreFull
 from kestrel_grpc.multiprocess.protocol.errors import SupervisorUnavailable, decode_error, encode_error
-from kestrel_grpc.multiprocess.protocol.events import events_in, events_of
-from kestrel_grpc.multiprocess.protocol.messages import CODEC, Events
+from kestrel_grpc.multiprocess.protocol.messages import CODEC, Events, EventsOf
 from kestrel_grpc.multiprocess.protocol.requests import ImageSummary, decode_request, encode_request
 from kestrel_runtime.api import errors
 from kestrel_runtime.api.constraints import Constraint
@@ -155,13 +154,13 @@ def test_answers_arrive_as_they_were(output: Any) -> None:
     found = (FoundObject(box), FoundObject(Location(0.25, 0.75), 0.5), FoundObject(box, 0.25))
     patches = PatchEmbeddings(7, 2, bytes(range(256)))
     events: list[Event] = [Started(USAGE), delta, OutlineBox(box), *found, patches, finished]
-    sent = CODEC.encode([Events((events_of(2**40, events),))])
+    sent = CODEC.encode([Events([EventsOf(2**40, events)])])
     (message,) = CODEC.decode(sent)
     assert isinstance(message, Events)
     (item,) = message.of_requests
     assert item.id == 2**40
-    assert events_in(item) == (events, None)
-    assert repr(events_in(item)[0]) == repr(events)  # with the scores, which comparisons leave out
+    assert (item.events, item.error) == (events, None)
+    assert repr(item.events) == repr(events)  # with the scores, which comparisons leave out
 
 
 def all_errors() -> list[KestrelError]:
@@ -191,11 +190,13 @@ def all_errors() -> list[KestrelError]:
 
 @pytest.mark.parametrize("error", all_errors(), ids=lambda error: type(error).__name__)
 def test_errors_arrive_with_what_they_say(error: KestrelError) -> None:
-    sent = CODEC.encode([Events((events_of(1, [], error),))])
+    sent = CODEC.encode([Events([EventsOf(1, [], encode_error(error))])])
     (message,) = CODEC.decode(sent)
     assert isinstance(message, Events)
-    events, found = events_in(message.of_requests[0])
-    assert (events, type(found), str(found)) == ([], type(error), str(error))
+    (item,) = message.of_requests
+    assert item.error is not None
+    found = decode_error(item.error)
+    assert (item.events, type(found), str(found)) == ([], type(error), str(error))
     known = {name: value for name, value in vars(error).items() if not name.startswith("_")}
     assert {name: value for name, value in vars(found).items() if not name.startswith("_")} == known
     assert b"secret" not in sent

@@ -91,7 +91,7 @@ def test_an_answer_that_is_truncated_at_once_is_empty(name):
     assert parser.finish_reason is None
     assert list(parser.truncate()) == []
     assert parser.finish_reason is FinishReason.LENGTH
-    fields = set(parser.output().__slots__) - {"mask_format"}
+    fields = set(parser.output().__struct_fields__) - {"mask_format"}
     empty = {getattr(parser.output(), field) for field in fields}
     assert empty <= {"", (), None}
 
