@@ -109,14 +109,15 @@ class EngineClient:
         )
         self._loop = asyncio.get_running_loop()
         self._cores = cores
-        self._calls: dict[int, _Call] = {}  # by the ids of its requests
+        self._streams: dict[int, _RemoteStream] = {}  # that are not over, by id
         self._ids = itertools.count(1)
         self._status = EngineStatus.RECOVERING
         self._is_draining = self._is_closed = False
         self._callbacks: list[Callable[[EngineStatus], None]] = []
         self._deaths = CoreDeaths()
-        self._seen_images: LruCache[tuple[str, bytes], bool] = LruCache(_MAX_SEEN_IMAGES)
-        """Seen images by namespace and digest. Namespaces share none, since a request's duration reveals a hit."""
+        self._seen_images: LruCache[tuple[str, bytes], ImageHeader] = LruCache(_MAX_SEEN_IMAGES)
+        """Headers of seen images by namespace and digest. Namespaces share none, since a request's duration reveals
+        a hit."""
         self._late: dict[int, asyncio.Task[None]] = {}
         """Connections to cores that did not answer at first, by index."""
         for core in cores:
@@ -196,7 +197,7 @@ class EngineClient:
         for other in self._cores:
             self._send_quarantine(other)
         self._update_status()
-        for call in {call.ids: call for call in self._calls.values() if call.core is core}.values():
+        for call in self._calls_of(core):
             error = self._deaths.error_of(call.fingerprint(), has_events=call.has_events)
             if error is None:
                 self._send(call)
@@ -234,27 +235,29 @@ class EngineClient:
         route: str = "",
     ) -> list[Stream]:
         """Send a request to a core; see `api.engine.Engine.submit_samples`."""
-        streams = [_RemoteStream(next(self._ids)) for _ in parts_of(request)]
-        call = _Call(request, request.images, tuple(streams), deadline, tenant, namespace, route)
+        images = request.images
+        call = _Call(request, images, deadline, tenant, namespace, route)
+        streams = [_RemoteStream(next(self._ids), call, self._streams) for _ in parts_of(request)]
+        call.streams, call.num_open = tuple(streams), len(streams)
+        call.ids = tuple([stream.id for stream in streams])
         try:
             self._check(request)
-            for image in call.images:
+            if all(map(is_hashed_at_once, images)):
+                call.digests = tuple(map(image_digest, images))
+            for number, image in enumerate(images):
                 try:
-                    call.headers.append(self._inspect(image))
+                    call.headers.append(self._header_of(call, number, image))
                 except ImageError as error:
-                    locate(error, request, len(call.headers))
+                    locate(error, request, number)
                     raise
             for stream in streams:
-                self._calls[stream.id] = call
-                stream.over.add_done_callback(lambda _, id=stream.id: self._end(call, id))
-                stream.follow(self._cancel, self._want_only_end, call)
-            if all(map(is_hashed_at_once, call.images)):
-                call.digests = tuple(map(image_digest, call.images))
-                self._send(call)
-                if call.images:  # after the request is sent, so that a worker does not delay that
-                    self._loop.call_soon(self._decode_ahead, call)
-            else:
+                self._streams[stream.id] = stream
+            if call.digests is None:
                 self._hash(call)
+            else:
+                self._send(call)
+            if call.new_images:  # after the request is sent, so that a worker does not delay that
+                self._loop.call_soon(self._decode_ahead, call)
         except KestrelError as error:
             call.fail(error)
             drop_tracebacks(error)
@@ -351,7 +354,7 @@ class EngineClient:
         """Accept no more requests, and return when the running ones have ended."""
         self._is_draining = True
         self._update_status()
-        if waiting := [stream.over for call in self._calls.values() for stream in call.streams]:
+        if waiting := [stream.over for stream in self._streams.values()]:
             await asyncio.wait(waiting)
 
     def close(self) -> None:
@@ -374,7 +377,7 @@ class EngineClient:
         if self._is_closed:
             return
         self._is_closed = True
-        for call in list(self._calls.values()):
+        for call in self._calls():
             call.fail(EngineUnavailable("the engine has stopped"))
         for index in tuple(self._late):
             self._forget_late(index)
@@ -398,17 +401,19 @@ class EngineClient:
         """Move the requests that a silent core has not begun to answer to other cores."""
         if all(other.is_silent for other in self._cores if other.status is EngineStatus.SERVING):
             return
-        for call in {call.ids: call for call in self._calls.values() if call.core is core}.values():
+        for call in self._calls_of(core):
             if not call.has_events:
                 core.notify(Cancel(call.ids))
                 self._send(call)
         core.give_up(_CoreSilent("the engine process does not answer"), Expect)
 
-    def _end(self, call: _Call, id: int) -> None:
-        """Forget a stream that is over, and the pixels of its request with the last one."""
-        self._calls.pop(id, None)
-        if call.is_over:
-            call.drop_pixels()
+    def _calls(self) -> list[_Call]:
+        """Returns the calls with a stream that is not over, each once."""
+        return list({stream.call: None for stream in self._streams.values()})
+
+    def _calls_of(self, core: CoreConnection) -> list[_Call]:
+        """Returns those that were sent to a core last."""
+        return [call for call in self._calls() if call.core is core]
 
     def _update_status(self) -> None:
         statuses = {core.status for core in self._cores}
@@ -427,6 +432,18 @@ class EngineClient:
         if self._status is not EngineStatus.SERVING:
             raise EngineUnavailable(f"the engine is {self._status.name.lower()}")
         self.info.check(request)
+
+    def _header_of(self, call: _Call, number: int, image: Image) -> ImageHeader:
+        """Returns the header of an image, which is not read again if its digest is known."""
+        if call.digests is None:
+            return self._inspect(image)
+        key = call.namespace, call.digests[number]
+        header = self._seen_images.get(key)
+        if header is None:
+            header = self._inspect(image)
+            self._seen_images.put(key, header)
+            call.new_images.append(number)
+        return header
 
     def _inspect(self, image: Image) -> ImageHeader:
         header = inspect_image(image, max_image_pixels=self.info.config.max_image_pixels)
@@ -469,30 +486,25 @@ class EngineClient:
         except UnicodeEncodeError:  # half of a surrogate pair, which MessagePack does not have
             call.fail(InvalidRequest((Violation("request", "must be valid Unicode"),)))
 
-    def _cancel(self, call: _Call, stream: _RemoteStream) -> None:
-        if call.core is not None and stream.is_cancelled:
-            call.core.notify(Cancel((stream.id,)))
-
-    def _want_only_end(self, call: _Call, stream: _RemoteStream) -> None:
-        if call.core is not None:
-            call.core.notify(OnlyEnd((stream.id,)))
-
     def _deliver(self, core: CoreConnection, message: Events) -> None:
         for item in message.of_requests:
-            call = self._calls.get(item.id)
-            if call is None or call.core is not core:
+            stream = self._streams.get(item.id)
+            if stream is None or stream.call.core is not core:
                 continue
+            call = stream.call
             call.has_events = True
-            call.drop_pixels()
+            if call.pixels:
+                call.drop_pixels()
             error = None if item.error is None else decode_error(item.error)
             assert error is None or isinstance(error, KestrelError), "an engine raises no others"
             if self._deaths.has_counts and item.events and isinstance(item.events[-1], Finished):
                 self._deaths.completed(call.fingerprint())
-            call.stream(item.id).deliver(item.events, error)
+            stream.deliver(item.events, error)
 
     def _call_of(self, id: int) -> _Call | None:
         """Returns the call with this id, even if the stream of the id has ended before those of other samples."""
-        return self._calls.get(id) or next((call for call in self._calls.values() if id in call.ids), None)
+        stream = self._streams.get(id)
+        return next((call for call in self._calls() if id in call.ids), None) if stream is None else stream.call
 
     def _undelivered(self, undelivered: Sequence[Message]) -> None:
         """End the requests in messages that a core does not read."""
@@ -521,12 +533,9 @@ class EngineClient:
         if call.core is None or call.is_over:
             return
         num_bytes = 0
-        for number, (header, digest) in enumerate(zip(call.headers, call.digests or (), strict=True)):
-            key = call.namespace, digest
-            is_new = self._seen_images.get(key) is None
-            self._seen_images.put(key, True)
-            num_bytes += _decoding_bytes(header)
-            if is_new and call.core.load <= _AHEAD_LOAD and num_bytes <= _MAX_AHEAD_BYTES:
+        for number in call.new_images:
+            num_bytes += _decoding_bytes(call.headers[number])
+            if call.core.load <= _AHEAD_LOAD and num_bytes <= _MAX_AHEAD_BYTES:
                 with contextlib.suppress(EngineUnavailable):  # the core gets this error if it asks
                     call.pixels[number] = self._decode(call, number)
 
@@ -592,28 +601,31 @@ class _CoreSilent(EngineUnavailable):
 
 
 class _RemoteStream(Stream):
-    """The stream of one request, whose events a core sends."""
+    """The stream of one request, whose events a core sends. `streams` has it until it is over."""
 
-    def __init__(self, id: int) -> None:
+    def __init__(self, id: int, call: _Call, streams: dict[int, _RemoteStream]) -> None:
         super().__init__()
         self.id = id
-        self._on_only_end: Callable[[], None] | None = None
-
-    def follow(
-        self,
-        cancel: Callable[[_Call, _RemoteStream], None],
-        want_only_end: Callable[[_Call, _RemoteStream], None],
-        call: _Call,
-    ) -> None:
-        """Set the functions to call when the caller cancels, and when it begins to wait for the end alone."""
-        self.on_cancel(lambda: cancel(call, self))
-        self._on_only_end = lambda: want_only_end(call, self)
+        self.call = call
+        self._streams = streams
 
     async def result(self) -> Finished:
-        if self._on_only_end is not None and not self.over.done():
-            self._on_only_end()
-            self._on_only_end = None
+        if self.call.core is not None and not self.over.done():
+            self.call.core.notify(OnlyEnd((self.id,)))
         return await super().result()
+
+    def cancel(self) -> None:
+        if self.call.core is not None and not self.over.done():
+            self.call.core.notify(Cancel((self.id,)))
+        super().cancel()
+
+    def _end(self) -> None:
+        super()._end()
+        self._streams.pop(self.id, None)
+        self.call.num_open -= 1
+        if self.call.is_over:
+            self.call.drop_pixels()
+            self.call.streams = ()  # otherwise only the garbage collector would free the call and its images
 
 
 @dataclass(slots=True, eq=False)
@@ -623,14 +635,21 @@ class _Call:
     request: Request
     images: tuple[Image, ...]
     """The images of the request."""
-    streams: tuple[_RemoteStream, ...]
     deadline: float | None
     tenant: str
     namespace: str
     route: str = ""
     """Equal for calls that one core should answer; "" if the caller does not say."""
+    streams: tuple[_RemoteStream, ...] = ()
+    """The streams of its samples; none once all are over."""
+    num_open: int = 0
+    """The streams that are not over."""
+    ids: tuple[int, ...] = ()
+    """The ids of all its streams."""
     headers: list[ImageHeader] = field(default_factory=list)
     """The headers of the images."""
+    new_images: list[int] = field(default_factory=list)
+    """The numbers of the images that no request has shown lately."""
     digests: tuple[bytes, ...] | None = None
     """The digests of the images; None until they are computed."""
     core: CoreConnection | None = None
@@ -640,12 +659,8 @@ class _Call:
     """The pixels of images that are decoded before a core has asked for them, by the number of the image."""
 
     @property
-    def ids(self) -> tuple[int, ...]:
-        return tuple(stream.id for stream in self.streams)
-
-    @property
     def is_over(self) -> bool:
-        return all(stream.over.done() for stream in self.streams)
+        return not self.num_open
 
     @property
     def routing_key(self) -> bytes | None:
@@ -665,10 +680,6 @@ class _Call:
             _, pixels = self.pixels.popitem()
             pixels.cancel()
             pixels.add_done_callback(_free_pixels)
-
-    def stream(self, id: int) -> _RemoteStream:
-        """Returns the stream with this id."""
-        return next(stream for stream in self.streams if stream.id == id)
 
     def fail(self, error: KestrelError) -> None:
         """End all streams with an error."""
