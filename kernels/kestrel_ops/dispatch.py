@@ -85,6 +85,7 @@ class Kernels:
     """Holds one function for each operation, which `reference` defines and documents."""
 
     resample: Callable[..., Any]
+    hash_words: Callable[..., Any]
     add_layer_norm: Callable[..., Any]
     concat_gelu: Callable[..., Any]
     scaled_linear: Callable[..., Any]

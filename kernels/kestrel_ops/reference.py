@@ -12,7 +12,7 @@ from kestrel_ops.attention.reference import (
 )
 from kestrel_ops.experts.reference import mixture_of_experts
 from kestrel_ops.experts.reference_int4 import INT4_GROUP, dequantise_int4, quantise_int4
-from kestrel_ops.images.reference import RESAMPLE_WEIGHT_BITS, resample
+from kestrel_ops.images.reference import RESAMPLE_WEIGHT_BITS, hash_words, resample
 from kestrel_ops.invariant.reference import (
     invariant_attention,
     invariant_attention_bytes,
@@ -59,6 +59,7 @@ __all__ = [
     "decode_contract",
     "decode_expand",
     "dequantise_int4",
+    "hash_words",
     "invariant_attention",
     "invariant_attention_bytes",
     "invariant_experts",

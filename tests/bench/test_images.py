@@ -7,9 +7,9 @@ from kestrel_runtime.models.moondream.vision.device_cropping import Cropper
 CPU = torch.device("cpu")
 
 
-def slightly_off(pixels, taps, dim):
+def slightly_off(*arguments):
     """One pixel of every pass lies two steps beside."""
-    resampled = resample(pixels, taps, dim)
+    resampled = resample(*arguments)
     resampled[0, 0] ^= 2
     return resampled
 

@@ -133,9 +133,17 @@ def concat_gelu(count: int, plain: int, inner: int, dtype: str, out: str, of: st
 
 
 def resample(height: int, width: int, length: int, dim: int, of: str = "triton") -> None:
-    """An RGB image, along one axis."""
+    """An RGB image, along one axis; then the same of pixels of four bytes, of which one window is wanted."""
     taps = torch.zeros(5, length, dtype=torch.int32)
     _operation(of, "resample")(torch.zeros(height, width, 3, dtype=torch.uint8), taps, dim)
+    windows = torch.zeros(1, 2, dtype=torch.int32)
+    _operation(of, "resample")(torch.zeros(height, width, 4, dtype=torch.uint8), taps, dim, windows, 7)
+
+
+def hash_words(count: int, num_words: int, of: str = "triton") -> None:
+    """Rows of words, by four functions."""
+    multipliers = torch.zeros(4, num_words, dtype=torch.int64)
+    _operation(of, "hash_words")(torch.zeros(count, num_words, dtype=torch.int32), multipliers)
 
 
 def philox_uniform(count: int, of: str = "triton") -> None:

@@ -46,6 +46,7 @@ WIDE = [
     ("rotary_decode_attention", [32, 32, 64, "bf16", "bf16", 1, 8]),
     ("rotary_decode_attention", [32, 32, 64, "bf16", "bf16", 64, 1]),
     ("resample", [557, 800, 378, 0]),
+    ("hash_words", [9, 107_163]),
     ("philox_uniform", [64]),
     ("layer_norm_linear", [5, 2048, 64]),
     ("tau_scales", [2, 32, 6144]),

@@ -211,6 +211,7 @@ def test_shapes_are_part_of_the_public_face():
 # A call of each operation, by a function of `tests.kernels.launched`.
 CALLS = {
     "resample": (20, 30, 7, 0),
+    "hash_words": (3, 50),
     "philox_uniform": (20,),
     "add_layer_norm": (5, 48, "bf16", "bf16"),
     "concat_gelu": (3, 16, 40, "bf16", "bf16"),

@@ -74,6 +74,7 @@ OPERANDS = {
         *(*pages(), ints(3, 2), ints(4), ints(3), ints(6), 2),
     ),
     "quantise_rows": lambda: (blank(6, 16),),
+    "hash_words": lambda: (ints(3, 5), longs(4, 5)),
     "resample": lambda: (blank(4, 4, 3, dtype=torch.uint8), ints(3, 5), 0),
     "rotary": lambda: (blank(6, 2, 8), blank(6, 2), blank(6, 2)),
     "rotary_decode_attention": lambda: (

@@ -88,3 +88,28 @@ def test_a_row_longer_than_a_block_is_whole(resample):
     pixels = random_pixels(5, 300, 3)
     table = random_taps(300, 400, 2)
     assert torch.equal(resample(pixels, table, 1), reference(pixels, table, 1))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dim", [0, 1])
+def test_windows_are_parts_of_the_result(resample, dim):
+    pixels = random_pixels(30, 40, 3)
+    table = random_taps(pixels.shape[dim], 35, 5)
+    whole = reference(pixels, table, dim)
+    places = [(0, 0), (7, 11), (30 - 9 if dim else 35 - 9, 35 - 9 if dim else 40 - 9)]
+    parts = resample(pixels, table, dim, torch.tensor(places, dtype=torch.int32, device=DEVICE), 9)
+    assert parts.is_contiguous()
+    assert parts.shape == (3, 9, 9, 3)
+    for part, (top, left) in zip(parts, places, strict=True):
+        assert torch.equal(part, whole[top : top + 9, left : left + 9])
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_fourth_channel_is_padding(resample, dim):
+    pixels = random_pixels(12, 17, 4)
+    table = random_taps(pixels.shape[dim], 8, 3)
+    assert torch.equal(resample(pixels, table, dim), reference(pixels[..., :3].contiguous(), table, dim))
+    windows = torch.tensor([[2, 3]], dtype=torch.int32, device=DEVICE)
+    part = resample(pixels, table, dim, windows, 5)
+    assert torch.equal(part[0], reference(pixels[..., :3].contiguous(), table, dim)[2:7, 3:8])

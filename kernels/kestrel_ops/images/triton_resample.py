@@ -21,45 +21,52 @@ class Blocks:
     num_bytes: int = 512
     """Bytes of each row."""
     num_rows: int = 4
-    """Rows that use the same weights."""
     num_warps: int = 4
 
 
 def resample(
-    pixels: Tensor,  # [height, width, channels] uint8, contiguous
+    pixels: Tensor,  # [height, width, channels] uint8, contiguous; channels behind the third are padding
     taps: Tensor,  # [1 + K, length] int32: first source places, then the weights of K places from there on
     dim: int,  # 0 resamples rows, 1 columns
+    windows: Tensor | None = None,  # [N, 2] int32: the first row and column of parts of the result
+    side: int = 0,  # rows and columns of each window
     blocks: Blocks = Blocks(),
-) -> Tensor:  # uint8, contiguous: `length` rows or columns, the other axis as it was
+) -> Tensor:  # uint8, contiguous: `length` rows or columns, the other axis as it was; or [N, side, side, channels]
     """Resamples one dimension of images. Same contract as `reference.resample`.
 
-    Programs compute blocks of the result's bytes; the bytes of a row are contiguous.
+    Programs compute blocks of the result's bytes: some rows, and a part of each.
     """
-    height, width, channels = pixels.shape
+    height, width, source_channels = pixels.shape
     num_weights, length = taps.shape[0] - 1, taps.shape[1]
+    channels = min(source_channels, 3)
     assert pixels.is_contiguous()
     assert taps.is_contiguous()
-    if dim == 0:
-        resampled = pixels.new_empty(length, width, channels)
-        rows, source_row, result_row, step = 1, 0, length * width * channels, width * channels
+    if windows is None:
+        rows, columns = (length, width) if dim == 0 else (height, length)
+        resampled = pixels.new_empty(rows, columns, channels)
     else:
-        resampled = pixels.new_empty(height, length, channels)
-        rows, source_row, result_row, step = height, width * channels, length * channels, channels
-    rows_per_program = 1 if rows == 1 else blocks.num_rows  # no other value, which would be compiled separately
-    grid = (triton.cdiv(result_row, blocks.num_bytes), triton.cdiv(rows, rows_per_program))
+        rows = columns = side
+        resampled = pixels.new_empty(len(windows), side, side, channels)
+    row_bytes = columns * channels
+    num_parts = 1 if windows is None else len(windows)
+    grid = (triton.cdiv(row_bytes, blocks.num_bytes), triton.cdiv(rows, blocks.num_rows), num_parts)
     launcher(_resample, grid)(
         pixels,
         taps,
+        taps if windows is None else windows,
         resampled,
         rows,
-        source_row,
-        result_row,
-        step,
+        row_bytes,
+        width,
         length,
         num_weights,
+        channels=channels,
+        source_channels=source_channels,
+        of_rows=dim == 0,
+        has_windows=windows is not None,
         weight_bits=RESAMPLE_WEIGHT_BITS,
         half=1 << (RESAMPLE_WEIGHT_BITS - 1),
-        rows_per_program=rows_per_program,
+        num_rows=blocks.num_rows,
         num_bytes=blocks.num_bytes,
         num_warps=blocks.num_warps,
     )
@@ -72,37 +79,51 @@ def unsupported(model: ModelShape) -> str | None:
 
 
 # Sizes of images have any value, so kernels are not specialised for them.
-@triton.jit(do_not_specialize=["rows", "source_row", "result_row", "step", "length", "num_weights"])
+@triton.jit(do_not_specialize=["rows", "row_bytes", "width", "length", "num_weights"])
 def _resample(
     pixels,
     taps,
+    windows,
     resampled,
     rows,
-    source_row,
-    result_row,
-    step,  # bytes between neighbouring source pixels
+    row_bytes,
+    width,  # of the source
     length,
     num_weights,
+    channels: tl.constexpr,
+    source_channels: tl.constexpr,
+    of_rows: tl.constexpr,
+    has_windows: tl.constexpr,
     weight_bits: tl.constexpr,
     half: tl.constexpr,
-    rows_per_program: tl.constexpr,
+    num_rows: tl.constexpr,
     num_bytes: tl.constexpr,
 ):
     byte = tl.program_id(0) * num_bytes + tl.arange(0, num_bytes)
-    row = tl.program_id(1) * rows_per_program + tl.arange(0, rows_per_program)
-    in_row = byte < result_row
-    place = byte // step
-    first = tl.load(taps + place, mask=in_row, other=0)
-    inside = in_row[None, :] & (row < rows)[:, None]
-    source = pixels + row.to(tl.int64)[:, None] * source_row + (first * step + byte % step)[None, :]
+    row = tl.program_id(1) * num_rows + tl.arange(0, num_rows)
+    part = tl.program_id(2)
+    inside = (row < rows)[:, None] & (byte < row_bytes)[None, :]
+    source_row, column = row, byte // channels
+    if has_windows:
+        source_row += tl.load(windows + 2 * part)
+        column += tl.load(windows + 2 * part + 1)
+    if of_rows:
+        place, in_axis, step = source_row, row < rows, width * source_channels
+        source_row = tl.load(taps + place, mask=in_axis, other=0)
+    else:
+        place, in_axis, step = column, byte < row_bytes, source_channels
+        column = tl.load(taps + place, mask=in_axis, other=0)
+    source = (source_row * width * source_channels)[:, None] + (column * source_channels + byte % channels)[None, :]
     weights = taps + length + place
-    total = tl.full((rows_per_program, num_bytes), half, tl.int32)
+    across: tl.constexpr = 1 if of_rows else 0
+    total = tl.full((num_rows, num_bytes), half, tl.int32)
     num_left = num_weights
     while num_left > 0:
-        weight = tl.load(weights, mask=in_row, other=0)
-        total += tl.load(source, mask=inside, other=0).to(tl.int32) * weight[None, :]
+        weight = tl.load(weights, mask=in_axis, other=0)
+        total += tl.load(pixels + source, mask=inside, other=0).to(tl.int32) * tl.expand_dims(weight, across)
         weights += length
         source += step
         num_left -= 1
     rounded = tl.minimum(tl.maximum(total >> weight_bits, 0), 255)
-    tl.store(resampled + row.to(tl.int64)[:, None] * result_row + byte[None, :], rounded.to(tl.uint8), mask=inside)
+    result = ((part * rows + row) * row_bytes)[:, None] + byte[None, :]
+    tl.store(resampled + result, rounded.to(tl.uint8), mask=inside)

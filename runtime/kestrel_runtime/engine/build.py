@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
 
 from kestrel_runtime.adapters.base_model import ServedModel
 from kestrel_runtime.adapters.files import AdapterFiles, AdapterSource
@@ -41,8 +40,8 @@ from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.fairness.image_budget import MAX_DECODING_BYTES, least_budget_bytes
 from kestrel_runtime.fairness.queue_admission import QueueAdmission, QueueLimits
 from kestrel_runtime.imaging.crop_hash import CropHash
-from kestrel_runtime.imaging.crops import Cropping, Crops, DecodedImage, max_kept_bytes, with_digests
-from kestrel_runtime.imaging.device_crops import DeviceCropper
+from kestrel_runtime.imaging.crops import Cropping, Crops, max_kept_bytes, with_digests
+from kestrel_runtime.imaging.device_crops import DeviceCropper, DeviceOperations
 from kestrel_runtime.loading.checkpoint import Checkpoint, repository_of
 from kestrel_runtime.memory.host_limits import available_processors
 from kestrel_runtime.memory.plan import MemoryReading
@@ -99,8 +98,8 @@ def build(
     family, model, model_config = loaded.family, loaded.model, config_of(loaded.model)
     bounds = _step_bounds(config, model.device)
     prepared = family.prepare(model, config, bounds, owns_model=owns_model)
-    cropping, crop_on_device = family.cropping(model_config), prepared.crop_on_device()
-    max_decoded_bytes = _max_decoded_bytes(config, bounds, cropping, decoded=crop_on_device is not None)
+    cropping, on_device = family.cropping(model_config), prepared.crop_on_device()
+    max_decoded_bytes = _max_decoded_bytes(config, bounds, cropping, decoded=on_device is not None)
     num_pages, memory = prepared.plan_cache(max_decoded_bytes)
     # The numbers are also named arguments, which logs in JSON have as fields.
     facts = {"device": str(model.device), "total_bytes": memory.total_bytes, **dataclasses.asdict(memory)}
@@ -120,7 +119,7 @@ def build(
         loaded,
         info,
         cropping,
-        crop_on_device,
+        on_device,
         is_cached,
         poison_requests,
         image_cache=runner.num_cached_images > 0,
@@ -248,7 +247,7 @@ def _preprocessor(
     loaded: LoadedModel,
     info: EngineInfo,
     cropping: Cropping,
-    crop_on_device: Callable[[DecodedImage], Tensor] | None,
+    on_device: DeviceOperations | None,
     is_cached: Callable[[Digest | None, EmbeddingKey | None], bool],
     poison_requests: PoisonRequests,
     *,
@@ -258,13 +257,13 @@ def _preprocessor(
 ) -> Preprocessor:
     config, model, model_config = info.config, loaded.model, config_of(loaded.model)
     make_crops = cropping.make_crops
-    if crop_on_device is not None:
-        # Urgent: an image has some twenty short kernels, and steps wait for its crops and their digests.
+    if on_device is not None:
+        # Urgent: an image has a few short kernels, and steps wait for its crops and their digests.
         on_stream, digest = CudaStream(model.device, is_urgent=True).entered, None
         if crop_cache:
-            digest = CropHash(cropping.crop_bytes, model.device)
+            digest = CropHash(cropping.crop_bytes, model.device, on_device.hash_words)
         make_crops = DeviceCropper(
-            cropping, crop_on_device, on_stream, max_images=info.max_batch_size, digest=digest
+            cropping, on_device.crop, on_stream, max_images=info.max_batch_size, digest=digest
         )
     elif crop_cache:
         make_crops = partial(_crops_with_digests, cropping)

@@ -19,6 +19,7 @@ pair collides with a probability of at most N² / 2 × 2^-132; for 2^40 crops th
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -30,8 +31,11 @@ _WORD_BYTES = 4
 class CropHash:
     """Computes the hash of crops of one size, on one device. Does not synchronise."""
 
-    def __init__(self, crop_bytes: int, device: torch.device) -> None:
-        """Draws the multipliers for crops of `crop_bytes`."""
+    def __init__(
+        self, crop_bytes: int, device: torch.device, hash_words: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
+        """Draws the multipliers for crops of `crop_bytes`. Takes the operation `hash_words`."""
+        self._hash_words = hash_words
         self._num_words = -(-crop_bytes // _WORD_BYTES)
         self._padding = self._num_words * _WORD_BYTES - crop_bytes
         drawn = bytearray(secrets.token_bytes(8 * _NUM_FUNCTIONS * self._num_words))
@@ -44,12 +48,13 @@ class CropHash:
         if self._padding:  # crops of one size are padded alike
             crop_bytes = torch.nn.functional.pad(crop_bytes, (0, self._padding))
         # Signed words differ by less than 2^32 too, and sums of int64 are taken modulo 2^64.
-        words = crop_bytes.contiguous().view(torch.int32)
-        # All functions at once, since each kernel waits for those of steps.
-        return (words[:, None] * self._multipliers).sum(2)
+        return self._hash_words(crop_bytes.contiguous().view(torch.int32), self._multipliers)
 
     @staticmethod
     def work_bytes(crop_bytes: int, num_crops: int) -> int:
-        """Returns the bytes of the multipliers, and of what is computed for `num_crops` at a time."""
+        """Returns the bytes of the multipliers, and of what is computed for `num_crops` at a time.
+
+        The reference of `hash_words` keeps a product for each word and multiplier.
+        """
         num_words = -(-crop_bytes // _WORD_BYTES)
         return 8 * num_words * _NUM_FUNCTIONS * (1 + num_crops)

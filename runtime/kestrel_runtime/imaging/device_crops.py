@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,15 @@ from torch import Tensor
 from kestrel_runtime.imaging.crops import Cropping, Crops, DecodedImage, keep_decoded
 
 _log = logging.getLogger(__name__)
+
+
+class DeviceOperations(NamedTuple):
+    """Operations on the images of worker threads, on one device."""
+
+    crop: Callable[[DecodedImage], Tensor]
+    """Makes on the device what `Cropping.make_crops` makes on the host: uint8 [crops, side, side, 3]."""
+    hash_words: Callable[[Tensor, Tensor], Tensor]
+    """The operation `hash_words`."""
 
 
 class CropDigests:

@@ -6,6 +6,7 @@ Each pass rounds to 8 bits, so every pixel depends on the exact weights and on t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +24,9 @@ class LanczosAxis:
     source: int
     target: int
 
-    def taps(self) -> Tensor:
+    def taps(self, num_weights: int = 0) -> Tensor:
         """Returns int32 [1 + K, target]: first source places, then K weights, as the operation `resample` takes
-        them.
+        them. K is `num_weights`, at most `source`, or as many as are needed if that is more.
 
         If K pixels would reach past the end, they begin earlier, with weights of 0.
         """
@@ -35,7 +36,7 @@ class LanczosAxis:
         reach = _LOBES * stretch
         start = (centre - reach + 0.5).long().clamp(min=0)
         end = (centre + reach + 0.5).long().clamp(max=self.source)
-        num_weights = int((end - start).max())
+        num_weights = max(num_weights, int((end - start).max()))
         first = start.clamp(max=self.source - num_weights)
         place = first + torch.arange(num_weights)[:, None]
         angle = (place - (centre - 0.5)) * (math.pi / _LOBES / stretch)
@@ -53,3 +54,10 @@ def shrinks_rows_first(height: LanczosAxis, width: LanczosAxis) -> bool:
     """Returns True if rows are resampled before columns: if far more rows than columns are removed."""
     rows_gone, columns_gone = height.source - height.target, width.source - width.target
     return rows_gone > max(0, 2 * columns_gone)
+
+
+def joined_taps(axes: Iterable[LanczosAxis]) -> Tensor:
+    """Returns the taps of axes of one source, one behind the other: int32 [1 + K, all targets]."""
+    axes = tuple(axes)
+    num_weights = max(len(axis.taps()) for axis in axes) - 1
+    return torch.cat([axis.taps(num_weights) for axis in axes], dim=1)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import MemoryPlan, SkillDefaults
 from kestrel_runtime.api.requests import Chat, ChatMessage, Query, Request, Role, SamplingParams
-from kestrel_runtime.imaging.crops import Cropping, DecodedImage
+from kestrel_runtime.imaging.crops import Cropping
 from kestrel_runtime.loading.checkpoint import Checkpoint
 from kestrel_runtime.output.output_parser import OutputParser, Token
 from kestrel_runtime.scheduling.limits import StepBounds
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from kestrel_runtime.adapters.store import AdapterTarget
     from kestrel_runtime.execution.step_runner import StepRunner
+    from kestrel_runtime.imaging.device_crops import DeviceOperations
 
 
 _LEAST_TOLERANCE = 2.0**-126
@@ -118,11 +119,8 @@ class LoadedWeights(NamedTuple):
 class PreparedModel(Protocol):
     """A model prepared to run with one configuration."""
 
-    def crop_on_device(self) -> Callable[[DecodedImage], Tensor] | None:
-        """Returns a function for one thread that makes on the device what `Cropping.make_crops` makes on the host.
-
-        It returns uint8 [crops, side, side, 3]. None where crops are made on the host.
-        """
+    def crop_on_device(self) -> DeviceOperations | None:
+        """Returns operations on images for one thread. None where crops are made on the host."""
         ...
 
     def plan_cache(self, host_image_bytes: int) -> tuple[int, MemoryPlan]:

@@ -22,6 +22,7 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes, largest_prefill
 from kestrel_runtime.execution.kv_cache import KVCache
 from kestrel_runtime.execution.step_inputs import InputBuffers, fill_blank_decode
+from kestrel_runtime.imaging.crop_hash import CropHash
 from kestrel_runtime.memory.host_limits import available_processors
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs, RowAdapters
 from kestrel_runtime.models.moondream.backends import Backends
@@ -239,4 +240,8 @@ def _run_vision(model: Moondream, backends: Backends, execution: ExecutionConfig
     backends.vision.project_all([features[1]], [(1, 1)])
     if execution.resizes_images:
         cropper = Cropper(MoondreamCropping(vision), model.device, execution.kernels.resample)
-        cropper.crop(torch.zeros(2 * side, 3 * side, 3, dtype=torch.uint8, device=model.device), 1, 1)
+        # Pixels of decoders have a fourth channel where they are taken in place, which is nearly always.
+        for shape in ((2 * side, 3 * side, 4), (2 * side, 3 * side, 3), (9 * side, 2 * side, 4)):
+            crops = cropper.crop(torch.zeros(shape, dtype=torch.uint8, device=model.device), 1, 1)
+        crop_hash = CropHash(crops[0].numel(), model.device, execution.kernels.hash_words)
+        crop_hash(crops)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from torch import Tensor
-
 import kestrel_runtime
 from kestrel_ops import DeviceLimits, KeptFacts, kept_facts
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import MemoryPlan
 from kestrel_runtime.execution.step_runner import StepRunner
-from kestrel_runtime.imaging.crops import DecodedImage
+from kestrel_runtime.imaging.device_crops import DeviceOperations
 from kestrel_runtime.memory.plan import MemoryReading, plan_memory
 from kestrel_runtime.models.moondream.adapters.target import MoondreamAdapters
 from kestrel_runtime.models.moondream.backends import Backends, require_invariance
@@ -62,12 +58,15 @@ class PreparedMoondream:
             model, self._execution, max_batch_size=bounds.max_batch_size, frees_originals=owns_model
         )
 
-    def crop_on_device(self) -> Callable[[DecodedImage], Tensor] | None:
-        """Returns a new function for one thread."""
+    def crop_on_device(self) -> DeviceOperations | None:
+        """Returns new operations for one thread."""
         if not self._execution.resizes_images:
             return None
         cropping = MoondreamCropping(self._model.config.vision)
-        return Cropper(cropping, self._model.device, self._execution.kernels.resample).make_crops
+        kernels = self._execution.kernels
+        return DeviceOperations(
+            Cropper(cropping, self._model.device, kernels.resample).make_crops, kernels.hash_words
+        )
 
     def plan_cache(self, host_image_bytes: int) -> tuple[int, MemoryPlan]:
         """Returns the number of pages of the cache, and the plan of all memory."""

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 from kestrel_runtime.imaging.crops import Crops, DecodedImage, keep_decoded
 from kestrel_runtime.imaging.decoding import decode_image
+from kestrel_runtime.imaging.lanczos import LanczosAxis, shrinks_rows_first
 from kestrel_runtime.models.moondream.config import MoondreamConfig, VisionConfig
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.models.moondream.vision.device_cropping import Cropper
@@ -188,19 +189,44 @@ def test_every_implementation_makes_the_same_crops(resample, width, height):
     assert_same_crops(cropper(SMALL, resample), noise(width, height), SMALL)
 
 
-def test_weights_of_lengths_that_were_seen_are_kept():
+def calls_of(*images):
+    """The arguments of each call of `resample` by one cropper."""
     seen = []
 
-    def resample(pixels, taps, dim):
-        seen.append(taps)
-        return REFERENCE(pixels, taps, dim)
+    def resample(*arguments):
+        seen.append(arguments)
+        return REFERENCE(*arguments)
 
     one = cropper(SMALL, resample)
-    for seed in (0, 1):
-        one.make_crops(kept_decoded(noise(40, 30, seed), SMALL))
-    first, second = seen[: len(seen) // 2], seen[len(seen) // 2 :]
-    assert len(first) == 4
-    assert [id(taps) for taps in first] == [id(taps) for taps in second]
+    for image in images:
+        assert_same_crops(one, image, SMALL)
+    return seen
+
+
+def test_an_image_is_resized_by_two_launches_whose_weights_are_kept():
+    seen = calls_of(*(noise(40, 30, seed) for seed in (0, 1)))
+    assert len(seen) == 4
+    assert [id(taps) for _, taps, *_ in seen[:2]] == [id(taps) for _, taps, *_ in seen[2:]]
+
+
+def test_where_the_whole_image_and_its_parts_lose_rows_and_columns_in_another_order_they_are_resized_apart():
+    width, height = next(
+        (width, height)
+        for width in range(1, 60)
+        for height in range(1, 120)
+        if len({rows_first(width, height, *lengths) for lengths in lengths_of(width, height)}) == 2
+    )
+    assert len(calls_of(noise(width, height))) == 4
+
+
+def lengths_of(width, height):
+    rows, columns = select(height, width, SMALL)
+    cropping = MoondreamCropping(SMALL)
+    return (SMALL.crop_size, SMALL.crop_size), (cropping.canvas_px(rows), cropping.canvas_px(columns))
+
+
+def rows_first(width, height, new_height, new_width):
+    return shrinks_rows_first(LanczosAxis(height, new_height), LanczosAxis(width, new_width))
 
 
 def test_the_image_itself_stays_as_it_was():
