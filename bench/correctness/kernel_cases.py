@@ -62,7 +62,10 @@ def cases(seed: int) -> Iterator[Case]:
         _layer_norm_linear,
         _tau_scales,
         _resample,
+        _hash_words,
         _philox_uniform,
+        _pick_allowed,
+        _advance_rows,
     ):
         for _ in range(4):
             yield make(draw)
@@ -532,6 +535,47 @@ def _philox_uniform(draw: random.Random) -> Case:
     return Case("philox_uniform", f"{count} rows", run, 0.0)
 
 
+def _hash_words(draw: random.Random) -> Case:
+    count, num_words = draw.randint(1, 4), draw.choice((1, 33, 4096, draw.randint(2, 20_000)))
+    generator = torch.Generator().manual_seed(draw.getrandbits(32))
+    words = torch.randint(-(2**31), 2**31, (count, num_words), generator=generator).int()
+    multipliers = torch.randint(-(2**62), 2**62, (4, num_words), generator=generator)
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        return [function(*_on(device, words, multipliers))]
+
+    return Case("hash_words", f"{count} x {num_words}", run, 0.0)
+
+
+def _pick_allowed(draw: random.Random) -> Case:
+    count, num_choices = draw.choice((1, 5, 64)), draw.choice((1, 77, 4096, draw.randint(2, 60_000)))
+    logits = _rows(draw, count, num_choices, dtype=draw.choice((torch.float32, torch.bfloat16)))
+    forbidden, rules = _rows(draw, 3, num_choices) < 0, (_rows(draw, count, 6) > 0).long()
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        operands = _on(device, logits, forbidden, rules)
+        return [function(*operands[:2], operands[2][:, 2])]
+
+    return Case("pick_allowed", f"{count} x {num_choices} {_short(logits.dtype)}", run, 0.0)
+
+
+def _advance_rows(draw: random.Random) -> Case:
+    count, has_values = draw.choice((1, 31, 64)), draw.random() < 0.5
+    generator = torch.Generator().manual_seed(draw.getrandbits(32))
+    table = torch.randint(0, 5, (2 * count, 12), generator=generator)
+    successors = torch.randint(-1, 5, (5, 4), generator=generator)
+    rows = torch.randperm(2 * count, generator=generator)[:count]
+    ids, num_values = torch.randint(0, 5, (2, count), generator=generator)
+    values, scores = _rows(draw, count, 2), _rows(draw, count, 1)
+    given = (num_values, values, scores) if has_values else (None, None, None)
+
+    def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
+        own, *operands = _on(device, table, successors, rows, ids, *given, values[:, 0] > 0)
+        return [function(own[:, :6], own.view(torch.float32)[:, 14:16], *operands), own]
+
+    return Case("advance_rows", f"{count} rows{' with values' * has_values}", run, 0.0)
+
+
 def _layer_norm_linear(draw: random.Random) -> Case:
     count, dim, outputs = draw.choice((1, 2, 5, 65)), max(_width(draw), 2), draw.choice((1, 7, 8, 64))
     dtype = draw.choice((torch.float32, torch.bfloat16))
@@ -561,13 +605,17 @@ def _tau_scales(draw: random.Random) -> Case:
 def _resample(draw: random.Random) -> Case:
     height, width, length, dim = draw.randint(5, 90), draw.randint(5, 90), draw.randint(1, 70), draw.choice((0, 1))
     generator = torch.Generator().manual_seed(draw.getrandbits(48))
-    pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
+    channels = draw.choice((3, 4))
+    pixels = torch.randint(0, 256, (height, width, channels), generator=generator, dtype=torch.uint8)
     first = torch.randint(0, (height, width)[dim] - 3, (1, length), generator=generator)
     weights = torch.randint(-(1 << 20), 1 << 21, (4, length), generator=generator)
     taps = torch.cat((first, weights)).int()
+    side = min(length, (width, height)[dim])
+    windows = torch.tensor([[0, 0]] * draw.randint(1, 3), dtype=torch.int32)
 
     def run(function: Callable[..., Any], device: torch.device) -> list[Tensor]:
-        return [function(*_on(device, pixels, taps), dim)]
+        operands = _on(device, pixels, taps, windows)
+        return [function(*operands[:2], dim), function(*operands[:2], dim, operands[2], side)]
 
     return Case("resample", f"{height} x {width} to {length} along {dim}", run, TOLERANCES[torch.uint8])
 

@@ -105,6 +105,8 @@ class Kernels:
     add_up_terms: Callable[..., Any]
     add_down_terms: Callable[..., Any]
     philox_uniform: Callable[..., Any]
+    pick_allowed: Callable[..., Any]
+    advance_rows: Callable[..., Any]
     invariant_linear: Callable[..., Any]
     invariant_attention: Callable[..., Any]
     invariant_experts: Callable[..., Any]

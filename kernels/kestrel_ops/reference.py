@@ -29,7 +29,7 @@ from kestrel_ops.linear.reference import (
 )
 from kestrel_ops.lora.reference import add_down_terms, add_low_rank, add_up_terms, rows_by_slot
 from kestrel_ops.norms.reference import add_layer_norm, concat_gelu, quantise_rows
-from kestrel_ops.sampling.reference import philox_uniform, sample
+from kestrel_ops.sampling.reference import advance_rows, philox_uniform, pick_allowed, sample
 
 WAITING_FOR_DEVICE = frozenset(
     {
@@ -53,6 +53,7 @@ __all__ = [
     "add_layer_norm",
     "add_low_rank",
     "add_up_terms",
+    "advance_rows",
     "concat_gelu",
     "crop_attention",
     "decode_attention",
@@ -67,6 +68,7 @@ __all__ = [
     "layer_norm_linear",
     "mixture_of_experts",
     "philox_uniform",
+    "pick_allowed",
     "prefill_attention",
     "quantise_int4",
     "quantise_rows",

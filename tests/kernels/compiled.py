@@ -39,7 +39,7 @@ SHARED_BYTES = {
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLED = re.compile(r"(\d+) bytes spill (?:stores|loads)")
 _TYPES = {"float8_e4m3fn": "fp8e4nv", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-_TYPES |= {"int64": "i64", "int32": "i32", "uint8": "u8"}
+_TYPES |= {"int64": "i64", "int32": "i32", "uint8": "u8", "bool": "i1"}
 # Of Triton's GPU code: where pointers come from, how blocks lie on threads, and what goes to memory.
 _ARGUMENT = re.compile(r"(%\w+): !tt\.ptr")
 _CARRIED = re.compile(r"(%\w+) = (%\w+)(?=[,)])")

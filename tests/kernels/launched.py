@@ -152,6 +152,23 @@ def philox_uniform(count: int, of: str = "triton") -> None:
     _operation(of, "philox_uniform")(rows, rows)
 
 
+def pick_allowed(count: int, num_choices: int, of: str = "triton") -> None:
+    """Logits, and two rules."""
+    forbidden, rules = torch.zeros(2, num_choices, dtype=torch.bool), torch.zeros(count, 6, dtype=torch.int64)
+    _operation(of, "pick_allowed")(_empty(count, num_choices, dtype="bf16"), forbidden, rules[:, 2])
+
+
+def advance_rows(count: int, of: str = "triton") -> None:
+    """Samples of text, and samples with values of a step whose numbers are looked at."""
+    integers, values = torch.zeros(9, 6, dtype=torch.int64), torch.zeros(9, 2)
+    successors, rows = torch.zeros(3, 4, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
+    operands = integers, values, successors, rows, rows
+    _operation(of, "advance_rows")(*operands)
+    _operation(of, "advance_rows")(
+        *operands, rows, torch.zeros(count, 2), torch.zeros(count, 1), torch.zeros(count, dtype=torch.bool)
+    )
+
+
 def scaled_linear(count: int, width: int, num_rows: int, weight: str, of: str = "triton") -> None:
     """Rows of float8 with a scale each, or of the weight's type."""
     scales = (_empty(count, 1), _empty(num_rows)) if weight == "fp8" else (None, None)

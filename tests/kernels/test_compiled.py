@@ -48,6 +48,8 @@ WIDE = [
     ("resample", [557, 800, 378, 0]),
     ("hash_words", [9, 107_163]),
     ("philox_uniform", [64]),
+    ("pick_allowed", [64, 51_200]),
+    ("advance_rows", [64]),
     ("layer_norm_linear", [5, 2048, 64]),
     ("tau_scales", [2, 32, 6144]),
     ("tau_scales", [64, 32, 6144]),

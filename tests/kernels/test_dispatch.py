@@ -213,6 +213,8 @@ CALLS = {
     "resample": (20, 30, 7, 0),
     "hash_words": (3, 50),
     "philox_uniform": (20,),
+    "pick_allowed": (3, 50),
+    "advance_rows": (3,),
     "add_layer_norm": (5, 48, "bf16", "bf16"),
     "concat_gelu": (3, 16, 40, "bf16", "bf16"),
     "scaled_linear": (5, 32, 48, "bf16"),

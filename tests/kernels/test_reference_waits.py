@@ -68,6 +68,8 @@ OPERANDS = {
     "invariant_linear": lambda: (blank(6, 16), blank(9, 16), blank(9)),
     "layer_norm_linear": lambda: (blank(6, 16), blank(16), blank(16), 1e-5, blank(4, 16), blank(4)),
     "mixture_of_experts": lambda: (blank(6, 16), blank(6, 4), blank(4, 32, 16), blank(4, 16, 16), 2),
+    "pick_allowed": lambda: (blank(3, 9), blank(2, 9, dtype=torch.bool), longs(3)),
+    "advance_rows": lambda: (longs(5, 6), blank(5, 2), longs(3, 4), longs(3), longs(3)),
     "philox_uniform": lambda: (longs(3), longs(3)),
     "prefill_attention": lambda: (
         *(blank(6, 2, 8) for _ in range(3)),

@@ -1,5 +1,6 @@
 import importlib
 import math
+import random
 
 import pytest
 import torch
@@ -266,3 +267,66 @@ def test_numbers_are_uniform_and_depend_on_seed_and_counter_alone(philox_uniform
     assert abs(found.mean().item() - 0.5) < 0.01
     assert torch.equal(philox_uniform(torch.tensor([2**40 + 3], device=DEVICE), counters[77:78])[0], found[77])
     assert not torch.equal(philox_uniform(torch.full_like(counters, 2**41 + 3), counters), found)
+
+
+@pytest.mark.parametrize("pick_allowed", implementations("pick_allowed"), ids=implementation_name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_choices", [1, 50, 4096, 9001])
+def test_the_first_of_the_largest_logits_that_are_allowed_is_picked(pick_allowed, dtype, num_choices):
+    generator = torch.Generator().manual_seed(num_choices)
+    # In bfloat16 many of these logits are equal.
+    logits = torch.randn(5, num_choices, generator=generator).to(dtype)
+    forbidden = torch.rand(3, num_choices, generator=generator) < 0.5
+    forbidden[2] = True
+    integers = torch.randint(3, (5, 6), generator=generator)
+    integers[0, 2], integers[1, 2] = 2, 0
+    logits[3] = 1.0
+    picked = pick_allowed(logits.to(DEVICE), forbidden.to(DEVICE), integers.to(DEVICE)[:, 2])
+    assert picked.dtype == torch.int64
+    for row, found in enumerate(picked.tolist()):
+        values, is_forbidden = logits[row].tolist(), forbidden[integers[row, 2]].tolist()
+        allowed = [place for place in range(num_choices) if not is_forbidden[place]]
+        assert found == (max(allowed, key=lambda place: (values[place], -place)) if allowed else 0)
+
+
+@pytest.mark.parametrize("pick_allowed", implementations("pick_allowed"), ids=implementation_name)
+def test_rows_of_no_numbers_have_a_choice(pick_allowed):
+    logits = torch.full((2, 5000), float("nan"), device=DEVICE)
+    forbidden = torch.zeros(1, 5000, dtype=torch.bool, device=DEVICE)
+    picked = pick_allowed(logits, forbidden, torch.zeros(2, dtype=torch.int64, device=DEVICE))
+    assert all(0 <= place < 5000 for place in picked.tolist())
+
+
+@pytest.mark.parametrize("advance_rows", implementations("advance_rows"), ids=implementation_name)
+@pytest.mark.parametrize("is_text", [True, False])
+@pytest.mark.parametrize("count", [1, 33])
+def test_rows_keep_their_samples_and_the_rules_that_follow(advance_rows, is_text, count):
+    chance = random.Random(count)
+    # Columns of a wider table, as in the request state.
+    table = torch.zeros(2 * count, 12, dtype=torch.int64)
+    table[:, :6] = torch.tensor([[chance.randrange(4) for _ in range(6)] for _ in range(2 * count)])
+    successors = torch.tensor([[chance.randrange(-1, 4) for _ in range(4)] for _ in range(4)])
+    rows = torch.tensor(chance.sample(range(2 * count), count))
+    ids = torch.tensor([chance.randrange(4) for _ in range(count)])
+    is_finite = torch.tensor([chance.random() < 0.8 for _ in range(count)])
+    num_values, values, scores = torch.ones_like(ids), torch.rand(count, 2), torch.rand(count, 1)
+    wanted, wanted_sampled = table.clone(), []
+    for place, (row, id_) in enumerate(zip(rows.tolist(), ids.tolist(), strict=True)):
+        _, _, rule, drawn, budget, _ = table[row, :6].tolist()
+        following, leading, special, last = successors[rule].tolist()
+        if drawn + 1 >= budget and last != -1:
+            following = last
+        if id_ == leading:
+            following = special
+        wanted[row, :4] = torch.tensor([id_, 0 if is_text else 1, following, drawn + 1])
+        own = [0.0, 0.0] if is_text else values[place].tolist()
+        wanted.view(torch.float32)[row, 14:16] = torch.tensor(own)
+        score = -1.0 if is_text else scores[place].item()
+        wanted_sampled.append([id_ if is_finite[place] else -1, 0 if is_text else 1, *own, score])
+    table = table.to(DEVICE)
+    columns = table[:, :6], table.view(torch.float32)[:, 14:16]
+    given = (None, None, None) if is_text else (num_values, values, scores)
+    operands = [None if item is None else item.to(DEVICE) for item in (successors, rows, ids, *given, is_finite)]
+    sampled = advance_rows(*columns, *operands)
+    assert sampled.tolist() == wanted_sampled
+    assert torch.equal(table.cpu(), wanted)

@@ -1,4 +1,4 @@
-"""Computes random numbers counted by position, and the sample that one number selects from a row of logits."""
+"""Computes random numbers counted by position, samples from rows of logits, and what rows keep of a sample."""
 
 import torch
 from torch import Tensor
@@ -11,6 +11,51 @@ _NUM_ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
+
+
+def pick_allowed(
+    logits: Tensor,  # [B, V]
+    forbidden: Tensor,  # [S, V] bool
+    rules: Tensor,  # [B] int64, may be strided: rows of `forbidden`
+) -> Tensor:  # [B] int64
+    """Returns the choice of the largest logit that is not forbidden, the first of several; 0 where all are.
+
+    In a row with NaN it is any."""
+    return logits.masked_fill(forbidden[rules], float("-inf")).argmax(dim=-1)
+
+
+def advance_rows(
+    integers: Tensor,  # [R, 6] int64, rows may be strided: id, number of values, rule, samples, budget, seed
+    row_values: Tensor,  # [R, V] float32, rows may be strided
+    successors: Tensor,  # [S, 4] int64: of a rule the next, an id that leads elsewhere and to what, the last; or -1
+    rows: Tensor,  # [B] int64: rows that are written; those that come again have equal samples
+    ids: Tensor,  # [B] int64
+    num_values: Tensor | None = None,  # [B] int64; None for 0
+    values: Tensor | None = None,  # [B, V] float32; None for 0
+    scores: Tensor | None = None,  # [B, 1] float32; None for -1
+    is_finite: Tensor | None = None,  # [B] bool; None for True
+) -> Tensor:  # [B, 3 + V] float32: id, or -1 where not `is_finite`, number of values, values, score
+    """Writes a sample to rows in place: id, values, their number, one sample more, and the rule that follows.
+
+    The next rule is the last one where as many samples as the budget have been drawn and there is a last one, and
+    the other where the id is the one that leads there. Ids lie far below 2^24, up to where float32 is exact.
+    """
+    before = integers[rows]
+    if num_values is None:
+        num_values = torch.zeros_like(ids)
+    if values is None:
+        values = row_values.new_zeros(len(ids), row_values.shape[1])
+    if scores is None:
+        scores = row_values.new_full((len(ids), 1), -1.0)
+    num_sampled = before[:, 3] + 1
+    rule, leading, special, last = successors[before[:, 2]].unbind(1)
+    rule = torch.where((num_sampled >= before[:, 4]) & (last != -1), last, rule)
+    rule = torch.where(ids == leading, special, rule)
+    integers[rows, :4] = torch.stack((ids, num_values, rule, num_sampled), dim=1)
+    row_values[rows] = values
+    if is_finite is not None:
+        ids = ids.masked_fill(~is_finite, -1)
+    return torch.cat((torch.stack((ids, num_values), dim=1).float(), values, scores), dim=1)
 
 
 def sample(

@@ -272,7 +272,7 @@ class RequestState:
         known = self.page_table[rows, columns]
         self.page_table[rows, columns] = torch.where(new_pages >= 0, new_pages, known)
 
-    def write(self, rows: Tensor, integers: RowState, values: Tensor) -> None:
-        """Writes rows int64 [B] whole, but for settings and pages; values: float32 [B, V]."""
-        self._integers[rows] = torch.stack(integers, dim=1)
-        self._floats[rows, _NUM_SETTINGS:] = values
+    @property
+    def sampled_columns(self) -> tuple[Tensor, Tensor]:
+        """The columns that a sample changes, of all rows: those of `RowState`, and the values of the last token."""
+        return self._integers, self._floats[:, _NUM_SETTINGS:]

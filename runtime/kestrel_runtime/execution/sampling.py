@@ -10,15 +10,13 @@ it, so that they do not depend on the batch, on preemption, or on failed steps. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from kestrel_ops import sample
+from kestrel_ops import Kernels, sample
 from kestrel_runtime.api.sampling_params import MAX_LOGPROBS
 from kestrel_runtime.execution.request_state import DrawSettings, RequestState, RowState, SampleNeeds
-from kestrel_runtime.output.output_parser import OVERFLOWED, Grammar, TokenRule
+from kestrel_runtime.output.output_parser import Grammar, TokenRule
 
 _MAX_STATES = 64
 _NEVER = -1
@@ -38,19 +36,13 @@ class TokenRules:
         self.is_spatial = torch.zeros(_MAX_STATES, dtype=torch.bool, device=device)
         """[states]: whether tokens with values are sampled with their values."""
         # Per state: the row that follows, the token that leads elsewhere and that row, and the row when exhausted.
-        self._successors = torch.full((_MAX_STATES, 4), _NEVER, dtype=torch.int64, device=device)
+        self.successors = torch.full((_MAX_STATES, 4), _NEVER, dtype=torch.int64, device=device)
 
     def row(self, grammar: Grammar, state: int) -> int:
         """Returns the row of a state; a grammar is added when it is first used."""
         if grammar not in self._first_row:
             self._add(grammar)
         return self._first_row[grammar] + state
-
-    def after(self, rows: Tensor, ids: Tensor, is_exhausted: Tensor) -> Tensor:
-        """Returns the rows that follow: rows, ids int64 [B], is_exhausted bool [B] → int64 [B]."""
-        then, token, special, exhausted = self._successors[rows].unbind(1)
-        then = torch.where(is_exhausted & (exhausted != _NEVER), exhausted, then)
-        return torch.where(ids == token, special, then)
 
     def _add(self, grammar: Grammar) -> None:
         first, self._num_rows = self._num_rows, self._num_rows + len(grammar.states)
@@ -61,7 +53,7 @@ class TokenRules:
             self.is_spatial[row] = rule.is_spatial
             token, special = (_NEVER, _NEVER) if on is None else (on[0], first + on[1])
             last = _NEVER if exhausted is None else first + exhausted
-            self._successors[row] = torch.tensor((first + then, token, special, last))
+            self.successors[row] = torch.tensor((first + then, token, special, last))
 
     def _forbid(self, row: int, rule: TokenRule) -> None:
         if rule.allowed is not None:
@@ -80,18 +72,19 @@ class TokenSampler:
         rules: TokenRules,
         rows: Tensor,  # [B] int64
         needs: SampleNeeds,
-        uniform: Callable[[Tensor, Tensor], Tensor],  # the operation `philox_uniform`
+        kernels: Kernels,
     ) -> None:
         self._state = state
         self._rules = rules
         self._rows = rows
         self._before: RowState = state.read(rows)
         self._needs = needs
+        self._kernels = kernels
         self._logprobs: Tensor | None = None
         self._is_finite: Tensor | None = None
         self._random: tuple[DrawSettings, Tensor] | None = None
         if needs.is_random:
-            numbers = uniform(self._before.seeds, self._before.num_sampled)
+            numbers = kernels.philox_uniform(self._before.seeds, self._before.num_sampled)
             self._random = (state.draw_settings(rows), numbers)
 
     @property
@@ -106,24 +99,28 @@ class TokenSampler:
         needs, is not. `write` returns `OVERFLOWED` for them, and the request state gets a token that does no harm.
         """
         self._is_finite = hidden.float().square().sum(dim=-1) < float("inf")  # false for NaN too
-        return hidden.masked_fill(~self._is_finite[:, None], 0.0)
+        return torch.where(self._is_finite[:, None], hidden, 0.0)
 
     def ids(self, logits: Tensor) -> Tensor:
-        """Samples token ids int64 [B] from logits float32 [B, vocabulary]."""
+        """Samples token ids int64 [B] from logits [B, vocabulary]."""
         ids = self._ids(logits)
         if self._needs.with_logprobs:
             self._logprobs = _logprobs(logits, ids)
         return ids
 
     def _ids(self, logits: Tensor) -> Tensor:
-        if self._needs.is_controlled:
+        needs, rules = self._needs, self._before.rules
+        if not (needs.is_random or needs.is_controlled or needs.is_restricted):
+            return self._kernels.pick_allowed(logits, self._rules.forbidden, rules)
+        logits = logits.float()
+        if needs.is_controlled:
             settings = self._state.adjustment_settings(self._rows)
             logits = self._state.adjustments.apply(logits, self._rows, settings)
         # Masks come last: no penalty or bias brings a forbidden token back.
-        logits = logits.masked_fill(self._rules.forbidden[self._before.rules], float("-inf"))
-        if self._needs.is_restricted:
+        logits = logits.masked_fill(self._rules.forbidden[rules], float("-inf"))
+        if needs.is_restricted:
             logits = self._state.allowed.apply(logits, self._rows)
-        if self._random is None or not self._needs.is_controlled:
+        if self._random is None or not needs.is_controlled:
             return self.pick(logits, 0)
         settings, uniform = self._random
         return sample(logits, settings.temperature, settings.top_p, uniform[:, 0], settings.top_k, settings.min_p)
@@ -139,35 +136,41 @@ class TokenSampler:
         """Returns float32 [B]: the probability of one token of logits [B, vocabulary] if these two were the only
         ones, at temperature 1. It is 1 where the rule forbids the other token."""
         is_forced = self._rules.forbidden[:, other_id][self._before.rules]
-        other = logits[:, other_id].masked_fill(is_forced, float("-inf"))
-        return (logits[:, token_id] - other).sigmoid()
+        other = logits[:, other_id].float().masked_fill(is_forced, float("-inf"))
+        return (logits[:, token_id].float() - other).sigmoid()
 
-    def write(self, ids: Tensor, num_values: Tensor, values: Tensor, scores: Tensor | None = None) -> Tensor:
-        """Writes what was sampled to the rows: ids, num_values int64 [B]; values float32 [B, V]. `scores` float32
-        [B, 1] has the confidence in tokens with values, None for a family that makes none.
+    def write(
+        self,
+        ids: Tensor,
+        num_values: Tensor | None = None,
+        values: Tensor | None = None,
+        scores: Tensor | None = None,
+    ) -> Tensor:
+        """Writes what was sampled to the rows: ids, num_values int64 [B]; values float32 [B, V]. Without
+        `values` no token has any. `scores` float32 [B, 1] has the confidence in tokens with values, None for a
+        family that makes none.
 
         Returns float32 [B, 3 + V]: id, or `OVERFLOWED`, number of values, the values, and the score, -1 without.
         With logprobs [B, 4 + V + 2 * T], where T is at most `MAX_LOGPROBS`: behind these the id's logprob, the T
         most likely ids, and their logprobs.
         """
-        before = self._before
         if self._needs.is_controlled:
             self._state.adjustments.count(self._rows, ids)
-        num_sampled = before.num_sampled + 1
-        rules = self._rules.after(before.rules, ids, num_sampled >= before.budgets)
-        after = RowState(ids, num_values, rules, num_sampled, before.budgets, before.seeds)
-        self._state.write(self._rows, after, values)
-        if self._is_finite is not None:
-            ids = ids.masked_fill(~self._is_finite, OVERFLOWED)
-        # Ids lie far below 2^24, up to where float32 holds every whole number.
-        if scores is None:
-            scores = values.new_full((len(ids), 1), -1.0)
-        columns = (torch.stack((ids, num_values), dim=1).float(), values, scores)
-        return torch.cat(columns if self._logprobs is None else (*columns, self._logprobs), dim=1)
+        sampled = self._kernels.advance_rows(
+            *self._state.sampled_columns,
+            self._rules.successors,
+            self._rows,
+            ids,
+            num_values,
+            values,
+            scores,
+            self._is_finite,
+        )
+        return sampled if self._logprobs is None else torch.cat((sampled, self._logprobs), dim=1)
 
 
 def _logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """Returns columns of `TokenSampler.write`, from unadjusted logits float32 [B, vocabulary]."""
-    logprobs = logits.log_softmax(dim=-1)
+    """Returns columns of `TokenSampler.write`, from unadjusted logits [B, vocabulary]."""
+    logprobs = logits.float().log_softmax(dim=-1)
     most, places = logprobs.topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
     return torch.cat((logprobs.gather(1, ids[:, None]), places.float(), most), dim=1)

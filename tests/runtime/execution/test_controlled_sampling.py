@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel_ops.sampling.reference import philox_uniform
+from kestrel_ops import Kernels
 from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.sampling import TokenRules, TokenSampler
 from kestrel_runtime.output.output_parser import Token, TokenRule
 from kestrel_runtime.scheduling.sequence import TokenSequence
 from tests.runtime.sequences import new_sequence
+
+KERNELS = Kernels.select("cpu", {})
 
 CPU = torch.device("cpu")
 LOGITS = (2.0, 1.5, 1.45, 1.0, 0.6, 0.1, -0.3, -1.0, -1.2, -2.0)
@@ -112,7 +114,7 @@ def sample(sequences: list[TokenSequence], *, with_logprobs: bool) -> list[list[
     rows = torch.tensor([state.row(sequence) for sequence in sequences])
     is_controlled = any(sequence.request.controls is not None for sequence in sequences)
     needs = SampleNeeds(True, 0, is_controlled, with_logprobs)
-    sampler = TokenSampler(state, rules, rows, needs, philox_uniform)
+    sampler = TokenSampler(state, rules, rows, needs, KERNELS)
     ids = sampler.ids(torch.tensor([LOGITS]).expand(len(sequences), -1))
     return sampler.write(ids, torch.zeros_like(ids), torch.zeros(len(ids), 1)).tolist()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kestrel_runtime.api.sampling_params import SamplingParams
-from kestrel_runtime.execution.request_state import RequestState, RowState, SampleNeeds
+from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.output.output_parser import Token, TokenRule
 from tests.runtime.sequences import new_sequence
 
@@ -75,8 +75,8 @@ def test_what_is_written_stands_in_its_row_beside_settings_and_pages():
     state, sequence = new_state(), holder([1], temperature=0.75)
     state.open([sequence])
     rows = rows_of(state, sequence)
-    columns = [torch.tensor([number]) for number in (3, 1, 2, 1, 9, 5)]
-    state.write(rows, RowState(*columns), torch.tensor([[0.5, 0.0]]))
+    integers, values = state.sampled_columns
+    integers[rows], values[rows] = torch.tensor([[3, 1, 2, 1, 9, 5]]), torch.tensor([[0.5, 0.0]])
     assert [column.item() for column in state.read(rows)] == [3, 1, 2, 1, 9, 5]
     assert state.values(rows).tolist() == [[0.5, 0.0]]
     assert state.draw_settings(rows).temperature.item() == 0.75

@@ -1,11 +1,13 @@
 import pytest
 import torch
 
-from kestrel_ops.sampling.reference import philox_uniform
+from kestrel_ops import Kernels
 from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.sampling import TokenRules, TokenSampler
 from kestrel_runtime.output.output_parser import Grammar, GrammarState, TokenRule
 from tests.runtime.sequences import new_sequence
+
+KERNELS = Kernels.select("cpu", {})
 
 VOCABULARY = 30
 CPU = torch.device("cpu")
@@ -36,7 +38,10 @@ def assert_same_successors(grammar: Grammar) -> None:
         row = table.row(grammar, state)
         for is_exhausted in (False, True):
             ids = torch.arange(VOCABULARY)
-            after = table.after(torch.full_like(ids, row), ids, torch.full_like(ids, is_exhausted).bool())
+            integers = torch.zeros(VOCABULARY, 6, dtype=torch.int64)
+            integers[:, 2], integers[:, 4] = row, 1 if is_exhausted else 2
+            KERNELS.advance_rows(integers, torch.zeros(VOCABULARY, 1), table.successors, ids, ids)
+            after = integers[:, 2]
             wanted = [grammar.after(state, int(id), is_exhausted=is_exhausted) for id in ids]
             assert after.tolist() == [table.row(grammar, state) for state in wanted]
 
@@ -80,7 +85,7 @@ def test_what_is_written_moves_a_row_on() -> None:
     state.open([sequence, other])
     before = state.read(torch.tensor([state.row(other)]))
     rows = torch.tensor([state.row(sequence)])
-    sampler = TokenSampler(state, rules, rows, SampleNeeds(False, 0), philox_uniform)
+    sampler = TokenSampler(state, rules, rows, SampleNeeds(False, 0), KERNELS)
     sampled = sampler.write(torch.tensor([7]), torch.tensor([1]), torch.tensor([[0.5, 0.0]]))
     assert sampled.tolist() == [[7, 1, 0.5, 0.0, -1.0]]
     exhausted = rules.row(sequence.request.parser.grammar, 1)

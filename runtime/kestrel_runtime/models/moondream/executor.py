@@ -138,7 +138,7 @@ class MoondreamExecutor:
         self._model = model
         self._backends = backends
         self._memory = memory
-        self._sampler = MoondreamSampler(model, memory.state, memory.rules, kernels.philox_uniform)
+        self._sampler = MoondreamSampler(model, memory.state, memory.rules, kernels)
         cropper = Cropper(MoondreamCropping(model.config.vision), model.device, kernels.resample)
         self._crops = CropSource(cropper.make_crops, cropper.upload)
         # Of the crops encoded so far, by sequence id and by crop: [1, patches, enc_dim].

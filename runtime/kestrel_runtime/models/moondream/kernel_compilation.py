@@ -17,7 +17,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kestrel_ops import COMPILED_AHEAD, DeviceLimits, KeptFacts, compiled_together, load_listed, meta_stands_for
+from kestrel_ops import (
+    COMPILED_AHEAD,
+    DeviceLimits,
+    KeptFacts,
+    Kernels,
+    compiled_together,
+    load_listed,
+    meta_stands_for,
+)
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize, batch_sizes, largest_prefill
 from kestrel_runtime.execution.kv_cache import KVCache
@@ -31,6 +39,7 @@ from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.fused.weights import NUM_WIDE_BLOCKS
 from kestrel_runtime.models.moondream.memory import blank_prefill, cache_dtype
 from kestrel_runtime.models.moondream.model import Moondream
+from kestrel_runtime.models.moondream.sampling import VALUES_PER_TOKEN
 from kestrel_runtime.models.moondream.text.decoder import ExpertFormat
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.models.moondream.vision.device_cropping import Cropper
@@ -114,9 +123,7 @@ def _run(model: Moondream, execution: ExecutionConfig, needs: KernelNeeds) -> No
         if backends.is_invariant:
             _run_heads(model, bounds)
     _run_vision(model, backends, execution)
-    for num_rows in (1, 2, 16):  # one is a kind of its own, and so are multiples of 16
-        numbers = torch.zeros(2, num_rows, dtype=torch.int64, device=model.device)
-        execution.kernels.philox_uniform(*numbers)
+    _run_sampling(model, execution.kernels)
 
 
 def compile_ahead(
@@ -229,6 +236,23 @@ def _prefill_sizes(bounds: StepBounds, max_pages: int) -> set[PrefillSize]:
         *(PrefillSize.bucket(count, count, 1, largest) for count in counts),
         *(PrefillSize.bucket(largest.num_tokens, count, largest.num_tokens, largest) for count in counts),
     }
+
+
+def _run_sampling(model: Moondream, kernels: Kernels) -> None:
+    """Launches what steps of text, of tokens with values, and of random samples launch."""
+    device, vocab_size = model.device, model.config.text.vocab_size
+    forbidden = torch.zeros(1, vocab_size, dtype=torch.bool, device=device)
+    successors = torch.zeros(1, 4, dtype=torch.int64, device=device)
+    for num_rows in (1, 2, 16):  # one is a kind of its own, and so are multiples of 16
+        integers = torch.zeros(num_rows, 6, dtype=torch.int64, device=device)
+        rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        kernels.philox_uniform(*torch.zeros(2, num_rows, dtype=torch.int64, device=device))
+        logits = torch.zeros(num_rows, vocab_size, dtype=model.dtype, device=device)
+        ids = kernels.pick_allowed(logits, forbidden, integers[:, 2])
+        values, scores = torch.zeros(num_rows, 3, device=device).split(VALUES_PER_TOKEN, 1)
+        columns = integers, values, successors
+        kernels.advance_rows(*columns, rows, ids, is_finite=rows == 0)
+        kernels.advance_rows(*columns, rows, ids, rows, values, scores, rows == 0)
 
 
 def _run_vision(model: Moondream, backends: Backends, execution: ExecutionConfig) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from kestrel_ops import Kernels
 from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.sampling import TokenRules, TokenSampler
 from kestrel_runtime.models.moondream.config import TokenizerConfig
@@ -37,15 +36,14 @@ class MoondreamSampler:
         model: Moondream,
         state: RequestState,
         rules: TokenRules,
-        uniform: Callable[[Tensor, Tensor], Tensor],
+        kernels: Kernels,
     ) -> None:
-        """Takes the operation `philox_uniform`."""
         self._text = model.text
         self._region = model.region
         self._ids = model.config.tokenizer
         self._state = state
         self._rules = rules
-        self._uniform = uniform
+        self._kernels = kernels
 
     def sample(self, hidden: Tensor, rows: Tensor, needs: SampleNeeds) -> Tensor:
         """Samples a token for each row and writes it to the row's request state.
@@ -56,15 +54,15 @@ class MoondreamSampler:
         The score of a token with values is the probability of the token over that of the end, where the rule leaves
         the choice, times the probability near each of its values (`RegionModel.mass_near`), all at temperature 1.
         """
-        sampler = TokenSampler(self._state, self._rules, rows, needs, self._uniform)
+        sampler = TokenSampler(self._state, self._rules, rows, needs, self._kernels)
         hidden = sampler.finite(hidden).to(self._text.wte.dtype)
-        text_logits = self._text.logits(hidden).float()
+        text_logits = self._text.logits(hidden)
         ids = sampler.ids(text_logits)
+        if not needs.value_kinds:
+            return sampler.write(ids)
         num_values = torch.zeros_like(ids)
-        # In one tensor, so that a step without such tokens, as most are, makes no further one.
-        values, scores = torch.zeros(len(ids), VALUES_PER_TOKEN + 1, device=hidden.device).split(
-            VALUES_PER_TOKEN, 1
-        )
+        values = torch.zeros(len(ids), VALUES_PER_TOKEN, device=hidden.device)
+        scores = torch.zeros(len(ids), 1, device=hidden.device)
         is_spatial = sampler.is_spatial
         if needs.value_kinds & COORDINATES_BIT:
             logits = self._region.coordinate_logits(hidden).float()

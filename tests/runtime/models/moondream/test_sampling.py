@@ -3,13 +3,15 @@ import math
 import pytest
 import torch
 
-from kestrel_ops.sampling.reference import philox_uniform
+from kestrel_ops import Kernels
 from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.sampling import TokenRules
 from kestrel_runtime.models.moondream.sampling import MoondreamSampler, value_kinds
 from kestrel_runtime.output.output_parser import OVERFLOWED, Token, TokenRule
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 from tests.runtime.sequences import RuleParser, new_sequence
+
+KERNELS = Kernels.select("cpu", {})
 
 COORDINATE, SIZE, EOS = 5, 6, 0
 MODEL = random_model(tiny_config())
@@ -55,7 +57,7 @@ def needs_of(state, sequences):
 
 def draw_from(model, hidden, sequences):
     state, rules = opened(model, sequences)
-    sampler = MoondreamSampler(model, state, rules, philox_uniform)
+    sampler = MoondreamSampler(model, state, rules, KERNELS)
     rows = torch.tensor([state.row(sequence) for sequence in sequences])
     sampled = sampler.sample(hidden, rows, needs_of(state, sequences))
     return [Token(int(id), tuple(values[: int(count)])) for id, count, *values in sampled.tolist()]
@@ -65,7 +67,7 @@ def scores_of(hidden, sequences):
     """The scores in the last column, of a batch."""
     state, rules = opened(MODEL, sequences)
     rows = torch.tensor([state.row(sequence) for sequence in sequences])
-    sampled = MoondreamSampler(MODEL, state, rules, philox_uniform).sample(hidden, rows, needs_of(state, sequences))
+    sampled = MoondreamSampler(MODEL, state, rules, KERNELS).sample(hidden, rows, needs_of(state, sequences))
     return sampled[:, -1]
 
 
@@ -282,7 +284,7 @@ def test_what_is_sampled_is_fed_in_next():
     sequence = new_sequence(rule=TokenRule((SIZE,), (), True))
     state, rules = opened(MODEL, [sequence])
     rows = torch.tensor([state.row(sequence)])
-    sampled = MoondreamSampler(MODEL, state, rules, philox_uniform).sample(
+    sampled = MoondreamSampler(MODEL, state, rules, KERNELS).sample(
         hidden_states(1), rows, needs_of(state, [sequence])
     )
     found = state.read(rows)
@@ -301,7 +303,7 @@ def test_a_row_whose_numbers_overflow_is_reported_and_changes_no_other(number, t
     hidden[1, 7] = number
     state, rules = opened(MODEL, sequences)
     rows = torch.tensor([state.row(sequence) for sequence in sequences])
-    sampled = MoondreamSampler(MODEL, state, rules, philox_uniform).sample(hidden, rows, needs_of(state, sequences))
+    sampled = MoondreamSampler(MODEL, state, rules, KERNELS).sample(hidden, rows, needs_of(state, sequences))
     assert sampled[:, 0].tolist() == [COORDINATE, OVERFLOWED, COORDINATE]
     assert sampled.isfinite().all()
     for row in (0, 2):

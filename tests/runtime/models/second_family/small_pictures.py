@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from kestrel_ops.sampling.reference import philox_uniform
+from kestrel_ops import Kernels
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import SkillDefaults
 from kestrel_runtime.api.events import Box, CaptionOutput, DetectOutput, FinishReason, Output, TextDelta
@@ -38,6 +38,8 @@ from tests.runtime.models.second_family.small_text import (
     SmallTextParser,
     SmallTextQuery,
 )
+
+KERNELS = Kernels.select("cpu", {})
 
 NUM_IMAGE_TOKENS = 729
 EOS_ID, PLACE_ID = 0, 5
@@ -108,7 +110,7 @@ class SmallPicturesExecutor(SmallTextExecutor):
 
     def sample(self, hidden: Tensor, inputs: PrefillInputs | DecodeInputs) -> Tensor:
         rows, needs = inputs.sample_rows, inputs.needs
-        sampler = TokenSampler(self._memory.state, self._memory.rules, rows, needs, philox_uniform)
+        sampler = TokenSampler(self._memory.state, self._memory.rules, rows, needs, KERNELS)
         hidden = sampler.finite(hidden)
         ids = sampler.ids(self._pictures.logits(hidden))
         num_values, values = torch.zeros_like(ids), torch.zeros(len(ids), 1)

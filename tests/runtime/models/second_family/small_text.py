@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kestrel_ops.sampling.reference import philox_uniform
+from kestrel_ops import Kernels
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import MemoryPlan, SkillDefaults
 from kestrel_runtime.api.errors import InvalidRequest, Violation
@@ -35,6 +35,8 @@ from kestrel_runtime.output.text_decoder import TextDecoder
 from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.sequence import TokenSequence
+
+KERNELS = Kernels.select("cpu", {})
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class SmallTextExecutor:
 
     def sample(self, hidden: Tensor, inputs: PrefillInputs | DecodeInputs) -> Tensor:
         state, rules = self._memory.state, self._memory.rules
-        sampler = TokenSampler(state, rules, inputs.sample_rows, inputs.needs, philox_uniform)
+        sampler = TokenSampler(state, rules, inputs.sample_rows, inputs.needs, KERNELS)
         ids = sampler.ids(self._model.logits(hidden))
         return sampler.write(ids, torch.zeros_like(ids), torch.zeros(len(ids), 1))
 
