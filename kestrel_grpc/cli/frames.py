@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 STDIN = "-"
 _JPEG, _PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
+_FILLING = b"\0\r\n"
 _BLOCK_BYTES = 64 * 1024
 _MAX_IMAGE_BYTES = 64 * 2**20
 
@@ -103,9 +104,12 @@ def _files(given: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def split_images(pipe: BinaryIO) -> Iterator[bytes]:
-    """Yields the JPEG and PNG files that follow each other. Raises ValueError for other content."""
+    """Yields the JPEG and PNG files that follow each other. Raises ValueError for other content.
+
+    Zeros and line breaks between them are skipped: cameras fill the space behind a frame.
+    """
     reader = _Reader(pipe)
-    while beginning := reader.peek(len(_PNG)):
+    while reader.skip(_FILLING) and (beginning := reader.peek(len(_PNG))):
         if beginning[: len(_JPEG)] == _JPEG:
             reader.take(len(_JPEG))
             _pass_jpeg(reader)
@@ -151,6 +155,15 @@ class _Reader:
         while len(self._data) < self._position + count and self._read():
             pass
         return bytes(self._data[self._position : self._position + count])
+
+    def skip(self, filling: bytes) -> bool:
+        """Goes on behind all such bytes, which are in no file. Returns False at the end."""
+        self._data = self._data.lstrip(filling)
+        while not self._data:
+            if not self._read():
+                return False
+            self._data = self._data.lstrip(filling)
+        return True
 
     def take(self, count: int) -> bytes:
         """Returns the next bytes and goes on behind them. Raises ValueError if there are fewer."""

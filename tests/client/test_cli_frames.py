@@ -47,6 +47,12 @@ def test_images_in_a_pipe_are_divided_where_each_ends() -> None:
     assert list(split_images(io.BytesIO())) == []
 
 
+def test_what_fills_the_space_between_images_of_a_pipe_is_skipped() -> None:
+    padded = b"\n".join(picture + bytes(70_000) for picture in PICTURES)
+    assert list(split_images(io.BytesIO(padded))) == PICTURES
+    assert list(split_images(Slow(padded))) == PICTURES
+
+
 CUT_OFF = (PICTURES[0][:-1], PICTURES[1][:-3], b"\xff\xd8\xff\xe0\0\0", b"\xff")
 
 

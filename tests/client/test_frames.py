@@ -158,6 +158,19 @@ def test_a_server_that_refuses_for_a_while_is_asked_again_and_others_are_not(
         list(client.detect_frames([b"0"], "car"))
 
 
+def test_a_stream_that_ends_with_a_status_of_grpc_itself_goes_on(client: Client, vision: Cameras) -> None:
+    """As grpc.aio makes one of the server's, if it was sending a message when the stream ended."""
+    vision.failures = [status(code_pb2.INTERNAL, "Internal error from Core")]
+    assert [each.index for each in client.detect_frames([b"0"], "car")] == [0]
+
+
+def test_the_longest_wait_of_a_frame_does_not_limit_the_attempts_to_go_on(client: Client, vision: Cameras) -> None:
+    vision.failures = [DRAINING]
+    assert [each.index for each in client.detect_frames([b"0"], "car", max_queue_s=0.001)] == [0]
+    (settings,) = vision.settings
+    assert settings.request.options.max_queue_duration.ToMilliseconds() == 1
+
+
 def test_a_connection_that_is_lost_is_reported_once_retries_have_ended() -> None:
     with serving(Cameras()) as address:
         pass

@@ -464,6 +464,9 @@ async def test_the_drawn_picture_and_the_answer_are_saved(browser: Browser, nano
             assert await opened.page.get_by_role("button", name="Save the mask").is_visible() is (
                 skill == "segment"
             )
+        # What is shown as inside is what the mask has.
+        area = opened.page.locator("#overlay path.area")
+        assert await area.evaluate("path => getComputedStyle(path).fillRule") == "nonzero"
         async with opened.page.expect_download() as begun:
             await opened.page.get_by_role("button", name="Save the mask").click()
         file = await begun.value

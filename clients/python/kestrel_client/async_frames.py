@@ -66,7 +66,7 @@ class AsyncFrameStream(Generic[AnyFound]):
         self._call: Any = None
         with errors_of(self.request_id):
             # Wrong options are reported now, and not when the connection is lost.
-            timeout_s = requests.retries(options, math.inf, calls.max_retry_s).timeout_s
+            timeout_s = _retries(options, calls.max_retry_s).timeout_s
             self._timeout_s = math.inf if options.get("timeout_s") is None else timeout_s
             self._source = _Frames(images, build())
         self._ends: float | None = None
@@ -152,9 +152,11 @@ class AsyncFrameStream(Generic[AnyFound]):
         if isinstance(failure, StreamIdle):
             return
         if self._retries is None:
-            self._retries = requests.retries(self._options, math.inf, calls.max_retry_s)
-        # Without a wait that the server asks for, the connection is lost, and another server may answer.
-        lost_s = _SHORT_WAIT_S if isinstance(failure, Unavailable) else None
+            self._retries = _retries(self._options, calls.max_retry_s)
+        # Without a wait that the server asks for, the connection is lost, and another server may answer. So it may
+        # after a status of gRPC's own: that is what grpc.aio reports if a stream ends while it sends a message.
+        is_of_grpc = failure.code is grpc.StatusCode.INTERNAL and not failure.failure.is_from_server
+        lost_s = _SHORT_WAIT_S if isinstance(failure, Unavailable) or is_of_grpc else None
         wait_s = self._retries.wait_s(failure, lost_s)
         if wait_s is None:
             raise await Asyncio.run(calls.connection.explain, failure, self._timeout_s)
@@ -179,6 +181,11 @@ class AsyncFrameStream(Generic[AnyFound]):
         ids = [None if each.track_id is None else self._first_track + each.track_id for each in objects]
         self._last_track = max((self._last_track, *(each for each in ids if each is not None)))
         return tuple(replace(each, track_id=name) for each, name in zip(objects, ids, strict=True))
+
+
+def _retries(options: CallOptions, max_retry_s: float) -> Retries:
+    """Returns the attempts to go on; `max_queue_s` of the options limits how long a frame waits, and not them."""
+    return requests.retries({**options, "max_queue_s": None}, math.inf, max_retry_s)
 
 
 class _Frames:

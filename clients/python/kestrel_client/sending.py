@@ -172,11 +172,15 @@ class Retries:
     def wait_s(self, error: KestrelClientError, default_s: float | None = None) -> float | None:
         """Returns the seconds to wait after this failure before the next attempt; None to give up.
 
-        `default_s` is the wait where the server asks for none; None gives up then.
+        `default_s` is the wait where the server asks for none; None gives up then, and after other failures than
+        those that pass.
         """
-        if not isinstance(error, Overloaded | Unavailable) or error.reason == "QUEUE_TIMEOUT":
+        may_pass = default_s is not None or isinstance(error, Overloaded | Unavailable)
+        if not may_pass or error.reason == "QUEUE_TIMEOUT":
             return None
-        asked_s = default_s if error.retry_after_s is None else error.retry_after_s
+        asked_s = error.failure.retry_after_s
+        if asked_s is None:
+            asked_s = default_s
         if asked_s is None:
             return None
         # Callers that were refused together must not come back together.

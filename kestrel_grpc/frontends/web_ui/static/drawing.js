@@ -128,7 +128,7 @@ export class Overlay {
           "vector-effect": "non-scaling-stroke",
         };
         stroke("path", shape);
-        group.append(element("path", { ...shape, class: "area", "fill-rule": "evenodd" }));
+        group.append(element("path", { ...shape, class: "area" }));
       }
     }
     if (corner !== null && mark.label) {
@@ -169,7 +169,7 @@ function paint(context, shape) {
     outline.lineTo(size("x2"), size("y2"));
   } else outline.addPath(new Path2D(shape.getAttribute("d")), shape.transform.baseVal.consolidate().matrix);
   context.globalAlpha = parseFloat(style.fillOpacity);
-  if (style.fill !== "none") context.fill(outline, style.fillRule === "nonzero" ? "nonzero" : "evenodd");
+  if (style.fill !== "none") context.fill(outline);
   context.globalAlpha = 1;
   if (style.stroke !== "none") context.stroke(outline);
 }
