@@ -121,7 +121,8 @@ def read(body_type: type[AnyBody], document: Mapping[str, Any], problems: Proble
         return body_type.model_validate(document)
     except ValidationError as failure:
         errors = failure.errors(include_url=False)
-    problems.add_unreadable(_violations(body_type, errors), [_path(error) for error in errors])
+    paths = [_path(error) for error in errors]
+    problems.add_unreadable(_violations(body_type, errors, paths), paths)
     try:
         return body_type.model_validate(_repaired(body_type, document, errors))
     except ValidationError:  # a part of the repaired body depends on a value that was left out
@@ -165,17 +166,14 @@ def _copied(value: Any, num_levels: int) -> Any:
     return list(value) if num_levels and isinstance(value, list) else value
 
 
-def _violations(body_type: type[Body], errors: Sequence[_Error]) -> Iterator[Violation]:
-    num_unknown = 0
-    for error in errors:
+def _violations(body_type: type[Body], errors: Sequence[_Error], paths: Sequence[str]) -> Iterator[Violation]:
+    for error, path in zip(errors[:MAX_VIOLATIONS], paths, strict=False):
         description = _description(error)
         if error["type"] == "extra_forbidden":
-            num_unknown += 1
-            if num_unknown <= MAX_VIOLATIONS:  # answers list no more, and a search is slow
-                description += did_you_mean(
-                    str(error["loc"][-1])[:_MAX_NAME_CHARS], _sibling_names(body_type, error)
-                )
-        yield Violation(_path(error), description)
+            description += did_you_mean(str(error["loc"][-1])[:_MAX_NAME_CHARS], _sibling_names(body_type, error))
+        yield Violation(path, description)
+    for path in paths[MAX_VIOLATIONS:]:  # answers list no more, and a search is slow
+        yield Violation(path, "is not valid")
 
 
 def _description(error: _Error) -> str:

@@ -12,8 +12,9 @@ import math
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
+from types import MappingProxyType
 from typing import Any
 
 from kestrel_runtime.api.constraints import decimal_of, escaped_halves
@@ -29,6 +30,8 @@ _LONG_BYTES = 64 * 1024
 _LONG_GAP = re.compile(b'"[^"]{%d}' % _LONG_BYTES)
 _EXACT_CHARS = 16
 """The length of a point and 15 digits, which a double keeps unless it is subnormal, zero or infinite."""
+_MAX_DIGITS = 400
+"""The most digits of a whole number, more than any double has. The time to read it grows with their square."""
 HALF = "holds half of a surrogate pair"
 """The problem of a text or a name that is not Unicode. Only an escape can write one."""
 _ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -90,6 +93,12 @@ def _float(text: str) -> float:
     return value if is_exact else WrittenFloat(text)
 
 
+def _int(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise _invalid(f"the body holds a number of more than {_MAX_DIGITS} digits")
+    return int(text)
+
+
 def parse_json(body: bytes, report: Callable[[str, str], object]) -> dict[str, Any]:
     """Returns the object in a body. Long texts become `LongText`.
 
@@ -114,7 +123,7 @@ def parse_json(body: bytes, report: Callable[[str, str], object]) -> dict[str, A
     try:
         decoder = _DECODER
         if long_texts:
-            decoder = json.JSONDecoder(parse_float=_float, parse_constant=_refuse_constant, object_hook=replace)
+            decoder = json.JSONDecoder(**_NUMBERS, object_hook=replace)
         document = decoder.decode(body.decode("utf-8"))
         if _ESCAPED_HALF.search(body):
             document = _without_halves(document, "", report)
@@ -201,7 +210,10 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-_DECODER = json.JSONDecoder(parse_float=_float, parse_constant=_refuse_constant)
+_NUMBERS: Mapping[str, Any] = MappingProxyType(
+    {"parse_float": _float, "parse_int": _int, "parse_constant": _refuse_constant}
+)
+_DECODER = json.JSONDecoder(**_NUMBERS)
 
 
 def _too_many_texts() -> InvalidRequest:

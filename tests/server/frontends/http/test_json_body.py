@@ -44,6 +44,16 @@ def test_json_that_is_nested_too_deeply_is_refused_with_halves_too() -> None:
         parse_json(b'{"\\ud800":' + b"[" * 900 + b"]" * 900 + b"}", lambda path, description: None)
 
 
+@pytest.mark.parametrize("after", ["", "x" * 200_000], ids=["small", "with a long text"])
+def test_whole_numbers_have_a_limited_number_of_digits(after: str) -> None:
+    def body(num_digits: int) -> bytes:
+        return json.dumps({"text": after, "numbers": [10**num_digits - 1]}).encode()
+
+    assert parse_json(body(400), refuse)["numbers"] == [10**400 - 1]
+    with pytest.raises(InvalidRequest, match="a number of more than 400 digits"):
+        parse_json(body(401), refuse)
+
+
 def test_numbers_of_a_schema_are_those_that_the_caller_wrote() -> None:
     numbers = [
         "0.1234567890123456789",
