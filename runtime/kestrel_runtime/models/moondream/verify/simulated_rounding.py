@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -64,7 +64,7 @@ class Formats:
     """The type of the operands of the encoder's and the projector's products, if their sizes allow it."""
     cache: torch.dtype
     """The type of cached keys and values."""
-    reads_own_from_cache: bool = False
+    reads_own_from_cache: bool = field(default=False, kw_only=True)
     """True if a chunk of a prompt attends to its own keys and values as the cache stores them, rounded."""
 
     @classmethod
