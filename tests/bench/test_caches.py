@@ -42,17 +42,13 @@ OPCODES = """
 import json
 import uvloop
 from bench import caches
-caches._WARM_UP_REQUESTS = 20
-
-
-def main():
-    count = lambda: uvloop.run(caches.core_opcodes(40, 4, is_streamed=True, num_clients=1))
-    print(json.dumps([count(), count()]))
-
 
 if __name__ == "__main__":
-    main()
+    caches._WARM_UP_REQUESTS = 64
+    print(json.dumps(uvloop.run(caches.core_opcodes(256, 64, is_streamed=True, num_clients=1))))
 """
+MOST_OPCODES = {"engine thread": 6100, "front ends": 2800}
+"""About a tenth more than the counts with Python 3.11; later versions have fewer."""
 
 NUM_TRIALS = 8
 """Of each kind: enough for images that the victim has asked about and for others."""
@@ -98,20 +94,21 @@ def test_the_host_costs_of_engine_core_and_server_are_measured_without_the_model
     assert server["requests/s"] > 0
 
 
-def test_the_opcodes_of_a_request_are_the_same_each_time_they_are_counted(tmp_path: Path) -> None:
+def test_a_known_picture_takes_no_more_opcodes_than_it_did(tmp_path: Path) -> None:
     program = tmp_path / "count.py"
     program.write_text(OPCODES)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(("", *sys.path))}
     run = subprocess.run(
         (sys.executable, str(program)), capture_output=True, text=True, timeout=240, check=True, env=environment
     )
-    first, second = json.loads(run.stdout)
-    for thread in ("engine thread", "event loop", "front ends"):
-        once, again = (sum(found[thread].values()) for found in (first, second))
-        assert once == pytest.approx(again, rel=0.1)
-    # Each of three tokens of an answer is parsed once, by the engine.
-    assert any(name.startswith("output_parser.py:OutputParser.consume") for name in first["engine thread"])
-    assert not any(name.startswith("output_parser.py") for name in first["front ends"])
+    found = json.loads(run.stdout)
+    counts = {thread: sum(by_function.values()) for thread, by_function in found.items()}
+    # What the event loop does at intervals counts more often on a slow machine, so that it has no bound here.
+    assert counts.keys() == {"engine thread", "event loop", "front ends"}
+    assert all(counts[thread] <= most for thread, most in MOST_OPCODES.items()), counts
+    # Each of the three tokens of an answer is parsed once, by the engine alone.
+    assert any(name.startswith("output_parser.py:OutputParser.consume") for name in found["engine thread"])
+    assert not any(name.startswith("output_parser.py") for name in found["front ends"])
 
 
 def test_stored_images_of_every_size_have_the_same_pixels_and_are_timed() -> None:

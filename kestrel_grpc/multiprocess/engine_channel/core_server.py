@@ -369,20 +369,21 @@ class _Frontend(Exchange):
         ended: list[_ForwardedStream] = []
         for stream, events, error in deliveries:
             assert isinstance(stream, _ForwardedStream)
-            finished = events[-1] if events and isinstance(events[-1], Finished) else None
-            if finished is None and error is None:
-                items.append(EventsOf(stream.id, events))
-                continue
-            ended.append(stream)
             if error is not None:
+                ended.append(stream)
                 if isinstance(error, InternalError):
                     _log.error("a request failed", exc_info=error.__cause__)
                 items.append(EventsOf(stream.id, events, encode_error(error)))
-            elif finished is not None and isinstance(finished.output, EmbedOutput):
+                continue
+            last = events[-1] if events else None
+            if not isinstance(last, Finished):
+                items.append(EventsOf(stream.id, events))
+                continue
+            ended.append(stream)
+            if isinstance(last.output, EmbedOutput):
                 large += self._embeddings_of(stream.id, events, large)
             else:
-                is_large = finished is not None and finished.is_large
-                (large if is_large else items).append(EventsOf(stream.id, events))
+                (large if last.is_large else items).append(EventsOf(stream.id, events))
         for together in (items, *([item] for item in large)):
             if together and not self.is_gone:
                 self._server.send(self, Events(together))

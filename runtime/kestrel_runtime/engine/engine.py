@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -180,7 +179,7 @@ class LocalEngine:
             for index, (stream, cost) in enumerate(zip(streams, costs, strict=True)):
                 self._streams.add(stream)
                 # The parts have one image.
-                entering = cost if index == 0 else replace(cost, image_bytes=0)
+                entering = cost if index == 0 else cost._replace(image_bytes=0)
                 self._admission.enter(stream, entering, now, wait_limit_s=wait_limit_s)
             for stream, part in zip(streams, parts, strict=True):
                 clock = SequenceClock(now, deadline, queue_deadline)  # parts start and end one by one

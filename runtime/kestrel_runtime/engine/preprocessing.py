@@ -12,7 +12,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
@@ -611,11 +611,13 @@ class Preprocessor:
         return header.decoding_bytes + _CROP_COPIES * crops_bytes(header.height, header.width, self._cropping)
 
 
-def _decoding_bytes(facts: Iterable[ImageFacts], images: Iterable[RequestImage]) -> int:
+def _decoding_bytes(facts: Sequence[ImageFacts], images: Sequence[RequestImage]) -> int:
     """Returns the most memory that decoding images one after the other takes, while those before are kept.
 
     Equal images are decoded once.
     """
+    if len(facts) == 1:
+        return max(facts[0].num_bytes, facts[0].num_kept_bytes)
     kept, most, seen, not_hashed = 0, 0, set[bytes](), list[RequestImage]()
     for item, image in zip(facts, images, strict=True):
         if item.digest in seen or any(len(other) == len(image) and other == image for other in not_hashed):

@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from threading import RLock
+from typing import NamedTuple
 
 from kestrel_runtime.api.errors import Overloaded, QueueBound
 from kestrel_runtime.api.requests import Priority
@@ -43,8 +44,7 @@ class QueueLimits:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """The cost of a request in the queue, and its tenant. `tokens` is an upper estimate of its prompt."""
 
     tenant: str
@@ -62,12 +62,9 @@ class QueueAdmission:
     """
 
     def __init__(self, limits: QueueLimits) -> None:
-        self._num_requests = FairLimit(limits.requests)
-        self._limits = (  # in the order of `_amounts`
-            (QueueBound.REQUESTS, self._num_requests),
-            (QueueBound.IMAGE_BYTES, FairLimit(limits.image_bytes)),
-            (QueueBound.TOKENS, FairLimit(limits.tokens)),
-        )
+        self._requests = FairLimit(limits.requests)
+        self._image_bytes = FairLimit(limits.image_bytes)
+        self._tokens = FairLimit(limits.tokens)
         self._lock = RLock()
         self._costs: dict[Hashable, Cost] = {}
         self._lines: dict[_Line, int] = {}  # without zeros
@@ -137,11 +134,15 @@ class QueueAdmission:
         return wait_s if line_pace_s is None else max(wait_s, line_pace_s * num_in_line)
 
     def _check_bounds(self, cost: Cost, now: float) -> None:
-        for (bound, limit), wanted in zip(self._limits, _amounts(cost), strict=True):
+        for bound, limit, wanted in (
+            (QueueBound.REQUESTS, self._requests, 1),
+            (QueueBound.IMAGE_BYTES, self._image_bytes, cost.image_bytes),
+            (QueueBound.TOKENS, self._tokens, cost.tokens),
+        ):
             if wanted and not limit.has_room(wanted):
                 raise Overloaded(limit.limit, self._retry_after_s(len(self), now), bound)
             if wanted and not limit.has_share(cost.tenant):
-                num_own = self._num_requests.taken_by(cost.tenant)
+                num_own = self._requests.taken_by(cost.tenant)
                 raise Overloaded(limit.limit, self._retry_after_s(num_own, now), bound, is_tenant_share=True)
 
     def _retry_after_s(self, num_requests: int, now: float) -> float:
@@ -161,9 +162,10 @@ class QueueAdmission:
         return pace
 
     def _book(self, cost: Cost, sign: int) -> None:
-        for (_, limit), amount in zip(self._limits, _amounts(cost), strict=True):
-            if amount:
-                limit.count(cost.tenant, sign * amount)
+        tenant = cost.tenant
+        self._requests.count(tenant, sign)
+        self._image_bytes.count(tenant, sign * cost.image_bytes)
+        self._tokens.count(tenant, sign * cost.tokens)
         line = _line(cost)
         count = self._lines.get(line, 0) + sign
         if count:
@@ -208,8 +210,3 @@ class _Pace:
 
 def _line(cost: Cost) -> _Line:
     return cost.tenant, cost.priority, cost.standing
-
-
-def _amounts(cost: Cost) -> tuple[int, int, int]:
-    """Returns the amounts of a request in the queue: requests, image bytes and tokens."""
-    return 1, cost.image_bytes, cost.tokens
