@@ -140,7 +140,6 @@ class RequestState:
         self._free = list(range(num_rows))[::-1]
         self._row_of: dict[int, int] = {}  # by sequence id
         self._flags = [0] * (num_rows + 1)
-        self._num_pages = [0] * (num_rows + 1)
 
     def open(self, sequences: Sequence[TokenSequence]) -> None:
         """Gives a row to each sequence that starts its prompt; one that has a row keeps it, rewritten. In stream
@@ -188,7 +187,6 @@ class RequestState:
             pages[place] = sequence.cache.pages[0]
             pages[place, : len(sequence.cache.pages)] = sequence.cache.pages
             self._flags[row] = self._flags_of(sequence)
-            self._num_pages[row] = len(sequence.cache.pages)
         rows[count:], host["records"][count:] = rows[count - 1], host["records"][count - 1]
 
     def _flags_of(self, sequence: TokenSequence) -> int:
@@ -241,15 +239,6 @@ class RequestState:
         row_of = self._row_of
         return [row_of[sequence.id] for sequence in sequences]
 
-    def take_new_page(self, sequence: TokenSequence) -> int:
-        """Returns the page that a decode step adds to the sequence's row, which counts as written; -1 for none."""
-        row, count = self._row_of[sequence.id], len(sequence.cache.pages)
-        if self._num_pages[row] == count:
-            return -1
-        assert self._num_pages[row] == count - 1, "a token takes one new page at most"
-        self._num_pages[row] = count
-        return sequence.cache.pages[-1]
-
     def read(self, rows: Tensor) -> RowState:
         """Returns the integer columns of rows int64 [B]."""
         return RowState(*self._integers[rows].unbind(1))
@@ -266,11 +255,9 @@ class RequestState:
         """Returns the values of the last tokens of rows int64 [B]: float32 [B, V]."""
         return self._floats[rows, _NUM_SETTINGS:]
 
-    def add_pages(self, rows: Tensor, positions: Tensor, new_pages: Tensor, page_size: int) -> None:
-        """Writes new pages, int32 [B] with -1 for none, to where positions int64 [B] need them; rows: int64 [B]."""
-        columns = positions.clamp(min=0) // page_size
-        known = self.page_table[rows, columns]
-        self.page_table[rows, columns] = torch.where(new_pages >= 0, new_pages, known)
+    def add_pages(self, rows: Tensor, positions: Tensor, pages: Tensor, page_size: int) -> None:
+        """Writes pages int32 [B] to where positions int64 [B], -1 for padding, need them; rows: int64 [B]."""
+        self.page_table[rows, positions.clamp(min=0) // page_size] = pages
 
     @property
     def sampled_columns(self) -> tuple[Tensor, Tensor]:

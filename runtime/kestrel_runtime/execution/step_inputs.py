@@ -31,8 +31,8 @@ class DecodeFields(NamedTuple, Generic[_A]):
     """[B] int64: rows of the request state; the padding row for padding."""
     positions: _A
     """[B] int64: position of the token that is fed in; -1 for padding, which writes nothing."""
-    new_pages: _A
-    """[B] int32: page that the position needs and the row does not have yet; -1 for none."""
+    pages: _A
+    """[B] int32: page of the position, which the row may not have yet; 0 for padding."""
 
 
 class PrefillFields(NamedTuple, Generic[_A]):
@@ -196,15 +196,16 @@ class InputBuffers:
 
 
 def fill_decode(
-    fields: DecodeFields[NDArray[Any]], sequences: Sequence[TokenSequence], state: RequestState
+    fields: DecodeFields[NDArray[Any]], sequences: Sequence[TokenSequence], state: RequestState, page_size: int
 ) -> None:
     """Lays out a decode step of `sequences`; the rest of the rows is padding."""
     count = len(sequences)
-    fields.rows[count:], fields.positions[count:], fields.new_pages[count:] = state.padding_row, -1, -1
+    fields.rows[count:], fields.positions[count:], fields.pages[count:] = state.padding_row, -1, 0
     fields.rows[:count] = state.rows(sequences)
     # The last token is not in the cache yet; its position is the number of those that are.
-    fields.positions[:count] = [sequence.cache.num_cached for sequence in sequences]
-    fields.new_pages[:count] = [state.take_new_page(sequence) for sequence in sequences]
+    caches = [sequence.cache for sequence in sequences]
+    fields.positions[:count] = [cache.num_cached for cache in caches]
+    fields.pages[:count] = [cache.pages[cache.num_cached // page_size] for cache in caches]
 
 
 def fill_prefill(
@@ -261,7 +262,7 @@ def fill_blank_prefill(fields: PrefillFields[NDArray[Any]], size: PrefillSize, p
 
 def fill_blank_decode(fields: DecodeFields[NDArray[Any]], padding_row: int) -> None:
     """Lays out a decode step of padding."""
-    fields.rows[:], fields.positions[:], fields.new_pages[:] = padding_row, -1, -1
+    fields.rows[:], fields.positions[:], fields.pages[:] = padding_row, -1, 0
 
 
 def value_counts(chunks: Sequence[Chunk]) -> Iterator[int]:
@@ -324,7 +325,7 @@ def _fill_visible(visible: NDArray[Any], spans: Sequence[tuple[int, int]], start
 
 def _decode_layout(size: DecodeSize) -> PackedLayout:
     count = (size.num_rows,)
-    return PackedLayout({"rows": ("int64", count), "positions": ("int64", count), "new_pages": ("int32", count)})
+    return PackedLayout({"rows": ("int64", count), "positions": ("int64", count), "pages": ("int32", count)})
 
 
 def _prefill_layout(size: PrefillSize, values_per_token: int) -> PackedLayout:

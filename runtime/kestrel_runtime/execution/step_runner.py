@@ -416,7 +416,9 @@ class StepRunner:
             has_values = needs.sampling.value_kinds != 0
             size = self._executor.padded_decode(size, has_values=has_values, uses_adapters=needs.uses_adapters)
         fields = self._inputs.decode(
-            size, lambda host: fill_decode(host, sequences, self._state), in_place=self._graphs is not None
+            size,
+            lambda host: fill_decode(host, sequences, self._state, self._cache.page_size),
+            in_place=self._graphs is not None,
         )
         return DecodeInputs(fields, size, needs.sampling, len(sequences), needs.uses_adapters)
 

@@ -1,6 +1,5 @@
 from typing import Any, cast
 
-import pytest
 import torch
 
 from kestrel_runtime.api.sampling_params import SamplingParams
@@ -91,26 +90,15 @@ def test_a_sequence_that_comes_back_goes_on_where_it_was():
     assert (found.token_ids.item(), found.num_sampled.item()) == (6, 2)
 
 
-def test_a_new_page_is_told_once_and_written_where_its_position_needs_it():
+def test_a_page_is_written_where_its_position_needs_it():
     state, short, long = new_state(), holder([4]), holder([7, 2, 9])
     state.open([short, long])
-    assert [state.take_new_page(sequence) for sequence in (short, long)] == [-1, -1]
-    short.cache.pages.append(8)
-    assert [state.take_new_page(short) for _ in range(2)] == [8, -1]
     rows = rows_of(state, short, long)
     padded = torch.cat((rows, torch.tensor([state.padding_row])))
-    new_pages = torch.tensor([8, -1, -1], dtype=torch.int32)
-    state.add_pages(padded, torch.tensor([16, 40, -1]), new_pages, page_size=16)
+    pages = torch.tensor([8, 9, 0], dtype=torch.int32)
+    state.add_pages(padded, torch.tensor([16, 40, -1]), pages, page_size=16)
     assert state.page_table[rows].tolist() == [[4, 8, 4, 4, 4, 4], [7, 2, 9, 7, 7, 7]]
     assert state.page_table[state.padding_row].tolist() == [0] * 6
-
-
-def test_two_new_pages_at_once_are_our_own_mistake():
-    state, sequence = new_state(), holder([4])
-    state.open([sequence])
-    sequence.cache.pages += [5, 6]
-    with pytest.raises(AssertionError):
-        state.take_new_page(sequence)
 
 
 def test_a_row_opened_anew_forgets_its_pages():
@@ -119,7 +107,6 @@ def test_a_row_opened_anew_forgets_its_pages():
     sequence.cache.pages = [1, 2]
     state.open([sequence])
     assert state.page_table[rows_of(state, sequence)].tolist() == [[1, 2, 1, 1, 1, 1]]
-    assert state.take_new_page(sequence) == -1
 
 
 def test_a_batch_may_sample_the_values_that_any_of_its_sequences_may():

@@ -140,18 +140,18 @@ def test_the_kernels_get_the_types_they_ask_for_and_the_pages_of_each_row():
     assert packed.max_chunk == 7
 
 
-def test_a_decode_step_tells_rows_positions_and_new_pages():
+def test_a_decode_step_tells_rows_positions_and_their_pages():
     first, second, state = holder([3], 3), holder([5, 1], 5), new_state()
     state.open([first, second])
-    first.cache.num_cached, second.cache.num_cached = 3, 4
+    first.cache.num_cached, second.cache.num_cached = 16, 17
     first.cache.pages.append(2)
     fields = InputBuffers(CPU, 2).decode(
-        DecodeSize(4, 4), lambda host: fill_decode(host, [first, second], state), in_place=False
+        DecodeSize(4, 4), lambda host: fill_decode(host, [first, second], state, page_size=16), in_place=False
     )
     padding = state.padding_row
     assert fields.rows.tolist() == [state.row(first), state.row(second), padding, padding]
-    assert fields.positions.tolist() == [3, 4, -1, -1]
-    assert fields.new_pages.tolist() == [2, -1, -1, -1]
+    assert fields.positions.tolist() == [16, 17, -1, -1]
+    assert fields.pages.tolist() == [2, 1, 0, 0]
 
 
 def test_steps_with_graphs_stand_where_the_ones_before_did():

@@ -395,13 +395,14 @@ class MoondreamExecutor:
             return self._decode_step(inputs)
 
     def _decode_step(self, inputs: DecodeInputs) -> Tensor:
-        rows, positions, new_pages = inputs.device
+        rows, positions, pages = inputs.device
         state, cache = self._memory.state, self._memory.cache
-        state.add_pages(rows, positions, new_pages, cache.page_size)
+        state.add_pages(rows, positions, pages, cache.page_size)
         last = state.read(rows)
         # All kinds where there are any: one graph then serves every mixture.
         kinds = _ALL_KINDS if inputs.needs.value_kinds else 0
-        embeddings = self._model.embed_sampled(last.token_ids, last.num_values, state.values(rows), kinds)
+        values = state.values(rows) if kinds else None
+        embeddings = self._model.embed_sampled(last.token_ids, last.num_values, values, kinds)
         page_table = state.page_table[rows, : inputs.size.max_pages]
         adapters = None
         if self._adapters is not None and inputs.uses_adapters:

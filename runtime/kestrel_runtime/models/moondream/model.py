@@ -105,12 +105,15 @@ class Moondream(nn.Module):
             value_kinds=sum(1 << (count - 1) for count in set(counts) - {0}),
         )
 
-    def embed_sampled(self, ids: Tensor, num_values: Tensor, values: Tensor, value_kinds: int) -> Tensor:
+    def embed_sampled(self, ids: Tensor, num_values: Tensor, values: Tensor | None, value_kinds: int) -> Tensor:
         """Returns embeddings [B, dim] of tokens on the device: ids and num_values int64 [B], values float32 [B, 2].
 
-        Tokens with n values are supported if bit n - 1 of `value_kinds` is set.
+        Tokens with n values are supported if bit n - 1 of `value_kinds` is set; without any bit `values` may be
+        None.
         """
         embeddings = self.text.wte[ids]
+        if values is None:
+            return embeddings
         if value_kinds & 1:
             found = self.region.encode_coordinates(values[:, 0])
             embeddings = torch.where((num_values == 1)[:, None], found, embeddings)

@@ -94,9 +94,9 @@ class SmallPicturesExecutor(SmallTextExecutor):
         return self._pictures.attended(embeddings, fields.positions, attend)[fields.sample_tokens]
 
     def decode_hidden(self, inputs: DecodeInputs) -> Tensor:
-        rows, positions, new_pages = inputs.device
+        rows, positions, pages = inputs.device
         state, cache = self._memory.state, self._memory.cache
-        state.add_pages(rows, positions, new_pages, cache.page_size)
+        state.add_pages(rows, positions, pages, cache.page_size)
         last = state.read(rows)
         embeddings = self._pictures.embed(last.token_ids, last.num_values, state.values(rows))
         attend = cache.decode(positions, state.page_table[rows, : inputs.size.max_pages])

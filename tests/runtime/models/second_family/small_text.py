@@ -97,8 +97,8 @@ class SmallTextExecutor:
         return self.prefill_hidden(inputs) if isinstance(inputs, PrefillInputs) else self.decode_hidden(inputs)
 
     def decode_hidden(self, inputs: DecodeInputs) -> Tensor:
-        (rows, positions, new_pages), state, cache = inputs.device, self._memory.state, self._memory.cache
-        state.add_pages(rows, positions, new_pages, cache.page_size)
+        (rows, positions, pages), state, cache = inputs.device, self._memory.state, self._memory.cache
+        state.add_pages(rows, positions, pages, cache.page_size)
         attend = cache.decode(positions, state.page_table[rows, : inputs.size.max_pages])
         return self._model.hidden(state.read(rows).token_ids, positions, attend)
 
