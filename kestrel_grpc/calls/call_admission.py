@@ -50,6 +50,8 @@ from kestrel_runtime.fairness.fair_limit import FairLimit
 Observer = Callable[[CallContext, Outcome], None]
 """Called with each call when it has ended, on the event loop."""
 
+# What a caller can do without end: ask for what cannot be, or for more than there is room for.
+_REFUSALS = frozenset((Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION, Code.RESOURCE_EXHAUSTED))
 _log = logging.getLogger("kestrel_grpc.calls")
 
 
@@ -187,17 +189,22 @@ class CallAdmission:
         self._observe(call, Outcome(failure.code.name, failure.reason))
         return failure
 
-    async def hold(self, call: CallContext, error: BaseException) -> None:
-        """Waits until this error may be sent to the caller.
+    async def hold(self, call: CallContext, error: BaseException, failure: CallFailure) -> None:
+        """Waits until the failure that `error` is may be sent to the caller.
 
-        Only calls without a principal wait, and only while their connection, or all connections together, are
-        refused often. Raises `CancelledError` if the caller hangs up meanwhile.
+        Calls wait only while their connection or their token is refused often, or all connections together. Raises
+        `CancelledError` if the caller hangs up meanwhile.
         """
-        if isinstance(error, TokenInvalid | MethodUnknown | SourceNotAllowed):
-            task = asyncio.current_task()
-            assert task is not None
-            self._forget(task)  # `ended` need not wait for it
+        is_of_connection = isinstance(error, TokenInvalid | MethodUnknown | SourceNotAllowed)
+        if not is_of_connection and not (call.principal and failure.code in _REFUSALS):
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._forget(task)  # `ended` need not wait for it
+        if is_of_connection:
             await self._refusals.hold(call.peer())
+        else:
+            await self._refusals.hold_token(call.principal)
 
     def _forget(self, task: asyncio.Task[object]) -> None:
         self.open_calls.pop(task, None)

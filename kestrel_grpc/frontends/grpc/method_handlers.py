@@ -277,8 +277,8 @@ class AdmittedServices:
             self._admission.drop(call)
             raise asyncio.CancelledError from error
         failure = self._admission.fail(call, error)
-        await self._admission.hold(call, error)
         if failure is not None:
+            await self._admission.hold(call, error, failure)
             if self._translate_failure is not None:
                 failure = self._translate_failure(failure)
             trailers = trailing_metadata(failure, call.request_id)

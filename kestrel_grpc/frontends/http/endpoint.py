@@ -208,7 +208,7 @@ class Endpoint:
         if failure is not None and begun is None:
             exchange.connection.note_refusal()
             try:
-                await self._admission.hold(call, error)
+                await self._admission.hold(call, error, failure)
             except asyncio.CancelledError:  # the client has disconnected
                 return
         exchange.connection.serve_by(None)

@@ -28,6 +28,18 @@ def test_the_first_refusals_of_a_connection_are_told_at_once_and_further_ones_at
     assert refusals.delay_s("1.2.3.4:5") == 0.0
 
 
+def test_refusals_of_a_token_have_a_bucket_of_their_own_and_wait_for_a_second_at_most():
+    clock = Clock()
+    refusals = Refusals(clock)
+    delays = [refusals.token_delay_s("mallory") for _ in range(1000)]
+    assert delays[:200] == [0.0] * 200
+    assert delays[200:300] == pytest.approx([number / 100 for number in range(1, 101)])
+    assert max(delays) == pytest.approx(1.0)
+    assert refusals.token_delay_s("alice") == refusals.delay_s("mallory") == 0.0
+    clock.now = 60.0
+    assert refusals.token_delay_s("mallory") == 0.0
+
+
 def test_no_refusal_waits_longer_than_ten_seconds():
     refusals = Refusals(Clock())
     assert max(refusals.delay_s("1.2.3.4:5") for _ in range(10_000)) == pytest.approx(10.0)

@@ -111,6 +111,25 @@ async def test_a_connection_that_is_refused_again_and_again_waits_and_delays_no_
         assert (await waiting).status == 404
 
 
+async def test_a_token_that_is_refused_again_and_again_waits_and_delays_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "_TOKEN_BURST", 3.0)
+    monkeypatch.setattr(refusals, "_MAX_TOKEN_DELAY_S", 1e6)
+    monkeypatch.setattr(refusals, "_TOKEN_PER_S", 0.001)
+    file = tokens_in(tmp_path, alice='scopes = ["infer"]', mallory='scopes = ["infer"]')
+    async with serving_http(tokens=file) as rig, rig.connect() as connection:
+        for _ in range(3):
+            assert (await rig.ask("/v1/query", {}, headers=bearer("mallory"))).status == 400
+        await connection.send("/v1/query", {}, headers=bearer("mallory"))
+        waiting = asyncio.create_task(connection.response())
+        assert (await rig.ask("/v1/query", {}, headers=bearer("alice"))).status == 400
+        assert (await rig.ask("/v1/query", QUERY, headers=bearer("mallory"))).status == 200
+        assert not waiting.done()
+        await rig.server.drain()
+        assert (await waiting).status == 400
+
+
 async def test_a_call_is_refused_from_its_headers_before_its_body_has_come(tmp_path: Path) -> None:
     file = tokens_in(tmp_path, alice='scopes = ["infer"]')
     async with serving_http(tokens=file) as rig, rig.connect() as connection:
