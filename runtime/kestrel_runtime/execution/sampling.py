@@ -37,6 +37,8 @@ class TokenRules:
         """[states]: whether tokens with values are sampled with their values."""
         # Per state: the row that follows, the token that leads elsewhere and that row, and the row when exhausted.
         self.successors = torch.full((_MAX_STATES, 4), _NEVER, dtype=torch.int64, device=device)
+        # Padding steps in a row that no grammar has, if none is known yet, and must find one again.
+        self.successors[:, 0] = torch.arange(_MAX_STATES, device=device)
 
     def row(self, grammar: Grammar, state: int) -> int:
         """Returns the row of a state; a grammar is added when it is first used."""

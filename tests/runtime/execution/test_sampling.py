@@ -93,3 +93,15 @@ def test_what_is_written_moves_a_row_on() -> None:
     assert state.values(rows).tolist() == [[0.5, 0.0]]
     after = state.read(torch.tensor([state.row(other)]))
     assert [column.item() for column in after] == [column.item() for column in before]
+
+
+def test_padding_finds_rules_before_any_grammar_is_known() -> None:
+    rules = TokenRules(VOCABULARY, CPU)
+    state = RequestState(
+        CPU, rules.row, lambda _: 0, num_rows=2, max_pages=1, values_per_token=2, vocab_size=VOCABULARY
+    )
+    rows = torch.tensor([state.padding_row] * 3)
+    for token in (0, 7, 3):
+        sampler = TokenSampler(state, rules, rows, SampleNeeds(False, 0), KERNELS)
+        sampler.write(torch.tensor([token] * 3), torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2))
+        assert 0 <= int(state.read(rows).rules[0]) < len(rules.forbidden)
