@@ -1,9 +1,8 @@
 """Does the attention of prompts with one picture take longer than in another checkout, and has it the same bits?
 
-One layer at Moondream 2's sizes, random values of one seed, on the same tensors: the kernel of the other checkout
-and this one, and `--tilings`, variants of this one for questions behind a picture that is in the pages. Graphs of
-all of them are replayed in turns, in an order that changes. A ratio is the median over the turns of a kernel's time
-over the other checkout's in the same turn.
+One layer at Moondream 2's sizes, random values of one seed, on the same tensors, by the kernel of the other
+checkout and by this one's. Graphs of both are replayed in turns, in an order that changes. A ratio is the median
+over the turns of this kernel's time over the other's in the same turn.
 
     python -m bench.one_picture --before /tmp/before
 """
@@ -31,15 +30,12 @@ from bench.harness.prefill_inputs import FLOAT8, PagedAttention, Prompts
 from bench.harness.timing import turns_us
 from bench.prefill import TINY
 from kestrel_ops.attention import triton_prefill_attention
-from kestrel_ops.attention.triton_prefill_attention import Tiling
 from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2
 
 BEFORE = "before"
 NOW = "now"
 _MODULE = Path("kernels", "kestrel_ops", "attention", "triton_prefill_attention.py")
 _STARTS = {"prompts": 0, "behind the picture": 730}
-_SHORT = 64
-"""Tokens of the longest chunk that the tilings are for."""
 
 
 def attention_of(tree: Path) -> ModuleType:
@@ -54,15 +50,11 @@ def attention_of(tree: Path) -> ModuleType:
     return module
 
 
-def attention(
-    module: ModuleType, inputs: PagedAttention, prefix_length: int, tiles: Tiling | None = None
-) -> Callable[[], Tensor]:
-    """A call that launches the kernel of a module and nothing else, by its own tiling or by a given one.
+def attention(module: ModuleType, inputs: PagedAttention, prefix_length: int) -> Callable[[], Tensor]:
+    """A call that launches the kernel of a module and nothing else.
 
     Modules before conversations take the length of each prompt's prefix in place of each row's view.
     """
-    if tiles is not None:
-        return partial(inputs.attend_tiled, tiles)
     plan = inputs.plan
     views = plan.visible_until
     if "prefix_lengths" in inspect.signature(module.prefill_attention).parameters:
@@ -84,38 +76,20 @@ def cases(counts: list[int], device: torch.device, *, is_tiny: bool) -> Iterator
                 yield f"{count} {what}, {pages} pages", prompts.prefix_length, inputs
 
 
-def compared(
-    contenders: dict[str, Callable[[PagedAttention, int], Callable[[], Tensor]]],
-    case: str,
-    prefix_length: int,
-    inputs: PagedAttention,
-    turns: int,
-) -> Iterator[dict[str, Any]]:
-    """A row for each contender, of which the first is what the others are compared with."""
-    calls = {name: call_of(inputs, prefix_length) for name, call_of in contenders.items()}
+def compared(calls: dict[str, Callable[[], Tensor]], turns: int) -> dict[str, Any]:
+    """Times of both calls, their ratio with its quartiles, and whether their results have the same bits."""
     digests = {
-        name: hashlib.sha256(call().contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
-        for name, call in calls.items()
+        hashlib.sha256(call().contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
+        for call in calls.values()
     }
     times = turns_us(calls, turns)
-    for name in contenders:
-        ratios = sorted(own / before for own, before in zip(times[name], times[BEFORE], strict=True))
-        quartiles = [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]]
-        yield {
-            "case": case,
-            "kernel": name,
-            "us": statistics.median(times[name]),
-            "ratio": statistics.median(ratios),
-            "quartiles": quartiles,
-            "has_same_bits": digests[name] == digests[BEFORE],
-        }
-
-
-def tiling(text: str) -> Tiling:
-    """The tiling of an argument, with 0 for as many registers as the compiler takes."""
-    *numbers, own_keys = text.split(",")
-    queries, keys, warps, stages, registers = map(int, numbers)
-    return Tiling(queries, keys, warps, stages, registers or None, own_keys)
+    ratios = sorted(now / before for now, before in zip(times[NOW], times[BEFORE], strict=True))
+    return {
+        **{f"{name}_us": statistics.median(own) for name, own in times.items()},
+        "ratio": statistics.median(ratios),
+        "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+        "has_same_bits": len(digests) == 1,
+    }
 
 
 def main() -> int:
@@ -124,35 +98,24 @@ def main() -> int:
     parser.add_argument("--before", type=Path, required=True, help="the other checkout")
     parser.add_argument("--turns", type=int, default=300)
     parser.add_argument("--prompts", type=int, nargs="+", default=[1, 8])
-    parser.add_argument(
-        "--tilings", type=tiling, nargs="*", default=[], help="queries,keys,warps,stages,registers,own keys"
-    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a few values, to see that it runs")
     arguments = parser.parse_args()
-    before = attention_of(arguments.before)
-    kernels = {BEFORE: partial(attention, before), NOW: partial(attention, triton_prefill_attention)}
-    variants = {
-        ",".join(str(getattr(tiles, name)) for name in Tiling.__slots__): partial(
-            attention, triton_prefill_attention, tiles=tiles
-        )
-        for tiles in arguments.tilings
-    }
+    modules = {BEFORE: attention_of(arguments.before), NOW: triton_prefill_attention}
     rows = []
-    print(f"{'a layer':<36}{'kernel':<28}{'µs':>8}{'ratio':>8}{'quartiles':>16}  bits")
+    print(f"{'a layer, µs':<40}{'before':>9}{'now':>9}{'ratio':>8}{'quartiles':>16}  bits")
     with torch.inference_mode():
-        for case, prefix_length, inputs in cases(
-            arguments.prompts, torch.device(arguments.device), is_tiny=arguments.tiny
-        ):
-            contenders = kernels | (variants if inputs.plan.max_chunk <= _SHORT else {})
-            for row in compared(contenders, case, prefix_length, inputs, arguments.turns):
-                low, high = row["quartiles"]
-                print(
-                    f"{case:<36}{row['kernel']:<28}{row['us']:>8.2f}{row['ratio']:>8.3f}{low:>9.3f}{high:>7.3f}"
-                    f"  {'the same' if row['has_same_bits'] else 'OTHERS'}",
-                    flush=True,
-                )
-                rows.append(row)
+        device = torch.device(arguments.device)
+        for case, prefix_length, inputs in cases(arguments.prompts, device, is_tiny=arguments.tiny):
+            calls = {name: attention(module, inputs, prefix_length) for name, module in modules.items()}
+            row = {"case": case} | compared(calls, arguments.turns)
+            low, high = row["quartiles"]
+            print(
+                f"{case:<40}{row['before_us']:>9.2f}{row['now_us']:>9.2f}{row['ratio']:>8.3f}{low:>9.3f}{high:>7.3f}"
+                f"  {'the same' if row['has_same_bits'] else 'OTHERS'}",
+                flush=True,
+            )
+            rows.append(row)
     write_json(Path(os.environ.get("OUT", "bench/out")) / "one-picture.json", {"rows": rows})
     return 0 if all(row["has_same_bits"] for row in rows) else 1
 

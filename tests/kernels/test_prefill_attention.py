@@ -2,6 +2,7 @@ import importlib
 import importlib.util
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -190,6 +191,27 @@ def test_spans_end_anywhere_in_the_tiles_of_hopper(plan):
 
     prompts = Prompts([plan, ((), 0, 3)], Heads(1, 1, 16), 16, torch.bfloat16)
     assert relative_error(prompts.run(tiled), prompts.wanted()) < TOLERANCES[torch.bfloat16]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_chunks_whose_own_keys_fit_in_a_tile_have_the_bits_of_longer_ones():
+    module = importlib.import_module("kestrel_ops.attention.triton_prefill_attention")
+    tiles = module.tiling(64, torch.bfloat16, DeviceLimits.of_card((9, 0)))
+    assert tiles.masks_all_own_keys
+    assert tiles.keys >= 64
+    plans = [(front(130), 130, 146), ((), 0, 1), (((0, 5), (21, 60)), 5, 61), (front(40), 0, 64)]
+
+    def tiled(masks_all_own_keys):
+        own = replace(tiles, masks_all_own_keys=masks_all_own_keys)
+
+        def run(query, key, value, key_pages, value_pages, table, starts, lengths, visible, longest, *_):
+            pages, chunks = (key_pages, value_pages, None, None), (table, starts, lengths, visible)
+            return module.attend(query, key, value, pages, chunks, longest, own)
+
+        return run
+
+    prompts = Prompts(plans, Heads(2, 1, 16), 16, torch.bfloat16)
+    assert torch.equal(prompts.run(tiled(True)), prompts.run(tiled(False)))
 
 
 @every_implementation

@@ -26,9 +26,8 @@ class Tiling:
     num_stages: int
     max_registers: int | None = None
     """Registers per thread. With fewer than the compiler selects, more programs fit on a multiprocessor."""
-    own_keys: str = "loops"
-    """Says how own keys of a chunk are read: in "loops" without and with a mask. The others are for chunks whose
-    own keys fit in one tile: in a "loop" of one pass, "once", or "early", before the pages."""
+    masks_all_own_keys: bool = False
+    """True where the own keys of a chunk fit in one tile, so that a loop over tiles without a mask has none."""
 
 
 def tiling(max_chunk: int, dtype: torch.dtype, limits: DeviceLimits) -> Tiling:
@@ -36,7 +35,8 @@ def tiling(max_chunk: int, dtype: torch.dtype, limits: DeviceLimits) -> Tiling:
     if dtype == torch.float32:
         return Tiling(32, 32, 4, 2, 128)
     if max_chunk <= 64:  # last rows of prompts, prompts without an image, or questions after a cached image
-        return Tiling(16, 128, 4, 3)
+        # A page number is read a tile before the page, which halves the stages: 5 keep two tiles in flight.
+        return Tiling(16, 128, 4, 5 if limits.is_hopper else 3, masks_all_own_keys=True)
     return Tiling(128, 64, 8, 3, 128) if limits.is_hopper else Tiling(64, 64, 4, 3, 128)
 
 
@@ -120,7 +120,7 @@ def attend(
         dims=max(16, triton.next_power_of_2(head_dim)),
         num_queries=tiles.queries,
         num_keys=tiles.keys,
-        own_read=tiles.own_keys,
+        masks_all_own_keys=tiles.masks_all_own_keys,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers,
@@ -183,7 +183,7 @@ def _prefill_attention(
     dims: tl.constexpr,
     num_queries: tl.constexpr,
     num_keys: tl.constexpr,
-    own_read: tl.constexpr,
+    masks_all_own_keys: tl.constexpr,
 ):
     head = tl.program_id(0)
     chunk = tl.program_id(2)
@@ -209,14 +209,9 @@ def _prefill_attention(
     )
     columns = tl.arange(0, num_keys)
 
-    # What the chunk's own keys are read by, from its first row on.
     own_visible = visible_until + first_row
     own_keys = key + first_row.to(tl.int64) * key_stride + group * head_dim + dim[None, :]
     own_values = value + first_row.to(tl.int64) * value_stride + group * head_dim + dim[None, :]
-    if own_read == "early":
-        visible = tl.load(own_visible + tl.minimum(rows, chunk_length - 1))
-        one_keys = _load(own_keys + columns[:, None] * key_stride, columns, chunk_length, dim, head_dim, True)
-        one_values = _load(own_values + columns[:, None] * value_stride, columns, chunk_length, dim, head_dim, True)
 
     # The context before the chunk, from the pages. All queries attend to all of it.
     page_score_scale = score_scale
@@ -239,25 +234,13 @@ def _prefill_attention(
             queries, keys.to(element), values.to(element), everything, at, state, page_score_scale, True
         )
 
-    # The chunk's own keys. No row sees less than one before it. Rows behind the chunk, which are not stored, see
+    # The chunk's own keys. No row sees less than the one before it, so all queries of the block attend to the
+    # positions before `common`, none to those from `limit` on. Rows behind the chunk, which are not stored, see
     # what its last row sees.
-    if own_read != "early":
-        visible = tl.load(own_visible + tl.minimum(rows, chunk_length - 1))
-    if own_read == "loop":
-        for own in tl.range(0, chunk_length, num_keys, num_stages=2):
-            at = own + columns
-            keys = _load(own_keys + at[:, None] * key_stride, at, chunk_length, dim, head_dim, True)
-            values = _load(own_values + at[:, None] * value_stride, at, chunk_length, dim, head_dim, True)
-            state = _add_tile(queries, keys, values, visible, start + at, state, score_scale, True)
-    elif own_read != "loops":
-        if own_read == "once":
-            one_keys = _load(own_keys + columns[:, None] * key_stride, columns, chunk_length, dim, head_dim, True)
-            one_values = _load(
-                own_values + columns[:, None] * value_stride, columns, chunk_length, dim, head_dim, True
-            )
-        state = _add_tile(queries, one_keys, one_values, visible, start + columns, state, score_scale, True)
-    else:
-        # All queries of the block attend to the positions before `common`, none to those from `limit` on.
+    visible = tl.load(own_visible + tl.minimum(rows, chunk_length - 1))
+    whole = 0
+    end = chunk_length
+    if not masks_all_own_keys:
         common = tl.load(own_visible + block * num_queries)
         limit = tl.load(own_visible + tl.minimum(block * num_queries + num_queries, chunk_length) - 1)
         whole = (common - start) // num_keys * num_keys
@@ -266,11 +249,13 @@ def _prefill_attention(
             keys = _load(own_keys + at[:, None] * key_stride, at, 0, dim, head_dim, False)
             values = _load(own_values + at[:, None] * value_stride, at, 0, dim, head_dim, False)
             state = _add_tile(queries, keys, values, visible, start + at, state, score_scale, False)
-        for own in range(whole, limit - start, num_keys):
-            at = own + columns
-            keys = _load(own_keys + at[:, None] * key_stride, at, chunk_length, dim, head_dim, True)
-            values = _load(own_values + at[:, None] * value_stride, at, chunk_length, dim, head_dim, True)
-            state = _add_tile(queries, keys, values, visible, start + at, state, score_scale, True)
+        end = limit - start
+    # With one tile there is nothing to read ahead.
+    for own in tl.range(whole, end, num_keys, num_stages=2 if masks_all_own_keys else None):
+        at = own + columns
+        keys = _load(own_keys + at[:, None] * key_stride, at, chunk_length, dim, head_dim, True)
+        values = _load(own_values + at[:, None] * value_stride, at, chunk_length, dim, head_dim, True)
+        state = _add_tile(queries, keys, values, visible, start + at, state, score_scale, True)
 
     _, total, weighted = state
     result = (weighted / total[:, None]).to(element)
