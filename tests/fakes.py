@@ -254,7 +254,7 @@ class FakeEngine:
 
     async def clear_cache(self, namespace: str | None = None) -> ClearedCache:
         self.cleared.append((namespace, None))
-        return ClearedCache(num_pages=7, num_images=2)
+        return ClearedCache(num_pages=7, num_images=2, num_crops=5)
 
     async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
         self.cleared.append((namespace, digest))

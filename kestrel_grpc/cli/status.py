@@ -98,7 +98,8 @@ def _print_cleared(client: Client, arguments: argparse.Namespace) -> int | None:
     if arguments.json:
         show_json(dataclasses.asdict(cleared))
     else:
-        show(f"removed {cleared.page_count:,} pages and {cleared.image_count:,} images")
+        counts = f"{cleared.page_count:,} pages, {cleared.image_count:,} images and {cleared.crop_count:,} crops"
+        show(f"removed {counts}")
     return None
 
 

@@ -94,13 +94,13 @@ def group(object: str) -> dict[str, Any]:
     return {"object": object, "finish_reason": generation_pb2.FINISH_REASON_STOP}
 
 
-def found(response: Any, whole: Any, items: list[Any]) -> Iterator[Any]:
+def found(response: Any, whole: Any, items: list[Any], score: float | None) -> Iterator[Any]:
     """The events of objects being found, one object of the request after the other."""
     yield response(started=STARTED)
     for index, of_object in enumerate(items):
         for item in of_object:
             is_point = isinstance(item, media_pb2.NormalizedPoint)
-            one = vision_service_pb2.PointedObject(point=item) if is_point else item
+            one = vision_service_pb2.PointedObject(point=item, score=score) if is_point else item
             yield response(found=one, object_index=index)
     yield response(completed=whole)
 
@@ -144,12 +144,14 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
 
     `failures` are used up before anything is answered, one per call. While `endless` is set, a stream stops
     after its first piece and goes on only to be cancelled, which `cancelled` tells.
+    With `score` None it is a server that is older than scores.
     """
 
     def __init__(self) -> None:
         self.images = CannedImages()
         self.failures: list[status_pb2.Status] = []
         self.endless = False
+        self.score: float | None = None
         self.answer_pieces: tuple[str, ...] = ANSWER_PIECES
         self.cancelled = threading.Event()
         self.requests: list[Any] = []
@@ -197,7 +199,9 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
         self._receive(request, context)
         whole = self._points(request)
         places = [group.points for group in whole.groups] or [whole.points]
-        yield from self._until_cancelled(found(vision_service_pb2.StreamPointResponse, whole, places), context)
+        yield from self._until_cancelled(
+            found(vision_service_pb2.StreamPointResponse, whole, places, self.score), context
+        )
 
     def _points(self, request: Any) -> Any:
         points = [media_pb2.NormalizedPoint(x=0.25, y=0.5), media_pb2.NormalizedPoint(x=0.75, y=1.0)]
@@ -209,7 +213,10 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
                 ],
                 info=INFO,
             )
-        return vision_service_pb2.PointResponse(points=points, info=INFO)
+        scored = [vision_service_pb2.PointedObject(point=point, score=self.score) for point in points]
+        return vision_service_pb2.PointResponse(
+            points=points, objects=() if self.score is None else scored, info=INFO
+        )
 
     def Detect(self, request: Any, context: Any) -> Any:
         self._receive(request, context)
@@ -219,10 +226,12 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
         self._receive(request, context)
         whole = self._boxes(request)
         boxes = [group.objects for group in whole.groups] or [whole.objects]
-        yield from self._until_cancelled(found(vision_service_pb2.StreamDetectResponse, whole, boxes), context)
+        yield from self._until_cancelled(
+            found(vision_service_pb2.StreamDetectResponse, whole, boxes, self.score), context
+        )
 
     def _boxes(self, request: Any) -> Any:
-        objects = [vision_service_pb2.DetectedObject(box=BOX)]
+        objects = [vision_service_pb2.DetectedObject(box=BOX, score=self.score)]
         if request.objects:
             groups = [
                 vision_service_pb2.DetectGroup(objects=objects if name != "unicorn" else (), **group(name))
@@ -389,7 +398,7 @@ class CannedEngine(engine_service_pb2_grpc.EngineServiceServicer):
 
     def ClearCache(self, request: Any, context: Any) -> Any:
         pages = {"alice": 1, "yard": 2}.get(request.token or request.namespace, 3)
-        return engine_service_pb2.ClearCacheResponse(page_count=pages, image_count=4)
+        return engine_service_pb2.ClearCacheResponse(page_count=pages, image_count=4, crop_count=5)
 
     def ListAdapters(self, request: Any, context: Any) -> Any:
         adapter = engine_service_pb2.Adapter(name="colours", digest="ab", request_count=3, is_current=True)

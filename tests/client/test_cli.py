@@ -118,6 +118,7 @@ def test_places_are_printed_one_a_line(address: str, picture: str, capsys: pytes
 
 
 def test_the_least_score_is_sent(address: str, picture: str, vision: CannedVision) -> None:
+    vision.score = 0.5
     for command in (
         ["point", picture],
         ["detect", picture],

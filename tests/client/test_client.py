@@ -153,6 +153,26 @@ def test_what_is_found_comes_one_by_one_with_what_was_looked_for(client: Client)
     assert points.result() == client.point(PICTURE, "car")
 
 
+@pytest.mark.parametrize("wanted", ["car", ["unicorn", "car"]])
+def test_a_least_score_that_an_older_server_ignores_is_an_error(
+    client: Client, vision: CannedVision, wanted: str | list[str]
+) -> None:
+    for ask in (
+        lambda: client.detect(PICTURE, wanted, min_score=0.5),
+        lambda: client.point(PICTURE, wanted, min_score=0.5),
+        lambda: client.stream_detect(PICTURE, wanted, min_score=0.5).result(),
+        lambda: next(client.stream_point(PICTURE, wanted, min_score=0.5)),
+    ):
+        with pytest.raises(ServerError, match="the server makes no scores") as caught:
+            ask()
+        assert caught.value.reason == "SCORES_MISSING"
+        assert caught.value.request_id
+    assert client.detect(PICTURE, ["unicorn"], min_score=0.5).groups[0].objects == (), "nothing is left out"
+    vision.score = 0.75
+    (found,) = client.detect(PICTURE, "car", min_score=0.5).objects
+    assert found.score == 0.75
+
+
 @pytest.mark.parametrize("object", [[], ["car", 3], 3, {"car": 1}, None])
 def test_what_is_neither_a_text_nor_texts_is_refused_before_it_is_sent(
     client: Client, vision: CannedVision, object: Any
@@ -238,7 +258,7 @@ def test_usage_is_that_of_each_caller(client: Client) -> None:
 
 
 def test_operators_clear_caches_and_cancel_requests(client: Client) -> None:
-    assert client.clear_cache() == ClearedCache(page_count=3, image_count=4)
+    assert client.clear_cache() == ClearedCache(page_count=3, image_count=4, crop_count=5)
     assert client.clear_cache(token="alice").page_count == 1
     assert client.clear_cache(namespace="yard").page_count == 2
     assert client.cancel_requests(request_id="r") == 1

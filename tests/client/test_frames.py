@@ -65,7 +65,7 @@ class Cameras(CannedVision):
                 response.error.code, response.error.reason = code_pb2.INVALID_ARGUMENT, "IMAGE_DECODE_FAILED"
                 response.error.message = "frame.image: is broken"
             else:
-                found = vision_service_pb2.DetectedObject(box=BOX, track_id=index + 1)
+                found = vision_service_pb2.DetectedObject(box=BOX, track_id=index + 1, score=self.score)
                 response.result.CopyFrom(vision_service_pb2.DetectResponse(objects=[found], info=INFO))
             yield response
 
@@ -83,6 +83,7 @@ def tracks(result: DetectResult | None) -> list[int | None]:
 def test_each_frame_has_its_result_or_its_error(client: Client, vision: Cameras, tmp_path: Path) -> None:
     path = tmp_path / "frame.jpg"
     path.write_bytes(b"file")
+    vision.score = 0.5
     images: list[ImageInput] = [b"bytes", b"broken", path, RawImage(b"123", 1, 1)]
     with client.detect_frames(
         images, "car", max_objects=7, min_score=0.25, every_frame=True, track=True, priority="batch"
@@ -92,7 +93,7 @@ def test_each_frame_has_its_result_or_its_error(client: Client, vision: Cameras,
     assert [each.index for each in found] == [0, 1, 2, 3]
     assert [each.dropped_count for each in found] == [0, 0, 1, 1]
     assert isinstance(found[0].result, DetectResult)
-    assert found[0].result.objects == (DetectedObject(Box(0.25, 0.125, 0.75, 0.5), track_id=1),)
+    assert found[0].result.objects == (DetectedObject(Box(0.25, 0.125, 0.75, 0.5), 0.5, track_id=1),)
     assert (found[0].error, found[0].waiting_s) == (None, 0.25)
     assert found[1].result is None
     assert isinstance(found[1].error, InvalidRequest)
@@ -192,6 +193,12 @@ def test_what_the_frames_raise_is_raised_by_the_stream_after_the_answers_before(
     with pytest.raises(InvalidRequest) as caught:
         list(client.detect_frames([b"0", 7], "car"))  # pyrefly: ignore[bad-argument-type]
     assert caught.value.request_id
+
+
+def test_a_least_score_that_the_server_ignores_is_an_error(client: Client) -> None:
+    with pytest.raises(ServerError, match="makes no scores") as caught:
+        list(client.detect_frames([b"0"], "car", min_score=0.5))
+    assert caught.value.reason == "SCORES_MISSING"
 
 
 @pytest.mark.parametrize(

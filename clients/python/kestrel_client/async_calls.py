@@ -118,9 +118,10 @@ class AsyncCalls:
         options: CallOptions,
         image: ImageInput,
         object: str | Sequence[str],
+        min_score: float | None,
     ) -> AsyncPointStream:
         """Returns the stream of points, as `stream` returns one of text."""
-        return AsyncPointStream(self._attempts(rpc, build, options, (image,)), PointEvents(object))
+        return AsyncPointStream(self._attempts(rpc, build, options, (image,)), PointEvents(object, min_score))
 
     def boxes(
         self,
@@ -129,9 +130,10 @@ class AsyncCalls:
         options: CallOptions,
         image: ImageInput,
         object: str | Sequence[str],
+        min_score: float | None,
     ) -> AsyncDetectStream:
         """Returns the stream of boxes, as `stream` returns one of text."""
-        return AsyncDetectStream(self._attempts(rpc, build, options, (image,)), DetectEvents(object))
+        return AsyncDetectStream(self._attempts(rpc, build, options, (image,)), DetectEvents(object, min_score))
 
     async def patches(
         self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput
@@ -346,6 +348,9 @@ class AsyncStream(Generic[AnyPiece, AnyResult]):
                     if piece is not None:
                         return piece
                 return None
+            except KestrelClientError as error:
+                error.request_id = error.request_id or self.request_id
+                raise
             except grpc.RpcError as error:
                 if self._has_response:
                     raise await self._attempts.explained(error) from error

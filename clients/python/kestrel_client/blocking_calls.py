@@ -115,9 +115,10 @@ class BlockingCalls:
         options: CallOptions,
         image: ImageInput,
         object: str | Sequence[str],
+        min_score: float | None,
     ) -> PointStream:
         """Returns the stream of points, as `stream` returns one of text."""
-        return PointStream(self._attempts(rpc, build, options, (image,)), PointEvents(object))
+        return PointStream(self._attempts(rpc, build, options, (image,)), PointEvents(object, min_score))
 
     def boxes(
         self,
@@ -126,9 +127,10 @@ class BlockingCalls:
         options: CallOptions,
         image: ImageInput,
         object: str | Sequence[str],
+        min_score: float | None,
     ) -> DetectStream:
         """Returns the stream of boxes, as `stream` returns one of text."""
-        return DetectStream(self._attempts(rpc, build, options, (image,)), DetectEvents(object))
+        return DetectStream(self._attempts(rpc, build, options, (image,)), DetectEvents(object, min_score))
 
     def patches(self, rpc: Any, build: Callable[[], Any], options: CallOptions, image: ImageInput) -> EmbedResult:
         """Reads the whole stream of the embeddings of an image's patches."""
@@ -341,6 +343,9 @@ class Stream(Generic[AnyPiece, AnyResult]):
                     if piece is not None:
                         return piece
                 return None
+            except KestrelClientError as error:
+                error.request_id = error.request_id or self.request_id
+                raise
             except grpc.RpcError as error:
                 if self._has_response:
                     raise self._attempts.explained(error) from error

@@ -290,7 +290,7 @@ class Client:
             options,
             image,
         )
-        return results.point_result(response, object)
+        return results.point_result(response, object, min_score)
 
     def stream_point(
         self,
@@ -324,6 +324,7 @@ class Client:
             options,
             image,
             object,
+            min_score,
         )
 
     def detect(
@@ -360,7 +361,7 @@ class Client:
             options,
             image,
         )
-        return results.detect_result(response, object)
+        return results.detect_result(response, object, min_score)
 
     def stream_detect(
         self,
@@ -394,6 +395,7 @@ class Client:
             options,
             image,
             object,
+            min_score,
         )
 
     def detect_frames(
@@ -434,7 +436,7 @@ class Client:
             lambda: requests.detect_frames(
                 object, max_objects, spatial_refs, every_frame, track, options, min_score
             ),
-            lambda message: results.detect_result(message, object),
+            lambda message: results.detect_result(message, object, min_score),
             options,
         )
 
@@ -470,7 +472,7 @@ class Client:
             self._calls.vision.PointFrames,
             images,
             lambda: requests.point_frames(object, max_objects, spatial_refs, every_frame, options, min_score),
-            lambda message: results.point_result(message, object),
+            lambda message: results.point_result(message, object, min_score),
             options,
         )
 

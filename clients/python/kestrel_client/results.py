@@ -11,9 +11,10 @@ from datetime import UTC
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+import grpc
 from google.protobuf import duration_pb2
 
-from kestrel_client.errors import KestrelClientError, of_object
+from kestrel_client.errors import SCORES_MISSING, Failure, KestrelClientError, ServerError, of_object
 from kestrel_client.images import StoredImage
 from kestrel_client.outlines import area, mask, png, polygons_in, run_length_counts
 from kestrel_client.v1 import (
@@ -549,6 +550,7 @@ class ClearedCache:
 
     page_count: int
     image_count: int
+    crop_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -685,8 +687,13 @@ def complete_caption(message: vision_service_pb2.CompleteCaptionResponse) -> Cap
     return replace(caption_result(message.result), alternatives=alternatives)
 
 
-def point_result(message: vision_service_pb2.PointResponse, object: str | Sequence[str]) -> PointResult:
-    """Reads points."""
+def point_result(
+    message: vision_service_pb2.PointResponse, object: str | Sequence[str], min_score: float | None = None
+) -> PointResult:
+    """Reads points. Raises `ServerError` if some have no score and the request has a least one."""
+    for found in (message, *message.groups):
+        items = found.objects if found.objects or not found.points else (None,)
+        require_scores(items, min_score, message.info.request_id)
     points = tuple(_point(point) for point in message.points)
     groups = tuple(
         PointGroup(
@@ -706,8 +713,12 @@ def point_result(message: vision_service_pb2.PointResponse, object: str | Sequen
     )
 
 
-def detect_result(message: vision_service_pb2.DetectResponse, object: str | Sequence[str]) -> DetectResult:
-    """Reads objects."""
+def detect_result(
+    message: vision_service_pb2.DetectResponse, object: str | Sequence[str], min_score: float | None = None
+) -> DetectResult:
+    """Reads objects. Raises `ServerError` if some have no score and the request has a least one."""
+    for found in (message, *message.groups):
+        require_scores(found.objects, min_score, message.info.request_id)
     groups = tuple(
         DetectGroup(group.object, _detected(group.objects), **_group(group, message.info.request_id))
         for group in message.groups
@@ -715,6 +726,16 @@ def detect_result(message: vision_service_pb2.DetectResponse, object: str | Sequ
     return DetectResult(
         objects=_detected(message.objects), object=_one(object), groups=groups, **_info(message.info)
     )
+
+
+def require_scores(found: Iterable[Any], min_score: float | None, request_id: str = "") -> None:
+    """Raises `ServerError` if an object that was found has no score, although the request has a least one.
+
+    None stands for an object of a server that has no place for scores: an older one, which ignores `min_score`.
+    """
+    if min_score is not None and any(item is None or not item.HasField("score") for item in found):
+        text = "the server makes no scores, so that min_score leaves out nothing"
+        raise ServerError(Failure(grpc.StatusCode.UNIMPLEMENTED, text, SCORES_MISSING, request_id=request_id))
 
 
 def pointed_object(message: vision_service_pb2.PointedObject) -> PointedObject:

@@ -328,26 +328,30 @@ class OutlineEvents(Events[Segment, SegmentResult]):
 class PointEvents(Events[tuple[str, PointedObject], PointResult]):
     """Reads the stream of points: its pieces are the places with the object that was looked for."""
 
-    def __init__(self, object: str | Sequence[str]) -> None:
-        super().__init__(lambda message: results.point_result(message, object))
+    def __init__(self, object: str | Sequence[str], min_score: float | None) -> None:
+        super().__init__(lambda message: results.point_result(message, object, min_score))
         self._names = _names(object)
+        self._min_score = min_score
 
     def piece(self, response: vision_service_pb2.StreamPointResponse) -> tuple[str, PointedObject] | None:
         if not response.HasField("found"):
             return None
+        results.require_scores((response.found,), self._min_score)
         return self._names[response.object_index], results.pointed_object(response.found)
 
 
 class DetectEvents(Events[tuple[str, DetectedObject], DetectResult]):
     """Reads the stream of boxes: its pieces are the boxes with the object that was looked for."""
 
-    def __init__(self, object: str | Sequence[str]) -> None:
-        super().__init__(lambda message: results.detect_result(message, object))
+    def __init__(self, object: str | Sequence[str], min_score: float | None) -> None:
+        super().__init__(lambda message: results.detect_result(message, object, min_score))
         self._names = _names(object)
+        self._min_score = min_score
 
     def piece(self, response: vision_service_pb2.StreamDetectResponse) -> tuple[str, DetectedObject] | None:
         if not response.HasField("found"):
             return None
+        results.require_scores((response.found,), self._min_score)
         return self._names[response.object_index], results.detected_object(response.found)
 
 

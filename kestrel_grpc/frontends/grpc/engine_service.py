@@ -107,7 +107,9 @@ class EngineService:
         owner = request.WhichOneof("owner")
         call.audited = {"cleared": "all" if owner is None else _for_log(owner, getattr(request, owner))}
         cleared = await self._engine.clear_cache(self._namespace(request))
-        return wire.ClearCacheResponse(page_count=cleared.num_pages, image_count=cleared.num_images)
+        return wire.ClearCacheResponse(
+            page_count=cleared.num_pages, image_count=cleared.num_images, crop_count=cleared.num_crops
+        )
 
     async def CancelRequests(
         self, request: wire.CancelRequestsRequest, call: CallContext

@@ -586,7 +586,11 @@ class EngineClient:
 
     async def _clear(self, question: Question[ClearedCache]) -> ClearedCache:
         cleared = await self._ask_all(question)
-        return ClearedCache(sum(one.num_pages for one in cleared), sum(one.num_images for one in cleared))
+        return ClearedCache(
+            num_pages=sum(one.num_pages for one in cleared),
+            num_images=sum(one.num_images for one in cleared),
+            num_crops=sum(one.num_crops for one in cleared),
+        )
 
     async def _ask_all(self, question: Question[AnswerType]) -> list[AnswerType]:
         """Returns the answers of all cores. Raises the first error. Skips cores that restart: they start empty."""

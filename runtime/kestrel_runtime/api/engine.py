@@ -191,6 +191,8 @@ class ClearedCache:
     """Pages of the KV cache."""
     num_images: int
     """Images whose embeddings were cached."""
+    num_crops: int = 0
+    """Encoded crops."""
 
 
 @dataclass(frozen=True, slots=True)

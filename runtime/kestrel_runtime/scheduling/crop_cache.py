@@ -144,14 +144,16 @@ class CropCache:
             self._places[place].num_leases -= 1
             self._settle(place)
 
-    def forget(self, namespace: str | None = None) -> None:
-        """Removes all crops of a namespace, or of all namespaces, from those that can be found.
+    def forget(self, namespace: str | None = None) -> int:
+        """Removes all crops of a namespace, or of all, from those that can be found; returns their number.
 
         A crop does not know its images, so those of one image cannot be removed alone.
         """
+        num_before = self.num_published
         for place, state in enumerate(self._places):
             if state.key is not None and namespace in (None, state.key.namespace):
                 self._unpublish(place)
+        return num_before - self.num_published
 
     def reset(self) -> None:
         """Empties the pool and ends all leases after a failed step. No step may be in flight."""

@@ -394,18 +394,18 @@ class Scheduler:
         self._without_adapter.remove(sequence)
         self._wait_again(sequence)
 
-    def forget_cached(self, namespace: str | None = None, image: bytes | None = None) -> tuple[int, int]:
+    def forget_cached(self, namespace: str | None = None, image: bytes | None = None) -> tuple[int, int, int]:
         """Removes the cached data of a namespace, or of one image in it; all data if both are None.
 
-        Returns the numbers of pages and images. Current sequences publish no more of this data. With one image all
-        crops of the namespace are removed, since a crop does not know its images.
+        Returns the numbers of pages, images and crops. Current sequences publish no more of this data. With one
+        image all crops of the namespace are removed, since a crop does not know its images.
         """
         for sequence in list(self.sequences()):
             if sequence.belongs_to(namespace, image):
                 sequence.leave_caches()
                 self._stop_filling(sequence)
-        self._crops.forget(namespace)
-        return self._pages.forget_cached(namespace, image), self._embeddings.forget(namespace, image)
+        num_pages = self._pages.forget_cached(namespace, image)
+        return num_pages, self._embeddings.forget(namespace, image), self._crops.forget(namespace)
 
     def allocate_probe(self, probe: TokenSequence) -> None:
         """Allocates pages and an entry for a request of the engine itself, which is not scheduled. No step may be

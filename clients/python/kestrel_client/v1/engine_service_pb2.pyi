@@ -255,12 +255,14 @@ class ClearCacheRequest(_message.Message):
     def __init__(self, token: _Optional[str] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class ClearCacheResponse(_message.Message):
-    __slots__ = ("page_count", "image_count")
+    __slots__ = ("page_count", "image_count", "crop_count")
     PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     IMAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CROP_COUNT_FIELD_NUMBER: _ClassVar[int]
     page_count: int
     image_count: int
-    def __init__(self, page_count: _Optional[int] = ..., image_count: _Optional[int] = ...) -> None: ...
+    crop_count: int
+    def __init__(self, page_count: _Optional[int] = ..., image_count: _Optional[int] = ..., crop_count: _Optional[int] = ...) -> None: ...
 
 class CancelRequestsRequest(_message.Message):
     __slots__ = ("request_id", "token")

@@ -162,7 +162,7 @@ async def test_namespaces_share_no_crops_and_lose_them_alone(shallow3: LoadedMod
         await engine.forget_image(hashlib.sha256(encoded(TINY)).digest(), "mine")
         assert await num_encoded(engine, ask(WHOLE), namespace="yours") == 0
         assert await num_encoded(engine, ask(WHOLE), namespace="mine") == num_crops, "a crop knows no images"
-        await engine.clear_cache("yours")
+        assert (await engine.clear_cache("yours")).num_crops == num_crops
         assert await num_encoded(engine, ask(WHOLE), namespace="mine") == 0
         assert await num_encoded(engine, ask(WHOLE), namespace="yours") == num_crops
         await engine.clear_cache()

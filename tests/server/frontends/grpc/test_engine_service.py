@@ -218,7 +218,7 @@ async def clear(rig: Serving, **owner: str) -> Any:
 async def test_caches_are_cleared_for_all_for_a_token_or_for_a_namespace(tokens: str) -> None:
     async with serving(tokens=tokens) as rig:
         response = await clear(rig)
-        assert (response.page_count, response.image_count) == (7, 2)
+        assert (response.page_count, response.image_count, response.crop_count) == (7, 2, 5)
         await clear(rig, token="alice")
         await clear(rig, token="camera")
         await clear(rig, namespace="yard")
