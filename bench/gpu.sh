@@ -81,6 +81,7 @@ verifications() {
     local folder precision
     for folder in "${folders[@]}"; do
         for precision in "float32" "bfloat16" "bfloat16 --set kv-dtype=float8" \
+            "bfloat16 --set kv-dtype=float8 --set deterministic=on" \
             "bfloat16 --set text-backend=fused-float8" \
             "bfloat16 --set text-backend=fused-float8 --set vision-backend=calibrated-float8 --set kv-dtype=float8"; do
             echo "verify $folder --dtype $precision"
