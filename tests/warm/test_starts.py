@@ -124,7 +124,7 @@ def test_it_has_the_limit_of_descriptors_of_the_process_that_asks() -> None:
 def test_other_variables_of_the_hub_are_read_although_its_library_had_been_imported() -> None:
     code = (
         "import sys; print('torch' in sys.modules); from huggingface_hub import constants; "
-        "from kestrel_runtime.loading import checkpoint; print(constants.ENDPOINT, checkpoint.constants.ENDPOINT)"
+        "from kestrel_runtime.loading import hub; print(constants.ENDPOINT, hub.constants.ENDPOINT)"
     )
     address = "http://127.0.0.1:9"
     assert printed("-c", code, env={**os.environ, "HF_ENDPOINT": address}).split() == ["True", address, address]

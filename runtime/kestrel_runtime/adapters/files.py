@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -68,13 +67,16 @@ class AdapterSource:
         root: Path | None,
         repositories: Collection[str],
         max_file_bytes: int,
-        download: Callable[..., str] = snapshot_download,
+        download: Callable[..., str] | None = None,
     ) -> None:
-        """Takes the folder in which names are resolved, and repositories of the hub that requests may also name."""
+        """Takes the folder in which names are resolved, and repositories of the hub that requests may also name.
+
+        `download` is called like `huggingface_hub.snapshot_download`, which is the default.
+        """
         self._root = None if root is None else Path(os.path.realpath(root))
         self._repositories = frozenset(repositories)
         self._max_file_bytes = max_file_bytes
-        self._download = download
+        self._download = download or _snapshot_download
 
     def read(self, text: str) -> AdapterFiles:
         """Returns the files of the adapter that a name stands for.
@@ -288,3 +290,9 @@ def _mapped(data: bytes) -> Mapping[str, Tensor]:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
     finally:
         os.close(descriptor)
+
+
+def _snapshot_download(repository: str, **options: Any) -> str:
+    from huggingface_hub import snapshot_download  # it takes long to import, and many servers have no such adapters
+
+    return snapshot_download(repository, **options)

@@ -11,26 +11,15 @@ import os
 import re
 import reprlib
 import stat
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, TypeVar
-
-from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from typing import Any
 
 from kestrel_runtime.api.config import BUILT_IN_MODEL
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.loading.tokenizer import MAX_TOKEN_ID
-
-_Value = TypeVar("_Value")
 
 _log = logging.getLogger(__name__)
 
@@ -294,44 +283,18 @@ def _section(data: Mapping[str, Any] | None, key: str) -> Mapping[str, Any]:
 
 
 def _download(repository: str, revision: str | None, names: Sequence[str]) -> Path:
-    """Downloads those of `names` that the repository has. Returns the folder of the snapshot in the cache."""
-    return Path(
-        _ask_hub(
-            repository,
-            revision,
-            lambda: snapshot_download(repository, revision=revision, allow_patterns=list(names)),
-        )
-    )
+    from kestrel_runtime.loading.hub import download
+
+    return download(repository, revision, names)
 
 
 def _file_names(repository: str, commit: str, folder: Path) -> list[str]:
+    from kestrel_runtime.loading.hub import file_names
+
     on_disk = [entry.name for entry in folder.iterdir()]
     if _INDEX in on_disk:
         return on_disk
     try:
-        info = _ask_hub(repository, commit, lambda: HfApi().model_info(repository, revision=commit))
+        return file_names(repository, commit)
     except CheckpointError:  # offline: only the files in the cache are known
         return on_disk
-    return [sibling.rfilename for sibling in info.siblings or ()]
-
-
-def _ask_hub(repository: str, revision: str | None, call: Callable[[], _Value]) -> _Value:
-    try:
-        return call()
-    except GatedRepoError as error:
-        text = f"{repository} is gated: accept its terms on {constants.ENDPOINT}/{repository}, then set HF_TOKEN"
-        raise CheckpointError(text) from error
-    except RepositoryNotFoundError as error:
-        text = f"{constants.ENDPOINT} has no repository {repository}, or hides it from those without its token"
-        raise CheckpointError(text) from error
-    except RevisionNotFoundError as error:
-        raise CheckpointError(f"{repository} has no revision {revision or 'main'!r}") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
-        where = f"the cache {constants.HF_HUB_CACHE}"
-        text = f"{repository} is not (or not wholly) in {where}, and cannot be downloaded: {reason}"
-        raise CheckpointError(text) from error
-    except Exception as error:  # errors of the library's HTTP client depend on its version
-        first_line = (str(error).splitlines() or [""])[0]
-        text = f"cannot download {repository} from {constants.ENDPOINT}: {type(error).__name__}: {first_line}"
-        raise CheckpointError(text) from error
