@@ -13,7 +13,7 @@
 #   accept       the built-in model in all precisions: its page of acceptance
 #   start        a first start and another one by stage, and the traffic right after them
 #   before       another checkout, BEFORE, and this one in turns, as servers of MODEL
-#   known        known pictures with four front ends, over many connections, in BEFORE and here, servers started twice
+#   known        known pictures with four front ends, over many connections, in BEFORE and here, servers started anew
 #   changed      pictures that change in a part from one request to the next, in BEFORE and here, in turns
 #   one-picture  attention of prompts with one picture in BEFORE and here, in turns: times, and equal bits
 #   flashinfer   attention by FlashInfer beside ours, its compilation and import, and `verify` with it; where it is
@@ -36,6 +36,7 @@
 #   SERVE         more options of `kestrel-grpc serve`
 #   BEFORE        the older checkout of the stages `before`, `known`, `changed` and `one-picture`
 #   ROWS, ROUNDS  loads and turns of the stages `before` and `known` (default those of bench.alternate)
+#   STARTS        how often the stage `known` starts the servers (default 2)
 #   FOLDERS       checkpoints with expected answers, for `verify` (default tests/golden/*)
 #   JOBS          tests and verifications at once (default 8)
 #   DEVICE        cuda (default), or cpu to try out the stages that can do without a GPU
@@ -195,8 +196,8 @@ for stage in $stages; do
         ;;
     known)
         measure 500 "known-$model" python3 -m bench.alternate --before "${BEFORE:?}" --model "$folder" \
-            --rows "${ROWS:-cached:64}" --rounds "${ROUNDS:-10}" --seconds 2 --starts 2 --processes 8 --connections 64 --pictures 1 \
-            --json "$out/known-$model.json" \
+            --rows "${ROWS:-cached:64}" --rounds "${ROUNDS:-20}" --seconds 0.8 --starts "${STARTS:-2}" \
+            --processes 8 --connections 64 --pictures 1 --json "$out/known-$model.json" \
             -- --precision float8 --kv-pages 4000 --frontends 4 "${options[@]}"
         ;;
     changed)

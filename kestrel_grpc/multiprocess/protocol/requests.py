@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from itertools import islice
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Union, get_type_hints
 
@@ -95,7 +96,8 @@ _request_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 def encode_request(request: Request, images: Sequence[ImageSummary]) -> bytes:
     """Encodes a request, with a summary in place of each of its images; without `images` they are left out."""
     summaries = iter(images)
-    values = {name: getattr(request, name) for name in _REQUEST_FIELDS[type(request)]}
+    names = _REQUEST_FIELDS[type(request)]
+    values: dict[str, Any] = dict(zip(names, attrgetter(*names)(request), strict=True))
     for name in _REPEATED:
         values[name] = msgspec.Raw(_encoder.encode(values[name]))
     if "image" in values:

@@ -284,14 +284,17 @@ class Finished(_Value, frozen=True):
     @property
     def num_logprobs(self) -> int:
         """The number of tokens with a logprob: the generated ones, and the most likely ones in their places."""
-        texts: list[tuple[TokenLogprob, ...] | None] = []
+        count = 0
         for each in (self, *self.alternatives):
             if isinstance(each.output, QueryOutput | CaptionOutput):
-                texts.append(each.output.logprobs)
+                count += _num_logprobs(each.output.logprobs)
             if isinstance(each.output, QueryOutput) and each.output.reasoning is not None:
-                texts.append(each.output.reasoning.logprobs)
-        # Each token of an answer has as many.
-        return sum(len(tokens) * (1 + len(tokens[0].top)) for tokens in texts if tokens)
+                count += _num_logprobs(each.output.reasoning.logprobs)
+        return count
+
+
+def _num_logprobs(tokens: tuple[TokenLogprob, ...] | None) -> int:
+    return len(tokens) * (1 + len(tokens[0].top)) if tokens else 0  # each token of an answer has as many
 
 
 Piece = TextDelta | OutlineBox | FoundObject | PatchEmbeddings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -102,8 +101,13 @@ class DecodedPixels:
     height_px: int
 
 
-class RemoteImage(ABC):
-    """An image in another process. Digest and size are known here; pixels are fetched only if they are needed."""
+class RemoteImage:
+    """The base of images in another process. Digest and size are known here; pixels are fetched only if they are
+    needed.
+
+    It is no abstract class, since every request asks which kind of image it has, and that takes several times as
+    long for these.
+    """
 
     digest: bytes
     """The digest that `image_digest` returns for the image."""
@@ -116,12 +120,12 @@ class RemoteImage(ABC):
     def __len__(self) -> int:
         return self.num_bytes
 
-    @abstractmethod
     def fetch(self, check_wanted: Callable[[], None]) -> DecodedPixels:
         """Returns the decoded image. Blocks. `check_wanted` is called repeatedly and may raise to give up.
 
         Raises `ImageError`, and `EngineUnavailable` if the other process has ended.
         """
+        raise NotImplementedError
 
 
 def side_violations(width_px: int, height_px: int) -> Iterator[Violation]:

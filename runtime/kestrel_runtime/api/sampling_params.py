@@ -110,8 +110,11 @@ class SamplingParams:
 
     def _range_violations(self, *names: str) -> Iterator[Violation]:
         for name in names:
-            value, (least, most) = getattr(self, name), RANGES[name]
-            if value is not None and not least <= value <= most:  # also catches NaN
+            value = getattr(self, name)
+            if value is None:
+                continue
+            least, most = RANGES[name]
+            if not least <= value <= most:  # also catches NaN
                 yield Violation(f"sampling.{name}", f"must be from {least:g} to {most:g}")
 
     def _text_violations(self) -> Iterator[Violation]:

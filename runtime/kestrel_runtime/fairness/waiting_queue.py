@@ -24,7 +24,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kestrel_runtime.api.requests import Priority
 
@@ -223,23 +223,22 @@ class WaitingQueue(Generic[Item]):
                 del tenant.returning[index]
                 return True
         line = tenant.lines[item.priority]
-        index = bisect_left(line, item.submitted, key=lambda position: position.order)
+        index = bisect_left(line, _Position(item.submitted, 0, item))
         while line[index].item is not item:
             index += 1
         del line[index]
         return False
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Position(Generic[Item]):
+class _Position(NamedTuple, Generic[Item]):
     """A position in a tenant's line: by arrival or, for items that return, by start.
 
-    No two positions are equal, so items themselves are never compared.
+    Numbers begin with 1, and no two positions have the same, so that items themselves are never compared.
     """
 
     order: float
     number: int
-    item: Item = field(compare=False)
+    item: Item
 
 
 @dataclass(slots=True)

@@ -864,10 +864,13 @@ class Scheduler:
 
     def _cut(self, sequence: TokenSequence, start: int, end: int) -> list[Chunk]:
         """Returns positions [start, end) in chunks that end at share points."""
-        cuts = [start, end]
-        if self._cuts_at_share_points:
-            cuts[1:1] = [point for point in sequence.share_points if start < point < end]
-        return [Chunk.of(sequence, *ends) for ends in itertools.pairwise(cuts)] if start < end else []
+        if start >= end:
+            return []
+        points = sequence.share_points if self._cuts_at_share_points else ()
+        if not points or points[-1] <= start:  # most often, as behind a cached image
+            return [Chunk.of(sequence, start, end)]
+        cuts = [start, *[point for point in points if start < point < end], end]
+        return [Chunk.of(sequence, *ends) for ends in itertools.pairwise(cuts)]
 
 
 class SharedPrefills:
