@@ -18,6 +18,7 @@ import triton.language as tl
 
 from kestrel_ops.compilation import triton_compilations as compilations_module
 from kestrel_ops.compilation.triton_compilations import (
+    QuickLauncher,
     compilations,
     compiled_together,
     found_listed,
@@ -58,6 +59,41 @@ def test_a_failure_within_the_block_leaves_launches_as_they_were(tmp_path):
         raise ZeroDivisionError
     launcher(kernel, (1,))()
     assert kernel.calls == [("launched", (1,), ())]
+
+
+class TritonsKernel:
+    """Returns what it is compiled to from a launch, as Triton's kernels do, and notes what is launched."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, num_warps, **constants):
+            self.calls.append(("found", grid, arguments, constants, num_warps))
+            return CompiledKernel(self.calls)
+
+        return launch
+
+
+class CompiledKernel:
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.calls.append(("launched", grid, arguments))
+
+
+def test_a_kernel_is_found_once_for_each_of_the_values_of_its_constants():
+    kernel = TritonsKernel()
+    launch, rows = QuickLauncher(kernel), torch.zeros(3)
+    for block, grid in ((16, (1, 1, 1)), (16, (2, 1, 1)), (32, (1, 1, 1)), (32, (1, 2, 1))):
+        launch(grid, rows, 7, block=block, is_even=True, num_warps=4)
+    assert kernel.calls == [
+        ("found", (1, 1, 1), (rows, 7), {"block": 16, "is_even": True}, 4),
+        ("launched", (2, 1, 1), (rows, 7, 16, True)),
+        ("found", (1, 1, 1), (rows, 7), {"block": 32, "is_even": True}, 4),
+        ("launched", (1, 2, 1), (rows, 7, 32, True)),
+    ]
 
 
 @triton.jit

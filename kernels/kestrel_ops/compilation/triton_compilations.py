@@ -76,6 +76,29 @@ def launcher(kernel: Any, grid: tuple[Any, ...]) -> Callable[..., Any]:
     return partial(_compile, kernel, grid) if _only_compiles.get() else kernel[grid]
 
 
+class QuickLauncher:
+    """Launches a kernel that is not part of a graph, and whose operands always have the same types and alignment.
+
+    Triton looks at each operand and setting to find the compiled kernel, which takes several times as long as the
+    launch. Here the values of the constants alone find it, after its first launch. Safe in any thread.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, grid: tuple[int, int, int], *operands: Any, num_warps: int, **constants: Any) -> None:
+        """Takes all operands and constants in the order of the kernel's parameters."""
+        key = (torch.cuda.current_device() if operands[0].is_cuda else None, num_warps, *constants.values())
+        compiled = None if _only_compiles.get() else self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*operands, *constants.values())
+            return
+        compiled = launcher(self._kernel, grid)(*operands, **constants, num_warps=num_warps)
+        if compiled is not None and not _only_compiles.get():  # the interpreter compiles nothing
+            self._compiled[key] = compiled
+
+
 @dataclass(frozen=True, slots=True)
 class _Operand:
     """Describes a tensor to Triton's compiler, which needs its type and alignment."""

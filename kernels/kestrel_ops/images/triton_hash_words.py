@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel_ops.compilation.triton_compilations import launcher
+from kestrel_ops.compilation.triton_compilations import QuickLauncher
 from kestrel_ops.compilation.triton_requirements import unsupported_device
 from kestrel_ops.shapes import ModelShape
 
@@ -23,10 +23,8 @@ def hash_words(
     assert words.is_contiguous()
     assert multipliers.is_contiguous()
     sums = multipliers.new_zeros(count, len(multipliers))
-    grid = (triton.cdiv(num_words, _NUM_WORDS), count)
-    launcher(_hash_words, grid)(
-        words, multipliers, sums, num_words, num_sums=len(multipliers), block=_NUM_WORDS, num_warps=8
-    )
+    grid = (triton.cdiv(num_words, _NUM_WORDS), count, 1)
+    _launch(grid, words, multipliers, sums, num_words, num_sums=len(multipliers), block=_NUM_WORDS, num_warps=8)
     return sums
 
 
@@ -44,3 +42,6 @@ def _hash_words(words, multipliers, sums, num_words, num_sums: tl.constexpr, blo
     for number in tl.static_range(num_sums):
         factor = tl.load(multipliers + number * num_words + place, mask=inside, other=0)
         tl.atomic_add(sums + row * num_sums + number, tl.sum(word * factor, axis=0), sem="relaxed")
+
+
+_launch = QuickLauncher(_hash_words)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kestrel_ops.compilation.triton_compilations import launcher
+from kestrel_ops.compilation.triton_compilations import QuickLauncher
 from kestrel_ops.compilation.triton_requirements import unsupported_device
 from kestrel_ops.images.reference import RESAMPLE_WEIGHT_BITS
 from kestrel_ops.shapes import ModelShape
@@ -50,7 +50,8 @@ def resample(
     row_bytes = columns * channels
     num_parts = 1 if windows is None else len(windows)
     grid = (triton.cdiv(row_bytes, blocks.num_bytes), triton.cdiv(rows, blocks.num_rows), num_parts)
-    launcher(_resample, grid)(
+    _launch(
+        grid,
         pixels,
         taps,
         taps if windows is None else windows,
@@ -127,3 +128,6 @@ def _resample(
     rounded = tl.minimum(tl.maximum(total >> weight_bits, 0), 255)
     result = ((part * rows + row) * row_bytes)[:, None] + byte[None, :]
     tl.store(resampled + result, rounded.to(tl.uint8), mask=inside)
+
+
+_launch = QuickLauncher(_resample)
