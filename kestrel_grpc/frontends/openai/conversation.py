@@ -61,11 +61,12 @@ class ImageUrl(Body):
 
 
 class Part(Body):
-    """A text or an image."""
+    """A text or an image, or what the assistant has refused."""
 
-    type: Literal["text", "image_url"] = Field(description="What it is.", examples=["text"])
+    type: Literal["text", "image_url", "refusal"] = Field(description="What it is.", examples=["text"])
     text: Text | None = Field(None, description="The text.")
     image_url: ImageUrl | None = Field(None, description="The image.")
+    refusal: Text | None = _OF_ANSWER
     cache_control: Any = _OF_CACHES
     prompt_cache_breakpoint: Any = _OF_CACHES
 
@@ -240,13 +241,15 @@ def _read_message(message: Message, path: str, reader: ConversationReader, probl
 
 
 def _read_part(part: Part, role: str, path: str, reader: ConversationReader, problems: Problems) -> str | None:
-    """Returns the text of a part; None if it is an image."""
-    wanted, other = ("text", "image_url") if part.type == "text" else ("image_url", "text")
-    if getattr(part, other) is not None:
-        problems.add(f"{path}.{other}", f"is not a field of a part of type {part.type}")
-    if getattr(part, wanted) is None:
-        problems.add(f"{path}.{wanted}", "is required")
-    if part.type == "text" or part.image_url is None:
-        return part.text
-    reader.picture(part.image_url.url, role, path, f"{path}.image_url.url")
-    return None
+    """Returns the text of a part; None if it is an image or a refusal."""
+    if part.type == "refusal" and role != "assistant":
+        problems.add(f"{path}.type", "refusal is a part of messages of the assistant only")
+    for name in ("text", "image_url", "refusal"):
+        is_given = getattr(part, name) is not None
+        if is_given and name != part.type:
+            problems.add(f"{path}.{name}", f"is not a field of a part of type {part.type}")
+        elif not is_given and name == part.type:
+            problems.add(f"{path}.{name}", "is required")
+    if part.type == "image_url" and part.image_url is not None:
+        reader.picture(part.image_url.url, role, path, f"{path}.image_url.url")
+    return part.text if part.type == "text" else None

@@ -290,8 +290,9 @@ def parse_chat(max_image_bytes: int, served: Collection[str], data: bytes) -> Pa
     is_shaped = body.response_format is not None and body.response_format.type == "json_schema"
     given = {name: getattr(body, name) for name in ("reasoning", "constraint", "structured_outputs")}
     refuse_with_skill(skill, {**given, "response_format": is_shaped, "tool_choice": call}, problems)
+    text_name = f"messages[{len(body.messages) - 1}].content"
     return _parsed(
-        body, conversation, images, sampling, problems, "messages", call, model, skill, reasoning=body.reasoning
+        body, conversation, images, sampling, problems, text_name, call, model, skill, reasoning=body.reasoning
     )
 
 

@@ -67,9 +67,9 @@ Metadata = Annotated[dict[str, str], PlainValidator(_metadata), WithJsonSchema({
 
 
 class InputPart(Body):
-    """A text or an image of an input item."""
+    """A text or an image of an input item, or what a reasoning says."""
 
-    type: Literal["input_text", "input_image", "output_text", "refusal"] = Field(
+    type: Literal["input_text", "input_image", "output_text", "refusal", "reasoning_text"] = Field(
         description="What it is.", examples=["input_text"]
     )
     text: Text | None = Field(None, description="The text.")
@@ -252,8 +252,9 @@ def parse_response(max_image_bytes: int, served: Collection[str], data: bytes) -
         if group.startswith("messages["):
             place = int(group.removeprefix("messages[").removesuffix("]"))
             return f"{paths[place]}.{rest}" if paths[place].startswith("input[") else paths[place]
+        text = f"{paths[-1]}.content" if paths and paths[-1].startswith("input[") else "input"
         known = {"constraint": constraint_path, "options": "model"}
-        return known.get(group, "input")
+        return known.get(group, text)
 
     images = conversation.images(max_image_bytes, problems)
     model, skill = chosen_skill(body.model, body.skill, served, problems)
@@ -334,6 +335,8 @@ def _text(
                 reader.picture(part.image_url, role, place, f"{place}.image_url")
         elif part.type == "refusal":
             continue
+        elif part.type == "reasoning_text":
+            problems.add(f"{place}.type", "reasoning_text is a part of reasonings only")
         elif part.text is None:
             problems.add(f"{place}.text", "is required")
         else:

@@ -168,7 +168,7 @@ def _schema(function: Function, problems: Problems) -> Mapping[str, Any]:
     elif "type" not in given and not given.keys() & {"$ref", "allOf", "anyOf", "oneOf"}:
         given = {**given, "type": "object"}
     # A function takes no arguments but its own, and clients refuse a call with others.
-    if given.keys() <= _LISTED and given.get("properties"):
+    if given.keys() <= _LISTED and "properties" in given:
         return {**given, "additionalProperties": False}
     return given
 

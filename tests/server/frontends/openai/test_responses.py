@@ -112,6 +112,15 @@ async def test_items_reach_the_engine_as_a_conversation(rig: HttpServing):
     assert (answer.json["instructions"], answer.json["max_output_tokens"]) == ("Be brief.", 7)
 
 
+async def test_the_items_of_an_answer_are_taken_back_as_they_are(rig: HttpServing):
+    look, more = ({"role": "user", "content": text} for text in ("Look.", "And?"))
+    reasoning, message = (await rig.ask(PATH, body([look], reasoning={"enabled": True}))).json["output"]
+    assert (await rig.ask(PATH, body([look, reasoning, message, more]))).status == 200
+    *_, request = rig.engine.requests
+    assert isinstance(request, Chat)
+    assert [turn.text for turn in request.messages] == ["Look.", message["content"][0]["text"], "And?"]
+
+
 @pytest.mark.parametrize(
     ("given", "constraint"),
     [
@@ -271,6 +280,12 @@ async def test_what_needs_a_memory_is_refused_by_its_name(rig: HttpServing, fiel
         ({"model": "fake"}, "input", "is required"),
         (body([]), "input", "must not be empty"),
         (body(" "), "input", "must not be empty"),
+        (body([{"role": "user", "content": " "}]), "input[0].content", "must not be empty"),
+        (
+            body([{"role": "user", "content": [{"type": "reasoning_text", "text": "x"}]}]),
+            "input[0].content[0].type",
+            "of reasonings only",
+        ),
         (body([{"role": "user"}]), "input[0].content", "is required"),
         (body([{"content": "x"}]), "input[0].role", "is required"),
         (body([{"type": "item_reference", "id": "x"}]), "input[0].type", "must be one of"),

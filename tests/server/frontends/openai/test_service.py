@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), BOTH_CHANNELS]
 CHAT = "/v1/chat/completions"
 TEXT = {"role": "user", "content": "What is it?"}
 PICTURE = {"type": "image_url", "image_url": {"url": IMAGE_URL}}
+REFUSAL = {"type": "refusal", "refusal": "No."}
 TEXT_PARTS = [{"type": "text", "text": "What is it?"}]
 SEEN: dict[str, Any] = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, PICTURE]}
 USAGE = {
@@ -465,6 +466,14 @@ async def test_a_response_format_that_cannot_be_used_is_refused(rig: HttpServing
     assert (answer.status, answer.json["error"]["param"]) == (400, param)
 
 
+async def test_a_refusal_of_the_assistant_is_no_text_of_its_message(rig: HttpServing):
+    said = {"role": "assistant", "content": [REFUSAL, {"type": "text", "text": "Sorry."}]}
+    assert (await rig.ask(CHAT, chat(TEXT, said, TEXT))).status == 200
+    (request,) = rig.engine.requests
+    assert isinstance(request, Chat)
+    assert request.messages[1].text == "Sorry."
+
+
 @pytest.mark.parametrize(
     ("body", "param", "told"),
     [
@@ -486,7 +495,14 @@ async def test_a_response_format_that_cannot_be_used_is_refused(rig: HttpServing
         (chat(*[{"role": "user", "content": "x" * 33_000}] * 2), "messages", "65536 bytes long together"),
         (chat({"role": "user"}), "messages[0].content", "is required"),
         (chat(TEXT, {"role": "assistant", "content": "x"}), "messages[1].role", "must be user"),
-        (chat({"role": "user", "content": ""}), "messages", "must not be empty"),
+        (chat({"role": "user", "content": ""}), "messages[0].content", "must not be empty"),
+        (chat({"role": "user", "content": [REFUSAL]}), "messages[0].content[0].type", "of the assistant only"),
+        (chat({"role": "user", "content": [{"type": "refusal"}]}), "messages[0].content[0].type", "is required"),
+        (
+            chat({"role": "user", "content": [{"type": "text", "text": "x", "refusal": "x"}]}),
+            "messages[0].content[0].refusal",
+            "is not a field of a part of type text",
+        ),
         (chat({"role": "user", "content": [{"type": "input_audio"}]}), "messages[0].content[0].type", "must be"),
         (
             chat({"role": "user", "content": [PICTURE] * 9}, {"role": "user", "content": [PICTURE] * 8}),
@@ -496,7 +512,7 @@ async def test_a_response_format_that_cannot_be_used_is_refused(rig: HttpServing
         (chat(SEEN, SEEN, skill="detect"), "messages", "must have one image"),
         (
             chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}),
-            "messages",
+            "messages[0].content",
             "must not be empty",
         ),
         (
@@ -581,7 +597,7 @@ async def test_errors_name_the_fields_that_were_sent(rig: HttpServing, route: st
         ("constraint", {"response_format": {"type": "json_object"}}, "response_format"),
         ("constraint", {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ("constraint.regex", {"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
-        ("question", {}, "messages"),
+        ("question", {}, "messages[0].content"),
         ("image", {"messages": [SEEN]}, "messages[0].content[1].image_url.url"),
     ],
 )

@@ -115,9 +115,9 @@ async def test_published_names_stand_for_a_served_model_of_their_generation(rig:
     [
         (chat("bird", "fake:detect", skill="point"), "skill", "must be detect, as the name of the model says"),
         (chat("bird", skill="fly"), "skill", "must be one of query, caption"),
-        (chat("", skill="detect"), "messages", "must not be empty"),
+        (chat("", skill="detect"), "messages[0].content", "must not be empty"),
         (chat("here", skill="gaze"), "messages", "must end with the place of an eye"),
-        (chat("2, 0", skill="gaze"), "messages", "must be from 0 to 1"),
+        (chat("2, 0", skill="gaze"), "messages[0].content", "must be from 0 to 1"),
         (
             {"model": "fake:point", "messages": [{"role": "user", "content": "x"}]},
             "messages",

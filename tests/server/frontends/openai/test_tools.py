@@ -134,6 +134,11 @@ async def test_tools_whose_use_is_optional_change_nothing(rig: HttpServing, choi
             "required",
             {"type": "object", "properties": LISTED, "additionalProperties": False},
         ),
+        (
+            [tool("none", {"type": "object", "properties": {}})],
+            "required",
+            {"type": "object", "properties": {}, "additionalProperties": False},
+        ),
         ([tool("open", OPEN)], "required", OPEN),
     ],
 )
