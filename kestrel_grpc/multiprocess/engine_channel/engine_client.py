@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, BinaryIO, Self, TypeVar
 
 from kestrel_grpc.multiprocess.engine_channel.core_connection import NO_LOAD, CoreConnection
@@ -88,6 +88,7 @@ _LOOK_INTERVAL_S = 0.5
 _SharedPixels = tuple[int, int, BinaryIO]
 """The width, height and pixels of a decoded image, as in `Pixels`."""
 Result = TypeVar("Result")
+Summable = TypeVar("Summable", Load, CacheLoad, AdapterLoad, ClearedCache)
 
 _log = logging.getLogger(__name__)
 
@@ -292,11 +293,11 @@ class EngineClient:
 
     async def clear_cache(self, namespace: str | None = None) -> ClearedCache:
         """Clear the caches of all cores; see `api.engine.Engine.clear_cache`."""
-        return await self._clear(ClearCache(namespace))
+        return _sum_of(await self._ask_all(ClearCache(namespace)))
 
     async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
         """Forget an image in all cores; see `api.engine.Engine.forget_image`."""
-        return await self._clear(ForgetImage(digest, namespace))
+        return _sum_of(await self._ask_all(ForgetImage(digest, namespace)))
 
     def inspect_image(self, data: bytes) -> ImageInfo:
         """Reads the header of an image file. Raises `ImageError` for a file that requests could not use."""
@@ -344,7 +345,7 @@ class EngineClient:
 
     def load(self) -> Load:
         """Returns the sum of the loads that the cores reported last."""
-        return _sum_of([core.state.load for core in self._cores if core.is_connected])
+        return _sum_of([core.state.load for core in self._cores if core.is_connected] or [NO_LOAD])
 
     def cores(self) -> list[CoreReading]:
         """Returns a reading of each core, from its last report."""
@@ -584,14 +585,6 @@ class EngineClient:
         except RuntimeError as error:
             raise EngineUnavailable("no worker can take the request") from error
 
-    async def _clear(self, question: Question[ClearedCache]) -> ClearedCache:
-        cleared = await self._ask_all(question)
-        return ClearedCache(
-            num_pages=sum(one.num_pages for one in cleared),
-            num_images=sum(one.num_images for one in cleared),
-            num_crops=sum(one.num_crops for one in cleared),
-        )
-
     async def _ask_all(self, question: Question[AnswerType]) -> list[AnswerType]:
         """Returns the answers of all cores. Raises the first error. Skips cores that restart: they start empty."""
         cores = [core for core in self._cores if core.is_connected]
@@ -716,21 +709,15 @@ def _send_pixels(core: CoreConnection, number: int, done: Future[_SharedPixels])
     core.notify(Pixels(number, 0, 0, encode_error(error)))
 
 
-def _sum_of(loads: Sequence[Load]) -> Load:
-    """Returns the load of all cores together."""
-    if not loads:
-        return NO_LOAD
+def _sum_of(values: Sequence[Summable]) -> Summable:
+    """Returns the sum of dataclasses, field by field; of ages, which may be None, the greatest."""
     total: dict[str, Any] = {}
-    for item in fields(Load):
-        values = [getattr(load, item.name) for load in loads]
-        total[item.name] = _sum_of_parts(values) if isinstance(values[0], CacheLoad | AdapterLoad) else sum(values)
-    return Load(**total)
-
-
-def _sum_of_parts(parts: Sequence[Any]) -> Any:
-    sums = {item.name: [getattr(part, item.name) for part in parts] for item in fields(parts[0])}
-    ages = [age for age in sums.pop("oldest_age_s", ()) if age is not None]
-    values: dict[str, Any] = {name: sum(numbers) for name, numbers in sums.items()}
-    if isinstance(parts[0], CacheLoad):
-        values["oldest_age_s"] = max(ages, default=None)
-    return type(parts[0])(**values)
+    for item in fields(values[0]):
+        parts = [getattr(value, item.name) for value in values]
+        if is_dataclass(parts[0]):
+            total[item.name] = _sum_of(parts)
+        elif item.name == "oldest_age_s":
+            total[item.name] = max((age for age in parts if age is not None), default=None)
+        else:
+            total[item.name] = sum(parts)
+    return type(values[0])(**total)

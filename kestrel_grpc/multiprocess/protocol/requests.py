@@ -18,10 +18,8 @@ import msgspec
 from kestrel_runtime.api.images import RemoteImage
 from kestrel_runtime.api.requests import (
     REQUEST_TYPES,
-    BoxRef,
     Chat,
     ChatMessage,
-    PointRef,
     Request,
     RequestOptions,
     Role,
@@ -64,9 +62,7 @@ def _wire_type(name: str, hint: Any) -> Any:
         return ImageSummary | None
     if name == "messages":
         return tuple[_WireTurn, ...]
-    if name in _REPEATED:
-        return msgspec.Raw
-    return tuple[tuple[float, ...], ...] if name == "spatial_refs" else hint
+    return msgspec.Raw if name in _REPEATED else hint
 
 
 _REQUEST_FIELDS: Mapping[type[Request], tuple[str, ...]] = MappingProxyType(
@@ -107,11 +103,6 @@ def encode_request(request: Request, images: Sequence[ImageSummary]) -> bytes:
             _WireTurn(message.role, message.text, tuple(islice(summaries, len(message.images))))
             for message in request.messages
         )
-    if "spatial_refs" in values:
-        values["spatial_refs"] = tuple(
-            (ref.x, ref.y) if isinstance(ref, PointRef) else (ref.x_min, ref.y_min, ref.x_max, ref.y_max)
-            for ref in request.spatial_refs
-        )
     return _encoder.encode(_WIRE_REQUESTS[type(request)](**values))
 
 
@@ -127,9 +118,5 @@ def decode_request(data: bytes, new_image: Callable[[ImageSummary], RemoteImage]
     if "messages" in values:
         values["messages"] = tuple(
             ChatMessage(turn.role, turn.text, tuple(map(new_image, turn.images))) for turn in wire.messages
-        )
-    if "spatial_refs" in values:
-        values["spatial_refs"] = tuple(
-            PointRef(*ref) if len(ref) == 2 else BoxRef(*ref) for ref in wire.spatial_refs
         )
     return kind(**values, checks=False)

@@ -13,6 +13,8 @@ from dataclasses import InitVar, dataclass, field, fields, replace
 from enum import Enum, IntEnum, auto
 from typing import ClassVar, Protocol, Self, get_args
 
+from msgspec import Struct
+
 from kestrel_runtime.api.adapters import AdapterName
 from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.errors import InvalidRequest, Violation
@@ -36,16 +38,14 @@ MAX_CHAT_MESSAGES = 256
 MAX_CHAT_IMAGES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class PointRef:
+class PointRef(Struct, frozen=True, array_like=True, tag=True):
     """A place in the image to ask about; `x` and `y` are in [0, 1] from the top left corner."""
 
     x: float
     y: float
 
 
-@dataclass(frozen=True, slots=True)
-class BoxRef:
+class BoxRef(Struct, frozen=True, array_like=True, tag=True):
     """A region of the image to ask about; every side is in [0, 1] from the top left corner."""
 
     x_min: float

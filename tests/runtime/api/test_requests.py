@@ -1,6 +1,7 @@
 import dataclasses
 
 import pytest
+from msgspec import structs
 
 from kestrel_runtime.api.errors import InvalidRequest
 from kestrel_runtime.api.images import PixelFormat, RawImage
@@ -224,14 +225,14 @@ def test_objects_are_bounded(kind):
 @pytest.mark.parametrize("value", [-0.001, 1.001, NAN, INFINITY, -INFINITY])
 @pytest.mark.parametrize("side", ["x", "y"])
 def test_a_point_outside_the_image_is_refused(side, value):
-    ref = dataclasses.replace(PointRef(0.5, 0.5), **{side: value})
+    ref = structs.replace(PointRef(0.5, 0.5), **{side: value})
     assert breaches(Query, "what?", IMAGE, spatial_refs=(PointRef(0, 1), ref)) == [f"spatial_refs[1].point.{side}"]
 
 
 @pytest.mark.parametrize("value", [-0.001, 1.001, NAN, INFINITY, -INFINITY])
 @pytest.mark.parametrize("side", ["x_min", "y_min", "x_max", "y_max"])
 def test_a_box_outside_the_image_is_refused(side, value):
-    ref = dataclasses.replace(BoxRef(0.2, 0.2, 0.8, 0.8), **{side: value})
+    ref = structs.replace(BoxRef(0.2, 0.2, 0.8, 0.8), **{side: value})
     assert f"spatial_refs[0].box.{side}" in breaches(Segment, "cat", IMAGE, spatial_refs=(ref,))
 
 
