@@ -160,3 +160,17 @@ def test_a_job_may_be_a_conversation(client: Client, vision: CannedVision) -> No
     assert {request.sampling.max_tokens for request in vision.requests} == {0, 3}
     with pytest.raises(ValueError, match="in its messages"):
         Job("chat", SMALL, turns(OTHER))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [ChatMessage("user", "q"), None, "q", b"q", iter([])],
+    ids=["one", "None", "text", "bytes", "iterator"],
+)
+def test_messages_that_are_no_list_are_refused_before_they_are_sent(
+    messages: Any, client: Client, vision: CannedVision
+) -> None:
+    for call in (client.chat, client.complete_chat):
+        with pytest.raises(InvalidRequest, match="messages: are messages in a list"):
+            call(messages)
+    assert vision.metadata == []

@@ -176,6 +176,9 @@ def chat_images(messages: Sequence[ChatMessage]) -> list[ImageInput]:
 
 
 def _chat_messages(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    # Read twice, which an iterator cannot be.
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise invalid_argument("messages", "are messages in a list")
     for index, turn in enumerate(messages):
         if not isinstance(turn, ChatMessage):
             raise invalid_argument("messages", f"are of ChatMessage, not {_shown(turn)}")
