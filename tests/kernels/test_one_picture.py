@@ -22,7 +22,7 @@ def test_kernels_of_both_trees_are_compared_and_other_bits_are_said(is_other, tm
     assert text.count("1.4426950408889634") == 1
     module.write_text(text.replace("1.4426950408889634", "1.44") if is_other else text)
     monkeypatch.setenv("OUT", str(tmp_path))
-    options = ["--before", str(tmp_path), "--device", "cpu", "--prompts", "1", "--turns", "1", "--tiny"]
+    options = ["--before", str(tmp_path), "--prompts", "1", "--turns", "1", "--tiny"]
     monkeypatch.setattr(sys, "argv", ["one_picture", *options])
     assert one_picture.main() == is_other
     rows = json.loads((tmp_path / "one-picture.json").read_text())["rows"]
