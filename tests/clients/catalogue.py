@@ -104,7 +104,15 @@ CLIENTS = (
         in_ci=False,
     ),
     # Packages of Debian have the versions of the release.
-    _grpc("ruby", "grpc_ruby.rb", "ruby-grpc", "protobuf-compiler", "protobuf-compiler-grpc", in_ci=False),
+    _grpc(
+        "ruby",
+        "grpc_ruby.rb",
+        "ruby-grpc",
+        "protobuf-compiler",
+        "protobuf-compiler-grpc",
+        "libprotobuf-dev",
+        in_ci=False,
+    ),
     # Finds the model of our client, which it has to be installed with.
     Client(
         "frames-video",

@@ -41,6 +41,7 @@ def main() -> None:
     colours: Any = frames[-1].getcolors(2**24)
     reddest = max(red - max(green, blue) for _, (red, green, blue) in colours)
     assert reddest > 100, "a box is drawn"
+    print("boxes drawn into each frame of a video", flush=True)
 
 
 if __name__ == "__main__":
