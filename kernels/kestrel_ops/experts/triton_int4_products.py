@@ -18,7 +18,7 @@ from kestrel_ops.device_limits import DeviceLimits
 from kestrel_ops.experts.reference_int4 import INT4_GROUP, INT4_UNIT
 from kestrel_ops.experts.triton_adapters import Addition, added, operands
 from kestrel_ops.experts.triton_launch_configs import ProductConfig
-from kestrel_ops.experts.triton_products import Inner, gated
+from kestrel_ops.experts.triton_products import Inner, gated, load_rows
 from kestrel_ops.experts.triton_routing import Routing
 from kestrel_ops.linear.triton_small_batch import converted, operand
 from kestrel_ops.norms.reference import LARGEST_FLOAT8
@@ -190,15 +190,6 @@ def _load(addresses, inside, is_even: tl.constexpr, is_read_once: tl.constexpr):
     return tl.load(addresses, mask=inside, other=0, eviction_policy=policy)
 
 
-@triton.jit
-def _load_rows(addresses, is_present, columns, width: tl.constexpr, is_even: tl.constexpr):
-    """Returns a tile [columns, tokens], with 0 where there is none."""
-    inside = is_present[None, :]
-    if not is_even:
-        inside = inside & (columns < width)[:, None]
-    return tl.load(addresses, mask=inside, other=0.0)
-
-
 @triton.jit(do_not_specialize=["num_items"])
 def _expand(
     tokens_in,
@@ -258,9 +249,9 @@ def _expand(
             next_scale = _load(scales + following * (2 * inner), is_inside, is_even, is_read_once)
             left = _load(own + pair * (2 * inner * _GROUP), is_inside[:, None], is_even, is_read_once)
             column = pair * (2 * _GROUP)
-            values = _load_rows(right + column, is_present, column + columns, dim, is_even)
+            values = load_rows(right + column, is_present, column + columns, dim, is_even)
             column += _GROUP
-            others = _load_rows(right + column, is_present, column + columns, dim, is_even)
+            others = load_rows(right + column, is_present, column + columns, dim, is_even)
             both += multiplied(first_bits(left, takes_four), values) * first_scale(scale)[:, None]
             both += multiplied(second_bits(left, takes_four), others) * second_scale(scale)[:, None]
             scale = next_scale
@@ -371,8 +362,8 @@ def _contract(
             next_first, next_second = _scales_of_rows(of_rows, is_present, following, num_scales, scale_columns)
             left = _load(own + pair * (dim * _GROUP), in_range[:, None], is_even, is_read_once)
             column = pair * (2 * _GROUP)
-            values = _load_rows(right + column, is_present, column + columns, inner, is_even)
-            others = _load_rows(right + column + _GROUP, is_present, column + _GROUP + columns, inner, is_even)
+            values = load_rows(right + column, is_present, column + columns, inner, is_even)
+            others = load_rows(right + column + _GROUP, is_present, column + _GROUP + columns, inner, is_even)
             part = multiplied(first_bits(left, takes_four), values) * first_scale(scale)[:, None]
             other = multiplied(second_bits(left, takes_four), others) * second_scale(scale)[:, None]
             if num_scales > 1:

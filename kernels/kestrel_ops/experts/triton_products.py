@@ -194,7 +194,7 @@ def _load_weight(
 
 
 @triton.jit
-def _load_rows(addresses, is_present, columns, width: tl.constexpr, is_even: tl.constexpr):
+def load_rows(addresses, is_present, columns, width: tl.constexpr, is_even: tl.constexpr) -> tl.tensor:
     """Returns a tile [columns, tokens], with 0 where there is none."""
     inside = is_present[None, :]
     if not is_even:
@@ -252,7 +252,7 @@ def _expand(
             more = _load_weight(
                 own + (inner * dim + begin), rows, begin + columns, inner, dim, is_even, is_read_once
             )
-            values = _load_rows(right + begin, is_present, begin + columns, dim, is_even)
+            values = load_rows(right + begin, is_present, begin + columns, dim, is_even)
             activated = tl.dot(converted(left, values.dtype), values, activated, input_precision="ieee")
             gate = tl.dot(converted(more, values.dtype), values, gate, input_precision="ieee")
         in_range = rows < inner
@@ -340,7 +340,7 @@ def _contract(
             for turn in tl.static_range(turns):
                 at = begin + turn * block_columns
                 left = _load_weight(own + at, rows, at + columns, dim, inner, is_even, is_read_once)
-                values = _load_rows(right + at, is_present, at + columns, inner, is_even)
+                values = load_rows(right + at, is_present, at + columns, inner, is_even)
                 if num_scales > 1:
                     own_scale = inner_scales + places * num_scales + at // scale_columns
                     scale = tl.load(own_scale, mask=is_present, other=0.0)
