@@ -13,6 +13,7 @@
 #   accept       the built-in model in all precisions: its page of acceptance
 #   start        a first start and another one by stage, and the traffic right after them
 #   before       another checkout, BEFORE, and this one in turns, as servers of MODEL
+#   single       one, two and four pictures at a time and one text, in one process, in BEFORE and here, in turns
 #   known        known pictures with four front ends, over many connections, in BEFORE and here, servers started anew
 #   changed      pictures that change in a part from one request to the next, in BEFORE and here, in turns
 #   one-picture  attention of prompts with one picture in BEFORE and here, in turns: times, and equal bits
@@ -34,7 +35,7 @@
 #   BATCHES       requests at once (default 1,4,16,64); PEER_BATCHES for the peer (default 1,64)
 #   ROW_SECONDS   length of each measurement (default 5)
 #   SERVE         more options of `kestrel-grpc serve`
-#   BEFORE        the older checkout of the stages `before`, `known`, `changed` and `one-picture`
+#   BEFORE        the older checkout of the stages `before`, `single`, `known`, `changed` and `one-picture`
 #   ROWS, ROUNDS  loads and turns of the stages `before` and `known` (default those of bench.alternate)
 #   STARTS        how often the stage `known` starts the servers (default 2)
 #   FOLDERS       checkpoints with expected answers, for `verify` (default tests/golden/*)
@@ -193,6 +194,11 @@ for stage in $stages; do
         measure 500 "before-$model" python3 -m bench.alternate --before "${BEFORE:?}" --model "$folder" \
             ${ROWS:+--rows "$ROWS"} ${ROUNDS:+--rounds "$ROUNDS"} \
             --json "$out/before-$model.json" -- --precision float8 --kv-pages 4000 "${options[@]}"
+        ;;
+    single)
+        measure 300 "single-$model" python3 -m bench.alternate --before "${BEFORE:?}" --model "$folder" \
+            --rows "${ROWS:-direct:1,direct:2,direct:4,text:1}" --rounds "${ROUNDS:-8}" --seconds 1.2 --warm-up 0.3 \
+            --json "$out/single-$model.json" -- --precision float8 --kv-pages 4000 --frontends 0 "${options[@]}"
         ;;
     known)
         measure 500 "known-$model" python3 -m bench.alternate --before "${BEFORE:?}" --model "$folder" \
