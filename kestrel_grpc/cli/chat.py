@@ -116,9 +116,12 @@ class _Conversation:
         self._images = []
 
     def show(self, image: str) -> None:
-        """Adds an image to the next question. Raises OSError for a file that is not there."""
+        """Adds an image to the next question. Raises OSError for a file that is not there, ValueError without a
+        name."""
         from kestrel_client.images import is_on_server
 
+        if not image:
+            raise ValueError(f"/image: which one? {_HELP}")
         if not is_on_server(image):
             with Path(image).open("rb"):
                 pass

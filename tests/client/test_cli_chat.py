@@ -77,7 +77,7 @@ def test_results_may_be_lines_of_json(address: str, monkeypatch: pytest.MonkeyPa
     assert [json.loads(line)["answer"] for line in capsys.readouterr().out.splitlines()] == [ANSWER] * 2
 
 
-@pytest.mark.parametrize("line", ["/image no.png", "/colour"])
+@pytest.mark.parametrize("line", ["/image no.png", "/image", "/colour"])
 def test_a_mistake_in_a_pipe_ends_the_command(
     address: str, vision: CannedVision, monkeypatch: pytest.MonkeyPatch, capsys: Any, line: str
 ) -> None:
