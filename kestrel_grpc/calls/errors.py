@@ -307,7 +307,7 @@ ERRORS = (
         "IMAGE_NOT_FOUND",
         Code.NOT_FOUND,
         404,
-        lambda error: "no image of this name is stored for this caller",
+        lambda error: f"no image {error.image_id} is stored for this caller",
         lambda error: (MissingResource("image", error.image_id),),
     ),
     ErrorRow(

@@ -66,6 +66,43 @@ async def test_an_image_that_is_not_stored_is_told_from_a_model_that_is_not_serv
     assert (answer.status, answer.json["error"]["code"]) == (404, "IMAGE_NOT_FOUND")
 
 
+@pytest.mark.parametrize("route", ["/v1/chat", "/v1/chat/completions", "/v1/responses"])
+async def test_of_several_images_the_one_that_is_not_stored_is_named(route: str):
+    async with serving_http() as rig:
+        names = [(await put(rig)).json["image_id"], f"sha256:{'0' * 64}"]
+        body = {
+            "/v1/chat": {"messages": [{"role": "user", "content": "Which?", "image_urls": names}]},
+            "/v1/chat/completions": {
+                "model": rig.engine.info.model,
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            *({"type": "image_url", "image_url": {"url": name}} for name in names),
+                            {"type": "text", "text": "Which?"},
+                        ],
+                    }
+                ],
+            },
+            "/v1/responses": {
+                "model": rig.engine.info.model,
+                "input": [
+                    {
+                        "role": "user",
+                        "content": [
+                            *({"type": "input_image", "image_url": name} for name in names),
+                            {"type": "input_text", "text": "Which?"},
+                        ],
+                    }
+                ],
+            },
+        }[route]
+        answer = await rig.ask(route, body)
+    assert (answer.status, answer.json["error"]["code"].upper()) == (404, "IMAGE_NOT_FOUND")
+    assert names[1] in answer.json["error"]["message"]
+    assert names[0] not in answer.json["error"]["message"]
+
+
 @pytest.mark.one_process("the test tells the engine, not the server's side of it")
 async def test_a_server_that_drains_stores_nothing():
     async with serving_http() as rig:
