@@ -438,8 +438,10 @@ def _ask(command: AskingCommand, client: Client, arguments: argparse.Namespace) 
         status |= _report_groups(outcome.result, f"{image}: ")
         if isinstance(outcome.result, PointResult | DetectResult | SegmentResult | GazeResult):
             _draw(target, image, outcome.result)
-    if out is not None:
-        _write_array(out, rows)
+    if out is not None and rows:
+        import numpy as np
+
+        _write_array(out, np.array(rows, np.float32))
     return status
 
 

@@ -186,6 +186,7 @@ def test_embeddings_are_printed_or_written_for_numpy(
     assert np.load(out).tolist() == [0.5, -1.0, 0.25]
     assert _run("embed", picture, picture, "--out", str(out), "--address", address) == 0
     assert np.load(out).tolist() == [[0.5, -1.0, 0.25]] * 2
+    assert np.load(out).dtype == np.float32
     printed = capsys.readouterr()
     assert printed.out == f"{picture}\n" * 2
     assert printed.err.count(f"written to {out}") == 2
@@ -193,6 +194,13 @@ def test_embeddings_are_printed_or_written_for_numpy(
         assert _run("embed", picture, "--patches", *flags, "--out", str(out), "--address", address) == 0
         assert np.load(out).tolist() == [[1.0, -2.0, 0.5]] * 2
         assert np.load(out).dtype == dtype
+
+
+def test_a_file_of_embeddings_stays_where_no_picture_has_one(address: str, picture: str, tmp_path: Path) -> None:
+    out = tmp_path / "mean.npy"
+    assert _run("embed", picture, picture, "--out", str(out), "--address", address) == 0
+    assert _run("embed", "none.png", "no.png", "--out", str(out), "--address", address) == 1
+    assert len(np.load(out)) == 2
 
 
 def test_patches_need_a_file_and_one_picture(

@@ -268,3 +268,24 @@ def test_masks_of_hostile_sizes_and_outlines_are_refused_or_cheap() -> None:
         zigzag.to_rle(20_000, 20_000)
     far = Segment("M -1e300 -1e300 L 1e300 -1e300 L 1e308 1e308 L -1e308 1e308 Z", Box(0, 0, 1, 1))
     assert far.to_rle(9, 4) == square.to_rle(9, 4)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "M0 0 l1e308 0 l1e308 1 l1e308 1 z",
+        "M0 0 c 1e308 1e308 -1e308 1e308 0 1 z",
+        "M0 0 A1e308 1e308 0 0 1 1e-30 0 L 1 1 z",
+        "M0 0 l 1 0 A 1e-30 1e308 .5 1 1 1e-308 .5",
+        "M0 0 a .5 .5 1e300 1 0 -1e308 -2",
+        "M0 0 A 3 1 1e-320 1 0 0 1",
+        "M0 0 C 1e-30 1e-30 1e20 .5 1e154 3 c .5 1e300 -1e308 .5 1e-30 -2 A 3 1e300 1e-320 1 0 0 1",
+        "M 1e20 1e20 a 1e-3 1e-3 0 1 1 1e-3 1e-3",
+    ],
+)
+def test_numbers_of_any_size_make_finite_corners_and_a_mask(path: str) -> None:
+    segment = Segment(path, Box(0.25, 0.25, 0.75, 0.75))
+    corners = [corner for line in segment.polygons(40, 30) for corner in line]
+    assert corners
+    assert all(map(math.isfinite, (side for corner in corners for side in corner)))
+    assert segment.to_rle(40, 30)["size"] == [30, 40]

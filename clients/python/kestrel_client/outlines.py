@@ -7,7 +7,6 @@ data.
 
 from __future__ import annotations
 
-import cmath
 import io
 import itertools
 import math
@@ -49,6 +48,9 @@ _ARGUMENT = {
     "f": re.compile(r"[\s,]*([01])"),
 }
 _STEPS_PER_CURVE = 48
+_FAR = 1e9
+_LEAST_RADIUS = 1e-9
+"""The shortest radius of an arc: one with a shorter one is a straight line."""
 
 
 def _commands(path: str) -> Iterator[tuple[str, list[float]]]:
@@ -70,7 +72,8 @@ def _commands(path: str) -> Iterator[tuple[str, list[float]]]:
                 position = argument.end()
             if len(values) < len(kinds) or not all(map(math.isfinite, values)):
                 break
-            yield command, values
+            # Beyond, arithmetic would overflow: places are fractions of a box.
+            yield command, [max(-_FAR, min(_FAR, value)) for value in values]
             command = {"M": "L", "m": "l"}.get(command, command)
 
 
@@ -150,32 +153,41 @@ def _elliptic_arc(
     start: complex, end: complex, radii: complex, turn_deg: float, large: bool, sweep: bool
 ) -> Callable[[float], complex]:
     rx, ry = abs(radii.real), abs(radii.imag)
-    if start == end or rx == 0 or ry == 0:
+    turn = _rotation(math.radians(turn_deg))
+    # On the plane where the ellipse is the unit circle and the start the origin, the centre lies on the bisector of
+    # the two ends.
+    turned = (end - start) / turn
+    is_flat = min(rx, ry) < _LEAST_RADIUS
+    to = 0j if is_flat else complex(turned.real / rx, turned.imag / ry)
+    if is_flat or not abs(to):
         return _bezier_curve([start, end])
-    turn = cmath.rect(1, math.radians(turn_deg))
-
-    def to_circle(point: complex) -> complex:
-        turned = point / turn
-        return complex(turned.real / rx, turned.imag / ry)
-
-    # On the plane where the ellipse is the unit circle, the centre lies on the bisector of the two ends.
-    a, b = to_circle(start), to_circle(end)
-    half = abs(b - a) / 2
+    half = abs(to) / 2
     radius = max(1.0, half)  # radii too small to reach both ends grow until they do
     height = math.sqrt(radius * radius - half * half)
-    side = 1j * (b - a) / abs(b - a)
-    centre = (a + b) / 2 + (side if large != sweep else -side) * height
-    first, sweep_angle = cmath.phase(a - centre), cmath.phase((b - centre) / (a - centre))
+    side = 1j * to / abs(to)
+    centre = to / 2 + (side if large != sweep else -side) * height
+    first, sweep_angle = _angle(-centre), _angle((to - centre) / -centre)
     if sweep and sweep_angle < 0:
         sweep_angle += 2 * math.pi
     elif not sweep and sweep_angle > 0:
         sweep_angle -= 2 * math.pi
 
     def at(t: float) -> complex:
-        point = centre + cmath.rect(radius, first + sweep_angle * t)
-        return complex(point.real * rx, point.imag * ry) * turn
+        point = centre + radius * _rotation(first + sweep_angle * t)
+        return start + complex(point.real * rx, point.imag * ry) * turn
 
     return at
+
+
+# The functions of `cmath` raise errors for angles that are nearly 0.
+
+
+def _rotation(angle: float) -> complex:
+    return complex(math.cos(angle), math.sin(angle))
+
+
+def _angle(place: complex) -> float:
+    return math.atan2(place.imag, place.real)
 
 
 Polygon = Sequence[tuple[float, float]]
@@ -186,7 +198,6 @@ MAX_MASK_SIDE_PX = 65_536
 """The longest side of an image whose mask is made."""
 _MAX_CROSSINGS = 2**20
 """The most places at which outlines may cross the columns of an image: beyond, masks take seconds and megabytes."""
-_FAR = 1e9
 
 
 class MaskTooLarge(ValueError):

@@ -38,8 +38,8 @@ _LEAST_CHARACTERS = 16
 _KINDS = ("image", "image_url", "input_image")
 
 
-def _picture(given: Any) -> str | LongText:
-    """Returns the text that holds or names a picture, in one of the forms that clients send."""
+def _picture(given: Any) -> str | LongText | None:
+    """Returns the text that holds or names a picture, in one of the forms that clients send; None if none does."""
     if isinstance(given, dict) and given.keys() == {"content"} and isinstance(given["content"], list):
         given = given["content"][0] if len(given["content"]) == 1 else None
     if isinstance(given, dict):
@@ -49,9 +49,7 @@ def _picture(given: Any) -> str | LongText:
         given = given[names[0]] if is_known else None
     if isinstance(given, dict) and given.keys() == {"url"}:
         given = given["url"]
-    if not isinstance(given, str | LongText) or not given:
-        raise Unusable(_NO_PICTURE)
-    return given
+    return given if isinstance(given, str | LongText) and given else None
 
 
 def _is_sentence(text: str) -> bool:
@@ -59,7 +57,7 @@ def _is_sentence(text: str) -> bool:
     return " " in text or (len(text) < _LEAST_CHARACTERS and ":" not in text)
 
 
-def _pictures(given: Any) -> list[str | LongText]:
+def _pictures(given: Any) -> list[str | LongText | None]:
     pictures = given if isinstance(given, list) else [given]
     if not 1 <= len(pictures) <= MAX_INPUTS:
         raise Unusable(f"must be from 1 to {MAX_INPUTS} pictures")
@@ -71,7 +69,7 @@ class EmbeddingBody(Body):
 
     model: Text = Field(description="The model's name, as `/v1/models` has it.", examples=["moondream3-preview"])
     input: Annotated[
-        list[str | LongText],
+        list[str | LongText | None],
         PlainValidator(_pictures),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "array"}]}),
     ] = Field(
@@ -125,7 +123,7 @@ def parse_embeddings(max_image_bytes: int, data: bytes) -> ParsedEmbeddings:
     options, requests, references = RequestOptions(model=body.model), [], []
     for place, text in enumerate(body.input):
         name = partial(_field_name, place if is_list else None)
-        if isinstance(text, str) and _is_sentence(text):
+        if text is None or (isinstance(text, str) and _is_sentence(text)):
             problems.add(name("image"), _NO_PICTURE)
             continue
         image = read_image(text, name("image"), max_image_bytes, problems)

@@ -79,7 +79,7 @@ async def test_several_pictures_have_vectors_in_their_order_and_add_up(rig: Http
         ("cat", "input"),
         (["a text"], "input[0]"),
         ([IMAGE_URL, "a text"], "input[1]"),
-        ([1, 2, 3], "input"),
+        ([1, 2, 3], "input[0]"),
         ([], "input"),
         ([IMAGE_URL] * 17, "input"),
         ({"image": IMAGE_URL, "text": "a caption"}, "input"),
@@ -94,6 +94,12 @@ async def test_what_is_no_picture_is_refused(rig: HttpServing, given: Any, param
     answer = await rig.ask(PATH, body(given))
     assert (answer.status, answer.json["error"]["param"]) == (400, param)
     assert rig.engine.requests == []
+
+
+async def test_each_item_that_is_no_picture_is_named(rig: HttpServing):
+    answer = await rig.ask(PATH, body([1, IMAGE_URL, "a text", {"type": "text", "text": "words"}]))
+    message = answer.json["error"]["message"]
+    assert [place for place in range(4) if f"input[{place}]: must be a picture" in message] == [0, 2, 3]
 
 
 @pytest.mark.parametrize("given", ["hi", "What is shown?", ["two", "texts"], [[1, 2], [3]]])
