@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import kestrel_runtime
 from kestrel_ops import DeviceLimits, KeptFacts, kept_facts
 from kestrel_runtime.api.config import EngineConfig
@@ -9,7 +11,6 @@ from kestrel_runtime.api.engine import MemoryPlan
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.imaging.device_crops import DeviceOperations
 from kestrel_runtime.memory.plan import MemoryReading, plan_memory
-from kestrel_runtime.models.moondream.adapters.target import MoondreamAdapters
 from kestrel_runtime.models.moondream.backends import Backends, require_invariance
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.executor import new_step_runner
@@ -19,6 +20,9 @@ from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.models.moondream.vision.device_cropping import Cropper
 from kestrel_runtime.scheduling.limits import StepBounds
+
+if TYPE_CHECKING:
+    from kestrel_runtime.models.moondream.adapters.target import MoondreamAdapters
 
 
 class PreparedMoondream:
@@ -32,7 +36,9 @@ class PreparedMoondream:
         self._execution = ExecutionConfig.of(config, model.device.type, model)
         self._loaded_bytes = weight_bytes(model)
         self._adapters: MoondreamAdapters | None = None
-        if config.has_adapters:
+        if config.has_adapters:  # what reads their files takes long to import
+            from kestrel_runtime.models.moondream.adapters.target import MoondreamAdapters
+
             self._adapters = MoondreamAdapters(
                 model.config.text, config.num_adapter_slots, config.max_adapter_rank, model.device, model.dtype
             )

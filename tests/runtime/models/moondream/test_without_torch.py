@@ -1,4 +1,4 @@
-"""A process without torch prepares requests: it decodes and crops images, and builds and tokenises prompts."""
+"""What a process does without libraries that take long to import: torch, those of the hub and of adapters."""
 
 import subprocess
 import sys
@@ -33,3 +33,18 @@ def test_prompts_and_crops_are_made_without_torch() -> None:
     prompt, pixel = printed.strip().rsplit("\n", 1)
     assert "What colour is it?" in prompt
     assert pixel == "[255, 0, 0]"
+
+
+_START = """
+import sys
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.engine.engine import LocalEngine
+
+LocalEngine.start(EngineConfig(device="cpu", num_kv_pages=100)).close()
+print([name for name in ("huggingface_hub", "pydantic") if name in sys.modules])
+"""
+
+
+def test_an_engine_without_names_of_the_hub_and_adapters_starts_without_their_libraries() -> None:
+    command = (sys.executable, "-c", _START)
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "[]\n"
