@@ -14,9 +14,9 @@ import msgspec
 
 from kestrel_grpc.multiprocess.engine_channel.core_deaths import ended_error
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
+from kestrel_grpc.multiprocess.protocol import messages
 from kestrel_grpc.multiprocess.protocol.connection import Connection
 from kestrel_grpc.multiprocess.protocol.errors import ProcessFault
-from kestrel_grpc.multiprocess.protocol.messages import CODEC, CoreState, Hello, Welcome
 from kestrel_grpc.multiprocess.protocol.questions import AnswerType, Exchange, Message, Question
 from kestrel_runtime.api.engine import CoreReading, EngineInfo, EngineStatus, Load
 from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError
@@ -54,14 +54,14 @@ class CoreConnection(Exchange):
         self._loop = asyncio.get_running_loop()
         self._info: EngineInfo | None = None
         self._process_id: int | None = None
-        self._state: CoreState | None = None
+        self._state: messages.CoreState | None = None
         self._connection: Connection | None = None
         self._places = itertools.count(1)
-        self._welcome: asyncio.Future[Welcome | None] | None = None
+        self._welcome: asyncio.Future[messages.Welcome | None] | None = None
         """The answer to `Hello`; None if the process has ended instead."""
-        self.on(Hello, self._check_build)
-        self.on(Welcome, self._take_welcome)
-        self.on(CoreState, self._take_state)
+        self.on(messages.Hello, self._check_build)
+        self.on(messages.Welcome, self._take_welcome)
+        self.on(messages.CoreState, self._take_state)
         self._unsent: list[Message] = []
         """Messages of this turn of the event loop. They are sent together: each send costs the core a turn of the
         interpreter's lock."""
@@ -82,9 +82,9 @@ class CoreConnection(Exchange):
         return self._info
 
     @property
-    def state(self) -> CoreState:
+    def state(self) -> messages.CoreState:
         """The state that the core reported last."""
-        return self._state or CoreState(EngineStatus.RECOVERING, NO_LOAD, ())
+        return self._state or messages.CoreState(EngineStatus.RECOVERING, NO_LOAD, ())
 
     @property
     def status(self) -> EngineStatus:
@@ -125,7 +125,7 @@ class CoreConnection(Exchange):
         self._info, self._process_id = greeting.info, greeting.process_id
         await self._first_state
 
-    async def _greet(self) -> Welcome | None:
+    async def _greet(self) -> messages.Welcome | None:
         """Returns the answer of the process that listens now; None, after a moment, if there is none.
 
         Raises `BuildMismatch`.
@@ -140,19 +140,19 @@ class CoreConnection(Exchange):
             return None
         self._welcome = welcome = self._loop.create_future()
         self._connection = Connection(stream, lambda data, _: self._receive(data), self._ended)
-        self.notify(Hello(self._build, self._identity))
+        self.notify(messages.Hello(self._build, self._identity))
         return await welcome
 
-    def _check_build(self, hello: Hello) -> None:
+    def _check_build(self, hello: messages.Hello) -> None:
         if hello.build != self._build and self._welcome is not None and not self._welcome.done():
             self._welcome.set_exception(BuildMismatch(f"core {self.index} runs another build"))
             self.end()
 
-    def _take_welcome(self, welcome: Welcome) -> None:
+    def _take_welcome(self, welcome: messages.Welcome) -> None:
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_result(welcome)
 
-    def _take_state(self, state: CoreState) -> None:
+    def _take_state(self, state: messages.CoreState) -> None:
         is_news = state.status is not self.state.status
         self._state = state
         self.num_sent = 0
@@ -211,7 +211,7 @@ class CoreConnection(Exchange):
             return
         sent = self._unsent.copy()
         self._unsent.clear()
-        if not self._connection.send(CODEC.encode(sent), file):
+        if not self._connection.send(messages.CODEC.encode(sent), file):
             self.give_up(EngineUnavailable("the engine process does not read"))
             self._on_undelivered(sent)
 
@@ -227,7 +227,7 @@ class CoreConnection(Exchange):
     def _receive(self, data: bytes) -> None:
         self._has_spoken = True
         try:
-            received = CODEC.decode(data)
+            received = messages.CODEC.decode(data)
         except msgspec.MsgspecError:
             _log.exception("a message of core %d cannot be read: it runs another build", self.index)
             return

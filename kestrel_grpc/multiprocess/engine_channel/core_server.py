@@ -26,34 +26,9 @@ from typing import Any, BinaryIO
 import msgspec
 
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
+from kestrel_grpc.multiprocess.protocol import messages
 from kestrel_grpc.multiprocess.protocol.connection import MAX_UNSENT_BYTES, Connection
 from kestrel_grpc.multiprocess.protocol.errors import decode_error, encode_error
-from kestrel_grpc.multiprocess.protocol.messages import (
-    CODEC,
-    AdapterChanged,
-    AdapterNames,
-    Cancel,
-    CheckAdapter,
-    ClearCache,
-    CompletedAlone,
-    CoreState,
-    Events,
-    EventsOf,
-    Expect,
-    ForgetImage,
-    Hello,
-    Isolate,
-    LoadAdapter,
-    NeedPixels,
-    OnlyEnd,
-    Pixels,
-    Quarantine,
-    Release,
-    Submit,
-    UnloadAdapter,
-    Welcome,
-    build_id,
-)
 from kestrel_grpc.multiprocess.protocol.questions import Exchange, Message
 from kestrel_grpc.multiprocess.protocol.requests import ImageSummary, decode_request
 from kestrel_runtime.api.errors import EngineUnavailable, InternalError, KestrelError
@@ -88,13 +63,13 @@ class CoreServer:
         self.engine = engine
         self._endpoint = endpoint
         self._on_lost = on_lost
-        self._build = build_id()
+        self._build = messages.build_id()
         self._listener: socket.socket
         self._frontends: dict[str, _Frontend] = {}
         """Front ends that have greeted, by identity."""
         self._strangers: set[_Frontend] = set()
         """Front ends that have connected and not greeted."""
-        self._state: CoreState | None = None
+        self._state: messages.CoreState | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -106,7 +81,7 @@ class CoreServer:
         self._listen()
         self.engine.on_status_change(lambda _: self.call(self._publish_state))
         self.engine.on_completed_alone(
-            lambda fingerprint: self.call(lambda: self._send_all(CompletedAlone(fingerprint)))
+            lambda fingerprint: self.call(lambda: self._send_all(messages.CompletedAlone(fingerprint)))
         )
         self.run(self._publish_states())
 
@@ -149,7 +124,7 @@ class CoreServer:
         """Send a message without waiting, from any thread. Returns False if the front end cannot be reached."""
         if frontend.is_gone:
             return False
-        if frontend.connection.send(CODEC.encode((message,))):
+        if frontend.connection.send(messages.CODEC.encode((message,))):
             return True
         frontend.is_gone = True
         _log.error("%s does not read, and is dropped", frontend.name)
@@ -191,7 +166,7 @@ class CoreServer:
             if self._is_closed:
                 return
             try:
-                received = CODEC.decode(data)
+                received = messages.CODEC.decode(data)
             except msgspec.MsgspecError:
                 _log.exception("a message of %s cannot be read: it runs another build", frontend.name)
                 return
@@ -206,21 +181,21 @@ class CoreServer:
         self._strangers.discard(frontend)
         frontend.end()
 
-    def greet(self, frontend: _Frontend, hello: Hello) -> None:
+    def greet(self, frontend: _Frontend, hello: messages.Hello) -> None:
         """Answer the first message of a front end, and serve it if it runs this build."""
         frontend.name = hello.identity
-        own = Hello(self._build, f"core-{self._endpoint.index}")
+        own = messages.Hello(self._build, f"core-{self._endpoint.index}")
         if not self.send(frontend, own) or hello.build != self._build:
             return
         self._strangers.discard(frontend)
         self._frontends[frontend.name] = frontend
         frontend.serve()
-        self.send(frontend, Welcome(self.engine.info, os.getpid()))
+        self.send(frontend, messages.Welcome(self.engine.info, os.getpid()))
         self.send(frontend, self._current_state())
 
-    def _current_state(self) -> CoreState:
+    def _current_state(self) -> messages.CoreState:
         engine = self.engine
-        return CoreState(engine.status, engine.load(), tuple(engine.adapters()))
+        return messages.CoreState(engine.status, engine.load(), tuple(engine.adapters()))
 
     def _publish_state(self, *, is_due: bool = False) -> None:
         state = self._current_state()
@@ -275,26 +250,26 @@ class _Frontend(Exchange):
         self._awaited: dict[int, Future[DecodedPixels]] = {}
         self._file: BinaryIO | None = None
         """The file that was sent with the message that is handled now."""
-        self.on(Hello, lambda hello: server.greet(self, hello))
+        self.on(messages.Hello, lambda hello: server.greet(self, hello))
 
     def serve(self) -> None:
         """Handle all messages from now on."""
         engine = self._server.engine
-        self.on(Submit, self._submit)
-        self.on(Cancel, self._cancel_streams)
-        self.on(OnlyEnd, self._want_only_end)
-        self.on(Pixels, self._take_pixels)
-        self.on(Isolate, lambda message: engine.isolate(message.fingerprints))
-        self.on(Quarantine, lambda message: engine.quarantine(message.fingerprints))
-        self.on(Expect, self._expect)
-        self.on(Release, self._release)
-        self.on(ClearCache, lambda asked: engine.clear_cache(asked.namespace))
-        self.on(ForgetImage, lambda asked: engine.forget_image(asked.digest, asked.namespace))
-        self.on(AdapterNames, lambda _: engine.adapter_names())
-        self.on(LoadAdapter, lambda asked: engine.load_adapter(asked.name))
-        self.on(UnloadAdapter, lambda asked: engine.unload_adapter(asked.name))
-        self.on(CheckAdapter, lambda asked: engine.check_adapter(asked.folder, asked.name))
-        self.on(AdapterChanged, lambda asked: engine.adapter_changed(asked.name))
+        self.on(messages.Submit, self._submit)
+        self.on(messages.Cancel, self._cancel_streams)
+        self.on(messages.OnlyEnd, self._want_only_end)
+        self.on(messages.Pixels, self._take_pixels)
+        self.on(messages.Isolate, lambda message: engine.isolate(message.fingerprints))
+        self.on(messages.Quarantine, lambda message: engine.quarantine(message.fingerprints))
+        self.on(messages.Expect, self._expect)
+        self.on(messages.Release, self._release)
+        self.on(messages.ClearCache, lambda asked: engine.clear_cache(asked.namespace))
+        self.on(messages.ForgetImage, lambda asked: engine.forget_image(asked.digest, asked.namespace))
+        self.on(messages.AdapterNames, lambda _: engine.adapter_names())
+        self.on(messages.LoadAdapter, lambda asked: engine.load_adapter(asked.name))
+        self.on(messages.UnloadAdapter, lambda asked: engine.unload_adapter(asked.name))
+        self.on(messages.CheckAdapter, lambda asked: engine.check_adapter(asked.folder, asked.name))
+        self.on(messages.AdapterChanged, lambda asked: engine.adapter_changed(asked.name))
 
     def notify(self, note: Message) -> None:
         self._server.send(self, note)
@@ -304,7 +279,7 @@ class _Frontend(Exchange):
         self._file = file
         self.handle(message)
 
-    def _submit(self, message: Submit) -> None:
+    def _submit(self, message: messages.Submit) -> None:
         streams: list[Stream] = [_ForwardedStream(self, id) for id in message.ids]
         numbers = itertools.count()
         try:
@@ -323,17 +298,17 @@ class _Frontend(Exchange):
             namespace=message.namespace,
         )
 
-    def _cancel_streams(self, message: Cancel) -> None:
+    def _cancel_streams(self, message: messages.Cancel) -> None:
         for id in message.ids:
             if (stream := self.streams.get(id)) is not None:
                 stream.cancel()
 
-    def _want_only_end(self, message: OnlyEnd) -> None:
+    def _want_only_end(self, message: messages.OnlyEnd) -> None:
         for id in message.ids:
             if (stream := self.streams.get(id)) is not None:
                 stream.wants_only_end = True
 
-    def _expect(self, asked: Expect) -> Awaitable[None]:
+    def _expect(self, asked: messages.Expect) -> Awaitable[None]:
         """Returns a future that is done once the front end has a place in the queue, which a task then holds."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # Known before the next message is handled, which may release it.
@@ -346,7 +321,7 @@ class _Frontend(Exchange):
         holding.add_done_callback(end)
         return granted
 
-    async def _hold_place(self, asked: Expect, granted: asyncio.Future[None]) -> None:
+    async def _hold_place(self, asked: messages.Expect, granted: asyncio.Future[None]) -> None:
         try:
             request = decode_request(asked.request, lambda summary: _FetchedImage(self, 0, 0, summary))
             async with self._server.engine.expecting(request, deadline=asked.deadline, tenant=asked.tenant):
@@ -357,15 +332,15 @@ class _Frontend(Exchange):
                 raise
             granted.set_exception(error)
 
-    def _release(self, message: Release) -> None:
+    def _release(self, message: messages.Release) -> None:
         if (holding := self._places.get(message.place)) is not None:
             holding.cancel()
 
     def post(self, deliveries: Iterable[Delivery]) -> None:
         """Send events of streams, from any thread. Ends the streams that are over."""
-        items: list[EventsOf] = []
+        items: list[messages.EventsOf] = []
         # Each large item has its own message: the front end serves other callers between two messages.
-        large: list[EventsOf] = []
+        large: list[messages.EventsOf] = []
         ended: list[_ForwardedStream] = []
         for stream, events, error in deliveries:
             assert isinstance(stream, _ForwardedStream)
@@ -373,24 +348,26 @@ class _Frontend(Exchange):
                 ended.append(stream)
                 if isinstance(error, InternalError):
                     _log.error("a request failed", exc_info=error.__cause__)
-                items.append(EventsOf(stream.id, events, encode_error(error)))
+                items.append(messages.EventsOf(stream.id, events, encode_error(error)))
                 continue
             last = events[-1] if events else None
             if not isinstance(last, Finished):
-                items.append(EventsOf(stream.id, events))
+                items.append(messages.EventsOf(stream.id, events))
                 continue
             ended.append(stream)
             if isinstance(last.output, EmbedOutput):
                 large += self._embeddings_of(stream.id, events, large)
             else:
-                (large if last.is_large else items).append(EventsOf(stream.id, events))
+                (large if last.is_large else items).append(messages.EventsOf(stream.id, events))
         for together in (items, *([item] for item in large)):
             if together and not self.is_gone:
-                self._server.send(self, Events(together))
+                self._server.send(self, messages.Events(together))
         if ended:
             self._server.call(lambda: _end_all(ended))
 
-    def _embeddings_of(self, id: int, events: list[Event], others: Iterable[EventsOf]) -> list[EventsOf]:
+    def _embeddings_of(
+        self, id: int, events: list[Event], others: Iterable[messages.EventsOf]
+    ) -> list[messages.EventsOf]:
         """Returns the events of a request for embeddings, which come all at once, or an error in their place.
 
         They and `others` leave half of what may be unsent to the events of other requests.
@@ -402,8 +379,8 @@ class _Frontend(Exchange):
         )
         if num_bytes > MAX_UNSENT_BYTES // 2 - self.connection.num_unsent_bytes:
             error = EngineUnavailable("the front end does not read fast enough")
-            return [EventsOf(id, [], encode_error(error))]
-        return [EventsOf(id, [event]) for event in events]
+            return [messages.EventsOf(id, [], encode_error(error))]
+        return [messages.EventsOf(id, [event]) for event in events]
 
     def call(self, callback: Callable[[], object]) -> None:
         """Have the event loop call this, from any thread."""
@@ -415,7 +392,7 @@ class _Frontend(Exchange):
         arrival: Future[DecodedPixels] = Future()
         number = next(self._numbers)
         self._awaited[number] = arrival
-        if self.is_gone or not self._server.send(self, NeedPixels(number, id, image)):
+        if self.is_gone or not self._server.send(self, messages.NeedPixels(number, id, image)):
             arrival.set_exception(EngineUnavailable("the front end has gone"))
         return number, arrival
 
@@ -423,7 +400,7 @@ class _Frontend(Exchange):
         """Forget a question for pixels whose request no longer waits, from any thread."""
         self._awaited.pop(number, None)
 
-    def _take_pixels(self, message: Pixels) -> None:
+    def _take_pixels(self, message: messages.Pixels) -> None:
         """Resolve the question that these pixels, or this error, answer."""
         arrival = self._awaited.pop(message.number, None)
         if arrival is None or arrival.done():
@@ -529,7 +506,7 @@ def _end_all(streams: list[_ForwardedStream]) -> None:
         stream.end()
 
 
-def _without_ages(state: CoreState) -> tuple[Any, ...]:
+def _without_ages(state: messages.CoreState) -> tuple[Any, ...]:
     load = state.load
     caches = (load.prefix_cache, load.image_cache, load.crop_cache)
     prefix_cache, image_cache, crop_cache = (replace(cache, oldest_age_s=None) for cache in caches)

@@ -22,27 +22,9 @@ from kestrel_grpc.multiprocess.engine_channel.core_connection import NO_LOAD, Co
 from kestrel_grpc.multiprocess.engine_channel.core_deaths import CoreDeaths, ended_error
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.routing import choose
+from kestrel_grpc.multiprocess.protocol import messages
 from kestrel_grpc.multiprocess.protocol.connection import shared_file
 from kestrel_grpc.multiprocess.protocol.errors import decode_error, encode_error
-from kestrel_grpc.multiprocess.protocol.messages import (
-    AdapterChanged,
-    AdapterNames,
-    Cancel,
-    CheckAdapter,
-    ClearCache,
-    CompletedAlone,
-    Events,
-    Expect,
-    ForgetImage,
-    LoadAdapter,
-    NeedPixels,
-    OnlyEnd,
-    Pixels,
-    Release,
-    Submit,
-    UnloadAdapter,
-    build_id,
-)
 from kestrel_grpc.multiprocess.protocol.questions import AnswerType, Message, Question
 from kestrel_grpc.multiprocess.protocol.requests import ImageSummary, encode_request
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
@@ -128,9 +110,9 @@ class EngineClient:
 
     def _listen_to(self, core: CoreConnection) -> None:
         core.serve(self._update_status, self._undelivered)
-        core.on(Events, lambda message: self._deliver(core, message))
-        core.on(NeedPixels, lambda message: self._give_pixels(core, message))
-        core.on(CompletedAlone, lambda message: self._deaths.completed_alone(message.fingerprint))
+        core.on(messages.Events, lambda message: self._deliver(core, message))
+        core.on(messages.NeedPixels, lambda message: self._give_pixels(core, message))
+        core.on(messages.CompletedAlone, lambda message: self._deaths.completed_alone(message.fingerprint))
 
     @classmethod
     async def connect(
@@ -142,7 +124,7 @@ class EngineClient:
         used once it answers, or when `core_ready` is called. `identity` is unique among all processes of this
         server, earlier ones included. Raises `BuildMismatch`.
         """
-        build = build_id()
+        build = messages.build_id()
         cores = [CoreConnection(endpoint, identity, build) for endpoint in endpoints]
         connecting = {
             core.index: asyncio.ensure_future(core.connect()) for core in cores if core.index not in absent
@@ -275,7 +257,7 @@ class EngineClient:
         try:
             yield
         finally:
-            core.notify(Release(place))
+            core.notify(messages.Release(place))
 
     async def _place(self, data: bytes, deadline: float | None, tenant: str) -> tuple[CoreConnection, int]:
         """Returns a core that has a place in its queue, and the number of the place."""
@@ -283,9 +265,9 @@ class EngineClient:
             core = self._choose(None)
             place = core.next_place()
             try:
-                await core.ask(Expect(place, data, deadline, tenant))
+                await core.ask(messages.Expect(place, data, deadline, tenant))
             except BaseException as error:
-                core.notify(Release(place))
+                core.notify(messages.Release(place))
                 if not isinstance(error, _CoreSilent):
                     raise
             else:
@@ -293,11 +275,11 @@ class EngineClient:
 
     async def clear_cache(self, namespace: str | None = None) -> ClearedCache:
         """Clear the caches of all cores; see `api.engine.Engine.clear_cache`."""
-        return _sum_of(await self._ask_all(ClearCache(namespace)))
+        return _sum_of(await self._ask_all(messages.ClearCache(namespace)))
 
     async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
         """Forget an image in all cores; see `api.engine.Engine.forget_image`."""
-        return _sum_of(await self._ask_all(ForgetImage(digest, namespace)))
+        return _sum_of(await self._ask_all(messages.ForgetImage(digest, namespace)))
 
     def inspect_image(self, data: bytes) -> ImageInfo:
         """Reads the header of an image file. Raises `ImageError` for a file that requests could not use."""
@@ -316,19 +298,19 @@ class EngineClient:
 
     async def adapter_names(self) -> list[str]:
         """Returns the names of adapters that requests may use, at most 1,000, in order."""
-        return await self._choose(None).ask(AdapterNames())
+        return await self._choose(None).ask(messages.AdapterNames())
 
     async def load_adapter(self, name: str) -> AdapterInfo:
         """Load an adapter into all cores; see `api.engine.Engine.load_adapter`."""
-        return (await self._ask_all(LoadAdapter(name)))[0]
+        return (await self._ask_all(messages.LoadAdapter(name)))[0]
 
     async def unload_adapter(self, name: str) -> AdapterInfo:
         """Unload an adapter from all cores; see `api.engine.Engine.unload_adapter`."""
-        return (await self._ask_all(UnloadAdapter(name)))[0]
+        return (await self._ask_all(messages.UnloadAdapter(name)))[0]
 
     async def check_adapter(self, folder: str, name: str) -> str:
         """Have a core check the files of an upload; see `api.engine.Engine.check_adapter`."""
-        return await self._choose(None).ask(CheckAdapter(folder, name))
+        return await self._choose(None).ask(messages.CheckAdapter(folder, name))
 
     async def adapter_changed(self, name: str) -> None:
         """Report new files of an adapter to all cores; see `api.engine.Engine.adapter_changed`.
@@ -337,7 +319,8 @@ class EngineClient:
         """
         cores = [core for core in self._cores if core.is_connected]
         answers = await asyncio.gather(
-            *(core.ask(AdapterChanged(name), timeout_s=_CHANGE_TIMEOUT_S) for core in cores), return_exceptions=True
+            *(core.ask(messages.AdapterChanged(name), timeout_s=_CHANGE_TIMEOUT_S) for core in cores),
+            return_exceptions=True,
         )
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineUnavailable):
@@ -404,9 +387,9 @@ class EngineClient:
             return
         for call in self._calls_of(core):
             if not call.has_events:
-                core.notify(Cancel(call.ids))
+                core.notify(messages.Cancel(call.ids))
                 self._send(call)
-        core.give_up(_CoreSilent("the engine process does not answer"), Expect)
+        core.give_up(_CoreSilent("the engine process does not answer"), messages.Expect)
 
     def _calls(self) -> list[_Call]:
         """Returns the calls with a stream that is not over, each once."""
@@ -480,14 +463,14 @@ class EngineClient:
                 for image, header, digest in zip(call.images, call.headers, call.digests or (), strict=True)
             ]
             data = encode_request(call.request, summaries)
-            core.notify(Submit(call.ids, data, call.deadline, call.tenant, call.namespace))
+            core.notify(messages.Submit(call.ids, data, call.deadline, call.tenant, call.namespace))
             core.num_sent += len(call.ids)
         except KestrelError as error:
             call.fail(error)
         except UnicodeEncodeError:  # half of a surrogate pair, which MessagePack does not have
             call.fail(InvalidRequest((Violation("request", "must be valid Unicode"),)))
 
-    def _deliver(self, core: CoreConnection, message: Events) -> None:
+    def _deliver(self, core: CoreConnection, message: messages.Events) -> None:
         for item in message.of_requests:
             stream = self._streams.get(item.id)
             if stream is None or stream.call.core is not core:
@@ -510,21 +493,21 @@ class EngineClient:
     def _undelivered(self, undelivered: Sequence[Message]) -> None:
         """End the requests in messages that a core does not read."""
         for message in undelivered:
-            if isinstance(message, Submit) and (call := self._call_of(message.ids[0])) is not None:
+            if isinstance(message, messages.Submit) and (call := self._call_of(message.ids[0])) is not None:
                 call.fail(EngineUnavailable("the engine process does not read"))
-            elif isinstance(message, Pixels):
+            elif isinstance(message, messages.Pixels):
                 _log.warning("the pixels of an image cannot be sent: the engine process does not read")
 
-    def _give_pixels(self, core: CoreConnection, message: NeedPixels) -> None:
+    def _give_pixels(self, core: CoreConnection, message: messages.NeedPixels) -> None:
         call = self._call_of(message.id)
         if call is None or message.image >= len(call.images):
             error = encode_error(EngineUnavailable("the caller has gone"))
-            core.notify(Pixels(message.number, 0, 0, error))
+            core.notify(messages.Pixels(message.number, 0, 0, error))
             return
         try:
             pixels = call.pixels.pop(message.image, None) or self._decode(call, message.image)
         except EngineUnavailable as error:
-            core.notify(Pixels(message.number, 0, 0, encode_error(error)))
+            core.notify(messages.Pixels(message.number, 0, 0, encode_error(error)))
         else:
             self._then(pixels, lambda done: _send_pixels(core, message.number, done))
 
@@ -608,12 +591,12 @@ class _RemoteStream(Stream):
 
     async def result(self) -> Finished:
         if self.call.core is not None and not self.over.done():
-            self.call.core.notify(OnlyEnd((self.id,)))
+            self.call.core.notify(messages.OnlyEnd((self.id,)))
         return await super().result()
 
     def cancel(self) -> None:
         if self.call.core is not None and not self.over.done():
-            self.call.core.notify(Cancel((self.id,)))
+            self.call.core.notify(messages.Cancel((self.id,)))
         super().cancel()
 
     def _end(self) -> None:
@@ -699,14 +682,14 @@ def _send_pixels(core: CoreConnection, number: int, done: Future[_SharedPixels])
     error = EngineUnavailable("the caller has gone") if done.cancelled() else done.exception()
     if error is None:
         width_px, height_px, file = done.result()
-        core.notify(Pixels(number, width_px, height_px), file)
+        core.notify(messages.Pixels(number, width_px, height_px), file)
         return
     if isinstance(error, Interrupted):
         error = EngineUnavailable("the caller has gone")
     elif not isinstance(error, KestrelError):
         _log.error("an image cannot be decoded", exc_info=error)
         error = InternalError(error)
-    core.notify(Pixels(number, 0, 0, encode_error(error)))
+    core.notify(messages.Pixels(number, 0, 0, encode_error(error)))
 
 
 def _sum_of(values: Sequence[Summable]) -> Summable:

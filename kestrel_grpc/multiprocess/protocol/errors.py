@@ -10,29 +10,10 @@ import msgspec
 
 from kestrel_grpc.access.limits import RateLimited
 from kestrel_grpc.images.stored_images import ImageHandle, ImageNotFound, ImageQuotaExceeded, ImageStoreFull
-from kestrel_runtime.api.errors import (
-    AdapterInvalid,
-    AdapterNotFound,
-    AnswerOutsideSchema,
-    ConstraintFailed,
-    ContextLengthExceeded,
-    DeadlineExceeded,
-    EngineUnavailable,
-    ImageError,
-    InternalError,
-    InvalidRequest,
-    ModelNotFound,
-    NumbersOverflowed,
-    Overloaded,
-    QueueBound,
-    QueueTimeout,
-    RequestRefused,
-    SkillUnsupported,
-    Violation,
-)
+from kestrel_runtime.api import errors
 
 
-class SupervisorUnavailable(EngineUnavailable):
+class SupervisorUnavailable(errors.EngineUnavailable):
     """The other end of a link is gone, did not answer in time, or could not answer."""
 
 
@@ -52,56 +33,57 @@ class _Kind(NamedTuple):
     make: Callable[..., Exception]
 
 
-def _violations(pairs: Sequence[Sequence[str]]) -> tuple[Violation, ...]:
-    return tuple(Violation(*pair) for pair in pairs)
+def _violations(pairs: Sequence[Sequence[str]]) -> tuple[errors.Violation, ...]:
+    return tuple(errors.Violation(*pair) for pair in pairs)
 
 
 _ERRORS: Mapping[type[Exception], _Kind] = MappingProxyType(
     {
-        InvalidRequest: _Kind(
+        errors.InvalidRequest: _Kind(
             lambda error: (tuple((item.field, item.description) for item in error.violations),),
-            lambda pairs: InvalidRequest(_violations(pairs)),
+            lambda pairs: errors.InvalidRequest(_violations(pairs)),
         ),
-        ImageError: _Kind(
+        errors.ImageError: _Kind(
             lambda error: (error.violations[0].description, error.too_large, error.violations[0].field),
-            lambda description, too_large, field: ImageError(description, too_large=too_large, field=field),
+            lambda description, too_large, field: errors.ImageError(description, too_large=too_large, field=field),
         ),
-        ContextLengthExceeded: _Kind(
+        errors.ContextLengthExceeded: _Kind(
             lambda error: (
                 error.violations[0].field,
                 error.num_prompt_tokens,
                 error.max_context_tokens,
                 error.message_tokens,
             ),
-            ContextLengthExceeded,
+            errors.ContextLengthExceeded,
         ),
-        ModelNotFound: _Kind(lambda error: (error.model, error.hint), ModelNotFound),
-        AdapterNotFound: _Kind(lambda error: (error.name, error.hint), AdapterNotFound),
-        AdapterInvalid: _Kind(
-            lambda error: (error.name, error.problems), lambda name, problems: AdapterInvalid(name, tuple(problems))
+        errors.ModelNotFound: _Kind(lambda error: (error.model, error.hint), errors.ModelNotFound),
+        errors.AdapterNotFound: _Kind(lambda error: (error.name, error.hint), errors.AdapterNotFound),
+        errors.AdapterInvalid: _Kind(
+            lambda error: (error.name, error.problems),
+            lambda name, problems: errors.AdapterInvalid(name, tuple(problems)),
         ),
-        SkillUnsupported: _Kind(lambda error: (error.skill, error.model), SkillUnsupported),
-        Overloaded: _Kind(
+        errors.SkillUnsupported: _Kind(lambda error: (error.skill, error.model), errors.SkillUnsupported),
+        errors.Overloaded: _Kind(
             lambda error: (error.limit, error.retry_after_s, error.bound.value, error.is_tenant_share),
-            lambda limit, retry_after_s, bound, is_share: Overloaded(
-                limit, retry_after_s, QueueBound(bound), is_tenant_share=is_share
+            lambda limit, retry_after_s, bound, is_share: errors.Overloaded(
+                limit, retry_after_s, errors.QueueBound(bound), is_tenant_share=is_share
             ),
         ),
-        NumbersOverflowed: _Kind(lambda error: (error.adapter,), NumbersOverflowed),
-        AnswerOutsideSchema: _Kind(lambda error: (error.place,), AnswerOutsideSchema),
-        QueueTimeout: _Kind(lambda error: (error.waited_s,), QueueTimeout),
+        errors.NumbersOverflowed: _Kind(lambda error: (error.adapter,), errors.NumbersOverflowed),
+        errors.AnswerOutsideSchema: _Kind(lambda error: (error.place,), errors.AnswerOutsideSchema),
+        errors.QueueTimeout: _Kind(lambda error: (error.waited_s,), errors.QueueTimeout),
         RateLimited: _Kind(lambda error: (error.name, error.limit, error.retry_after_s), RateLimited),
         ImageNotFound: _Kind(
             lambda error: (error.image_id,), lambda image_id: ImageNotFound(ImageHandle.require(image_id))
         ),
         ImageQuotaExceeded: _Kind(lambda error: (error.limit_bytes,), ImageQuotaExceeded),
         ImageStoreFull: _Kind(lambda error: (error.limit_bytes,), ImageStoreFull),
-        InternalError: _Kind(lambda error: (), lambda: InternalError(ProcessFault())),
+        errors.InternalError: _Kind(lambda error: (), lambda: errors.InternalError(ProcessFault())),
         **{
             kind: _Kind(lambda error: (str(error),), kind)
             for kind in (
-                *(RequestRefused, ConstraintFailed, DeadlineExceeded),
-                *(EngineUnavailable, SupervisorUnavailable),
+                *(errors.RequestRefused, errors.ConstraintFailed, errors.DeadlineExceeded),
+                *(errors.EngineUnavailable, SupervisorUnavailable),
             )
         },
     }
@@ -117,7 +99,7 @@ def encode_known(error: Exception) -> WireError | None:
 
 def encode_error(error: Exception) -> WireError:
     """Encodes an error; one that is not in `_ERRORS` is an `InternalError`."""
-    return encode_known(error) or WireError(InternalError.__name__, ())
+    return encode_known(error) or WireError(errors.InternalError.__name__, ())
 
 
 def decode_error(error: WireError) -> Exception:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 
 from setproctitle import setproctitle
 
+from kestrel_grpc.multiprocess.protocol import messages
 from kestrel_grpc.multiprocess.protocol.link import Link, receive_first
-from kestrel_grpc.multiprocess.protocol.messages import Begin, Hello, Ping, ReadMetrics, build_id
 from kestrel_grpc.process.resources import raise_descriptor_limit, return_free_memory, return_large_blocks
 from kestrel_grpc.telemetry.logs import set_up_logging
 
@@ -30,7 +30,7 @@ _LOOK_MS = 500
 _log = logging.getLogger(__name__)
 
 
-def begin(title: str) -> tuple[Begin, socket.socket]:
+def begin(title: str) -> tuple[messages.Begin, socket.socket]:
     """Set up this process as the supervisor asks; returns its first message, and the socket to it.
 
     Exits if the supervisor is gone, or runs other code.
@@ -43,9 +43,9 @@ def begin(title: str) -> tuple[Begin, socket.socket]:
     connection = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
     try:
-        if receive_first(connection, Hello).build != build_id():
+        if receive_first(connection, messages.Hello).build != messages.build_id():
             sys.exit(OTHER_BUILD)  # the supervisor logs the reason
-        said = receive_first(connection, Begin)
+        said = receive_first(connection, messages.Begin)
     except EOFError:
         sys.exit(1)
     setproctitle(f"kestrel-grpc {title} {said.index}")
@@ -66,8 +66,8 @@ def new_link(read_metrics: Callable[[], object]) -> Link:
     `read_metrics` returns the text of this process's metrics, or a coroutine that returns it.
     """
     link = Link("the supervisor")
-    link.on(Ping, lambda _: None)
-    link.on(ReadMetrics, lambda _: read_metrics())
+    link.on(messages.Ping, lambda _: None)
+    link.on(messages.ReadMetrics, lambda _: read_metrics())
     return link
 
 

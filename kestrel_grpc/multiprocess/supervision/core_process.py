@@ -17,7 +17,7 @@ from prometheus_client import generate_latest
 
 from kestrel_grpc.calls.readiness import death_of
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
-from kestrel_grpc.multiprocess.protocol.messages import Begin, FrontendGone, FrontendStuck, Ready, Stop
+from kestrel_grpc.multiprocess.protocol import messages
 from kestrel_grpc.multiprocess.supervision.child import begin, ended_with_supervisor, memory_returner, new_link
 from kestrel_grpc.multiprocess.supervision.stored_images import forget_expired_images
 from kestrel_grpc.process.bytecode import keep_bytecode
@@ -72,7 +72,9 @@ def main() -> int:
     return 0 if ended_well else 1
 
 
-async def _serve(engine: LocalEngine, endpoint: CoreEndpoint, said: Begin, connection: socket.socket) -> bool:
+async def _serve(
+    engine: LocalEngine, endpoint: CoreEndpoint, said: messages.Begin, connection: socket.socket
+) -> bool:
     """Serve until the supervisor ends this process or is gone, or the engine dies; returns False if it died."""
     from kestrel_grpc.multiprocess.engine_channel.core_server import CoreServer
     from kestrel_runtime.engine.warm_up import warm_up
@@ -93,16 +95,16 @@ async def _serve(engine: LocalEngine, endpoint: CoreEndpoint, said: Begin, conne
     link = new_link(lambda: asyncio.to_thread(generate_latest, registry))
 
     def lost(identity: str) -> None:
-        loop.call_soon_threadsafe(link.notify, FrontendStuck(identity))
+        loop.call_soon_threadsafe(link.notify, messages.FrontendStuck(identity))
 
     server = CoreServer(engine, endpoint, on_lost=lost)
     stopped, died = asyncio.Event(), death_of(engine)
     forget_expired_images(link, engine)
-    link.on(FrontendGone, lambda note: server.drop_frontend(note.identity))
-    link.on(Stop, lambda _: stopped.set())
+    link.on(messages.FrontendGone, lambda note: server.drop_frontend(note.identity))
+    link.on(messages.Stop, lambda _: stopped.set())
     await server.start()
     await link.start(connection)
-    link.notify(Ready())
+    link.notify(messages.Ready())
     keep_bytecode()
     stopping = asyncio.ensure_future(stopped.wait())
     await asyncio.wait((stopping, died, link.closed), return_when=asyncio.FIRST_COMPLETED)

@@ -17,18 +17,7 @@ from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
 from kestrel_grpc.multiprocess.engine_channel.core_connection import BuildMismatch
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.engine_client import EngineClient
-from kestrel_grpc.multiprocess.protocol.messages import (
-    Announce,
-    Begin,
-    CoreGone,
-    CoreReady,
-    Drain,
-    ReadAgain,
-    Ready,
-    Serving,
-    Stop,
-    Withdraw,
-)
+from kestrel_grpc.multiprocess.protocol import messages
 from kestrel_grpc.multiprocess.supervision.child import OTHER_BUILD, begin, memory_returner, new_link
 from kestrel_grpc.multiprocess.supervision.sharing import LinkedState
 from kestrel_grpc.process.bytecode import keep_bytecode
@@ -72,7 +61,7 @@ def main() -> int:
 class _Frontend:
     """A server over the engine cores."""
 
-    def __init__(self, said: Begin) -> None:
+    def __init__(self, said: messages.Begin) -> None:
         self._said = said
         self._link = new_link(self._own_metrics)
         self._shared = LinkedState(
@@ -84,7 +73,7 @@ class _Frontend:
         )
         self._connecting: dict[int, asyncio.Task[None]] = {}
         """Connections to new processes of cores, by index."""
-        self._news: list[CoreGone | CoreReady] = []
+        self._news: list[messages.CoreGone | messages.CoreReady] = []
         """Notes about cores that arrived before there was a client."""
         self._core_came = asyncio.Event()
         self._client: EngineClient | None = None
@@ -95,10 +84,10 @@ class _Frontend:
     async def serve(self, connection: socket.socket) -> bool:
         """Serve until the supervisor ends this process or is gone; returns True if all connections were closed."""
         link, said = self._link, self._said
-        link.on(CoreGone, self._core_gone)
-        link.on(CoreReady, self._core_ready)
-        link.on(Drain, lambda _: self._begins_drain.set())
-        link.on(Stop, lambda _: self._stops.set())
+        link.on(messages.CoreGone, self._core_gone)
+        link.on(messages.CoreReady, self._core_ready)
+        link.on(messages.Drain, lambda _: self._begins_drain.set())
+        link.on(messages.Stop, lambda _: self._stops.set())
         await link.start(connection)
         connecting = asyncio.ensure_future(self._connect_first())
         stopping = asyncio.ensure_future(self._stops.wait())
@@ -111,20 +100,20 @@ class _Frontend:
             return True
         self._client = client = connecting.result()
         for note in self._news:
-            self._core_gone(note) if isinstance(note, CoreGone) else self._core_ready(note)
+            self._core_gone(note) if isinstance(note, messages.CoreGone) else self._core_ready(note)
         at_rest = memory_returner()
         self._server = server = Server(
             client, said.config, at_rest=at_rest, shared=self._shared, num_processors=processor_quota()
         )
-        link.on(Withdraw, lambda _: server.withdraw())
-        link.on(ReadAgain, lambda _: server.read_again())
-        link.on(Announce, lambda _: server.announce())
-        client.on_status_change(lambda now: link.notify(Serving(now is EngineStatus.SERVING)))
+        link.on(messages.Withdraw, lambda _: server.withdraw())
+        link.on(messages.ReadAgain, lambda _: server.read_again())
+        link.on(messages.Announce, lambda _: server.announce())
+        client.on_status_change(lambda now: link.notify(messages.Serving(now is EngineStatus.SERVING)))
         freeze_existing_objects()
         lower_grpc_threads()
         await server.start()
-        link.notify(Serving(client.status is EngineStatus.SERVING))
-        link.notify(Ready())
+        link.notify(messages.Serving(client.status is EngineStatus.SERVING))
+        link.notify(messages.Ready())
         if said.index == 0:
             keep_bytecode()
         await asyncio.wait((stopping, draining, link.closed), return_when=asyncio.FIRST_COMPLETED)
@@ -155,14 +144,14 @@ class _Frontend:
         while not ready:
             await self._core_came.wait()
             # The last news of each core count.
-            states = {note.index: isinstance(note, CoreReady) for note in self._news}
+            states = {note.index: isinstance(note, messages.CoreReady) for note in self._news}
             ready = {index for index, is_ready in states.items() if is_ready}
             self._core_came.clear()
         endpoints = [CoreEndpoint(Path(said.folder), index) for index in range(said.num_cores)]
         absent = set(range(said.num_cores)) - ready
         return await EngineClient.connect(endpoints, said.identity, absent=absent)
 
-    def _core_gone(self, note: CoreGone) -> None:
+    def _core_gone(self, note: messages.CoreGone) -> None:
         if self._client is None:
             self._news.append(note)
             return
@@ -170,7 +159,7 @@ class _Frontend:
             self._connecting.pop(note.index).cancel()
         self._client.core_gone(note.index, is_fault=note.is_fault)
 
-    def _core_ready(self, note: CoreReady) -> None:
+    def _core_ready(self, note: messages.CoreReady) -> None:
         if self._client is None:
             self._news.append(note)
             self._core_came.set()

@@ -30,19 +30,9 @@ from kestrel_grpc.images.stored_images import (
     Retention,
     StoredImage,
 )
+from kestrel_grpc.multiprocess.protocol import messages
 from kestrel_grpc.multiprocess.protocol.errors import SupervisorUnavailable
-from kestrel_grpc.multiprocess.protocol.link import ANSWER_TIMEOUT_S, Link
-from kestrel_grpc.multiprocess.protocol.messages import (
-    DeleteImage,
-    DropFile,
-    DropNamespace,
-    FindImage,
-    ImageExpired,
-    PutImage,
-    RenewImage,
-    RequireRoom,
-)
-from kestrel_grpc.multiprocess.protocol.questions import AnswerType, Question
+from kestrel_grpc.multiprocess.protocol.link import Link
 from kestrel_runtime.api.engine import CacheLoad, Engine, ImageInfo
 from kestrel_runtime.api.images import HashedImage
 
@@ -62,7 +52,7 @@ _Key = tuple[str, ImageHandle]
 def forget_expired_images(link: Link, engine: Engine) -> None:
     """Have an engine core remove from its caches what was computed from images that have expired."""
     purges = CachePurges(engine)
-    link.on(ImageExpired, lambda note: purges.forget_image(note.namespace, note.sha256))
+    link.on(messages.ImageExpired, lambda note: purges.forget_image(note.namespace, note.sha256))
 
 
 class SharedImages:
@@ -72,22 +62,21 @@ class SharedImages:
     the link.
     """
 
-    def __init__(self, link: Link, folder: Path, identity: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+    def __init__(self, link: Link, folder: Path, identity: str) -> None:
         self._link = link
         self._folder = folder
         self._identity = identity
-        self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
         self._recent = _RecentFiles(self._read)
-        link.on(DropFile, lambda note: self._recent.drop((note.namespace, note.handle)))
+        link.on(messages.DropFile, lambda note: self._recent.drop((note.namespace, note.handle)))
 
     async def require_room(self, namespace: str, num_bytes: int) -> None:
         """Raises `ImageQuotaExceeded` or `ImageStoreFull` if a file of this size would not be stored."""
-        await self._ask(RequireRoom(namespace, num_bytes))
+        await self._link.ask(messages.RequireRoom(namespace, num_bytes))
 
     async def renew(self, namespace: str, handle: ImageHandle, retention: Retention) -> StoredImage | None:
         """Keep a stored image for longer; returns None if it is not stored."""
-        return await self._ask(RenewImage(namespace, handle, retention))
+        return await self._link.ask(messages.RenewImage(namespace, handle, retention))
 
     async def put(
         self, namespace: str, handle: ImageHandle, data: bytes, info: ImageInfo, retention: Retention
@@ -100,13 +89,13 @@ class SharedImages:
         name = f"{self._identity}-{next(self._numbers)}"
         async with self._written(name, data):
             try:
-                return await self._ask(PutImage(namespace, handle, len(data), info, retention, name))
+                return await self._link.ask(messages.PutImage(namespace, handle, len(data), info, retention, name))
             except ImageNotFound:
                 raise SupervisorUnavailable("the file was removed before it was stored") from None
 
     async def find(self, namespace: str, handle: ImageHandle) -> StoredImage:
         """Returns an image, which counts as used now."""
-        return await self._ask(FindImage(namespace, handle))
+        return await self._link.ask(messages.FindImage(namespace, handle))
 
     async def read(self, namespace: str, image: StoredImage) -> HashedImage:
         """Returns the file of an image that has just been found."""
@@ -114,11 +103,11 @@ class SharedImages:
 
     async def delete(self, namespace: str, handle: ImageHandle) -> None:
         """Drop an image."""
-        await self._ask(DeleteImage(namespace, handle))
+        await self._link.ask(messages.DeleteImage(namespace, handle))
 
     def drop_namespace(self, namespace: str) -> None:
         """Drop all images of a namespace."""
-        self._link.notify(DropNamespace(namespace))
+        self._link.notify(messages.DropNamespace(namespace))
 
     async def _read(self, key: _Key, size_bytes: int) -> HashedImage:
         namespace, handle = key
@@ -154,9 +143,6 @@ class SharedImages:
         finally:
             # A thread cannot be cancelled, so its file may come later.
             remove() if writing.done() else writing.add_done_callback(remove)
-
-    async def _ask(self, question: Question[AnswerType]) -> AnswerType:
-        return await self._link.ask(question, timeout_s=self._timeout_s)
 
 
 class _RecentFiles:
@@ -235,12 +221,12 @@ class ImageOwner:
         """Answer a new front end."""
         index = self._index
         self._links[identity] = link
-        link.on(RequireRoom, lambda asked: self._require_room(asked.namespace, asked.num_bytes))
-        link.on(RenewImage, self._renew)
-        link.on(PutImage, self._put)
-        link.on(FindImage, self._find)
-        link.on(DeleteImage, lambda asked: index.delete(asked.namespace, asked.handle))
-        link.on(DropNamespace, lambda note: index.drop_namespace(note.namespace))
+        link.on(messages.RequireRoom, lambda asked: self._require_room(asked.namespace, asked.num_bytes))
+        link.on(messages.RenewImage, self._renew)
+        link.on(messages.PutImage, self._put)
+        link.on(messages.FindImage, self._find)
+        link.on(messages.DeleteImage, lambda asked: index.delete(asked.namespace, asked.handle))
+        link.on(messages.DropNamespace, lambda note: index.drop_namespace(note.namespace))
 
     def drop(self, identity: str) -> None:
         """Forget a front end that has ended, and remove the files that it was writing."""
@@ -256,11 +242,11 @@ class ImageOwner:
             if not self._index.evict():
                 raise ImageStoreFull(self._index.limits.max_bytes)
 
-    def _renew(self, asked: RenewImage | PutImage) -> StoredImage | None:
+    def _renew(self, asked: messages.RenewImage | messages.PutImage) -> StoredImage | None:
         self._drop_removed(asked.namespace, asked.handle)
         return self._index.renew(asked.namespace, asked.handle, asked.retention)
 
-    def _find(self, asked: FindImage) -> StoredImage:
+    def _find(self, asked: messages.FindImage) -> StoredImage:
         self._drop_removed(asked.namespace, asked.handle)
         return self._index.get(asked.namespace, asked.handle)
 
@@ -270,7 +256,7 @@ class ImageOwner:
             _log.warning("the file of a stored image was removed from %s", self._folder)
             self._index.delete(namespace, handle)
 
-    def _put(self, asked: PutImage) -> StoredImage:
+    def _put(self, asked: messages.PutImage) -> StoredImage:
         known = self._renew(asked)
         if known is not None:  # another call has stored it meanwhile
             return known
@@ -287,7 +273,7 @@ class ImageOwner:
         with contextlib.suppress(OSError):
             self._path(namespace, handle).unlink()
         for link in self._links.values():
-            link.notify(DropFile(namespace, handle))
+            link.notify(messages.DropFile(namespace, handle))
 
     def _path(self, namespace: str, handle: ImageHandle) -> Path:
         return self._folder / _STORED / _file_name(namespace, handle)

@@ -33,26 +33,9 @@ from setproctitle import setproctitle
 
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.http.probes import ProbePort, Probes
+from kestrel_grpc.multiprocess.protocol import messages
 from kestrel_grpc.multiprocess.protocol.errors import SupervisorUnavailable
 from kestrel_grpc.multiprocess.protocol.link import Link, send_first
-from kestrel_grpc.multiprocess.protocol.messages import (
-    Announce,
-    Begin,
-    CoreGone,
-    CoreReady,
-    Drain,
-    FrontendGone,
-    FrontendStuck,
-    Hello,
-    Ping,
-    ReadAgain,
-    ReadMetrics,
-    Ready,
-    Serving,
-    Stop,
-    Withdraw,
-    build_id,
-)
 from kestrel_grpc.multiprocess.supervision.child import OTHER_BUILD, STOP_SIGNALS
 from kestrel_grpc.multiprocess.supervision.folder import private_folder, touch
 from kestrel_grpc.multiprocess.supervision.layout import CorePlace, Layout, placed
@@ -119,7 +102,7 @@ class Supervisor:
         self.lock = lock
         self.config = config
         self.instance_id = secrets.token_hex(8)
-        self.build = build_id()
+        self.build = messages.build_id()
         self.num_cores = len(layout.cores)
         self.num_frontends = layout.num_frontends
         self.is_ending = False
@@ -164,7 +147,7 @@ class Supervisor:
     async def serve(self) -> int:
         """Run until a signal; returns the exit status. Raises `PortUnavailable`."""
         began, end = time.monotonic(), "the start has failed"
-        with stop_signals(lambda: self._notify_frontends(ReadAgain())) as signals:
+        with stop_signals(lambda: self._notify_frontends(messages.ReadAgain())) as signals:
             try:
                 self._reserve_ports()
                 starting = asyncio.ensure_future(self._start())
@@ -215,7 +198,7 @@ class Supervisor:
     def core_ended(self, index: int, *, is_fault: bool) -> None:
         """Notify the front ends that the process of a core has ended."""
         for frontend in self._frontends:
-            frontend.notify(CoreGone(index, is_fault))
+            frontend.notify(messages.CoreGone(index, is_fault))
         if not self.ready_cores():
             self._no_core_serves.set()
 
@@ -223,12 +206,12 @@ class Supervisor:
         """Notify the front ends that a new process of a core serves."""
         self._no_core_serves.clear()
         for frontend in self._frontends:
-            frontend.notify(CoreReady(index))
+            frontend.notify(messages.CoreReady(index))
 
     def frontend_ended(self, identity: str) -> None:
         """Notify the cores that the process of a front end has ended."""
         for core in self._cores:
-            core.notify(FrontendGone(identity))
+            core.notify(messages.FrontendGone(identity))
 
     def end_frontend(self, identity: str) -> None:
         """Kill a front end that does not read the messages of a core."""
@@ -265,7 +248,7 @@ class Supervisor:
             address = address_of(config.metrics_host, self._probe_port.port or 0)
             _log.info("metrics and probes of all processes on http://%s", address)
         freeze_existing_objects()
-        self._frontends[0].notify(Announce())
+        self._frontends[0].notify(messages.Announce())
 
     async def _keep(self, child: _Child) -> None:
         """Keep a child running; if that fails, end the server rather than leave the child without a process."""
@@ -294,12 +277,12 @@ class Supervisor:
         """Run the lame-duck period, which ends early if no core serves, and then drain the front ends."""
         _log.info("withdrawing: calls are taken for another %g s", delay_s)
         self._is_withdrawn = True
-        self._notify_frontends(Withdraw())
+        self._notify_frontends(messages.Withdraw())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
                 await self._no_core_serves.wait()
         self.is_ending = True
-        self._notify_frontends(Drain())
+        self._notify_frontends(messages.Drain())
         await self._ended(self._frontends, self.config.drain_timeout + _LAST_S)
 
     async def _stop(self) -> None:
@@ -474,7 +457,7 @@ class _Child:
     def stop(self) -> None:
         """End its process: by `Stop` if it serves, otherwise at once."""
         if self.is_ready:
-            self.notify(Stop())
+            self.notify(messages.Stop())
         else:
             self.kill()
 
@@ -488,7 +471,7 @@ class _Child:
         """Returns the metrics of its process, as Prometheus text; empty if it does not answer."""
         link = self.link
         try:
-            return b"" if link is None else await link.ask(ReadMetrics(), timeout_s=_METRICS_TIMEOUT_S)
+            return b"" if link is None else await link.ask(messages.ReadMetrics(), timeout_s=_METRICS_TIMEOUT_S)
         except SupervisorUnavailable as error:
             _log.warning("no metrics: %s", error)
             return b""
@@ -509,7 +492,7 @@ class _Child:
             raise _CannotStart(getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
         self._process, self.is_killed = process, False
         with contextlib.suppress(OSError):  # it has ended already
-            send_first(self._link_end, Hello(self.supervisor.build, "supervisor"))
+            send_first(self._link_end, messages.Hello(self.supervisor.build, "supervisor"))
             send_first(self._link_end, self._begin())
         return ended
 
@@ -529,9 +512,9 @@ class _Child:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _begin(self) -> Begin:
+    def _begin(self) -> messages.Begin:
         supervisor = self.supervisor
-        return Begin(
+        return messages.Begin(
             config=self.config(),
             name=self.name,
             index=self.index,
@@ -546,7 +529,7 @@ class _Child:
     async def _watch(self, link: Link) -> None:
         """Serve the link to the process, and kill the process if it does not answer."""
         ready = asyncio.Event()
-        link.on(Ready, lambda _: ready.set())
+        link.on(messages.Ready, lambda _: ready.set())
         self.handle(link)
         await link.start(self._link_end)
         await ready.wait()
@@ -559,7 +542,7 @@ class _Child:
         while True:
             await asyncio.sleep(PING_INTERVAL_S)
             try:
-                await link.ask(Ping(), timeout_s=PING_TIMEOUT_S)
+                await link.ask(messages.Ping(), timeout_s=PING_TIMEOUT_S)
             except SupervisorUnavailable as error:
                 if not self.supervisor.is_ending:
                     _log.error("%s: it is killed", error)
@@ -593,7 +576,7 @@ class _Core(_Child):
         return placed(super().config(), self._place)
 
     def handle(self, link: Link) -> None:
-        link.on(FrontendStuck, lambda note: self.supervisor.end_frontend(note.identity))
+        link.on(messages.FrontendStuck, lambda note: self.supervisor.end_frontend(note.identity))
 
     def note_ready(self, *, is_first: bool) -> None:
         if not is_first:
@@ -615,14 +598,14 @@ class _Frontend(_Child):
 
     def handle(self, link: Link) -> None:
         self.supervisor.owner.join(self.identity, link)
-        link.on(Serving, self._note_serving)
+        link.on(messages.Serving, self._note_serving)
 
     def note_end(self, status: int) -> None:
         self.is_serving = False
         self.supervisor.owner.drop(self.identity)
         self.supervisor.frontend_ended(self.identity)
 
-    def _note_serving(self, note: Serving) -> None:
+    def _note_serving(self, note: messages.Serving) -> None:
         self.is_serving = note.is_serving
 
 

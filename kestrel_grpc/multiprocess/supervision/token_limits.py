@@ -11,16 +11,15 @@ import itertools
 from collections.abc import Awaitable
 
 from kestrel_grpc.access.limits import CountedCall, RateLimited, TokenLimit, TokenLimits
-from kestrel_grpc.multiprocess.protocol.link import ANSWER_TIMEOUT_S, Link
+from kestrel_grpc.multiprocess.protocol.link import Link
 from kestrel_grpc.multiprocess.protocol.messages import AdoptCall, EnterCall, LeaveCall
 
 
 class SharedLimits:
     """Implements `Limits` for a front end: the supervisor counts. Belongs to the event loop of the link."""
 
-    def __init__(self, link: Link, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+    def __init__(self, link: Link) -> None:
         self._link = link
-        self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
 
     async def enter(self, limit: TokenLimit, count: int = 1, *, takes_place: bool = True) -> CountedCall:
@@ -30,8 +29,7 @@ class SharedLimits:
         """
         call = _SharedCall(self._link, next(self._numbers))
         try:
-            question = EnterCall(call.number, limit, count, takes_place)
-            await self._link.ask(question, timeout_s=self._timeout_s)
+            await self._link.ask(EnterCall(call.number, limit, count, takes_place))
         except RateLimited:
             raise
         except BaseException:

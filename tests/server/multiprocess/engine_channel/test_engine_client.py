@@ -27,6 +27,7 @@ from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.engine_channel.engine_client import EngineClient
 from kestrel_grpc.multiprocess.engine_channel.routing import home_order
 from kestrel_grpc.multiprocess.protocol import connection as connection_module
+from kestrel_grpc.multiprocess.protocol import messages
 from kestrel_grpc.multiprocess.protocol.messages import CODEC, Events
 from kestrel_grpc.multiprocess.protocol.questions import Message
 from kestrel_runtime.api.config import EngineConfig
@@ -770,7 +771,7 @@ async def test_draining_waits_for_requests_and_takes_no_more(one: Cores) -> None
 
 
 async def test_another_build_is_refused(one: Cores, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "build_id", lambda: "another")
+    monkeypatch.setattr(messages, "build_id", lambda: "another")
     with pytest.raises(BuildMismatch):
         await EngineClient.connect(one.endpoints, "frontend-1.1")
 
@@ -787,3 +788,18 @@ async def test_what_is_cached_for_a_namespace_is_found_in_it_alone(one: Cores) -
 def test_a_front_end_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import kestrel_grpc.multiprocess.engine_channel.engine_client"
     subprocess.run((sys.executable, "-c", code), check=True)
+
+
+async def test_the_header_of_an_image_is_read_once_in_each_namespace(
+    one: Cores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inspect, read = client_module.inspect_image, list[object]()
+
+    def inspecting(image: Any, **limits: Any) -> Any:
+        read.append(image)
+        return inspect(image, **limits)
+
+    monkeypatch.setattr(client_module, "inspect_image", inspecting)
+    for namespace, num_read in (("a", 1), ("a", 1), ("b", 2)):
+        await submit(one.client, Query("what?", SMALL_IMAGE, sampling=GREEDY), namespace=namespace).result()
+        assert len(read) == num_read

@@ -310,7 +310,7 @@ ask = supervisor.Link.ask
 
 async def ask_shortly(link, question, *, timeout_s):
     is_stopped = Path({folder!r}, link.name)
-    if isinstance(question, supervisor.Ping) and is_stopped.exists():
+    if isinstance(question, supervisor.messages.Ping) and is_stopped.exists():
         is_stopped.unlink()
         timeout_s = 0.5
     return await ask(link, question, timeout_s=timeout_s)

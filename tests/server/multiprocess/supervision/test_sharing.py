@@ -247,7 +247,7 @@ async def test_a_call_that_gave_up_waiting_for_an_answer_has_no_place(folder: Pa
         await start()
         began = time.monotonic()
         with pytest.raises(SupervisorUnavailable):
-            await SharedLimits(theirs, timeout_s=0.05).enter(LIMIT)
+            await SharedLimits(theirs).enter(LIMIT)
         assert time.monotonic() - began < 60
         await left.wait()
         assert limits.take(LIMIT)
@@ -614,7 +614,7 @@ async def test_a_supervisor_that_does_not_answer_fails_the_use_of_a_handle_in_ti
         ours.on(FindImage, never)
         await start()
         with pytest.raises(SupervisorUnavailable):
-            await SharedImages(theirs, folder, "frontend-0.1", timeout_s=0.05).find("", HANDLE)
+            await SharedImages(theirs, folder, "frontend-0.1").find("", HANDLE)
 
 
 async def test_images_of_a_namespace_go_with_its_last_token(tokens: Path, folder: Path) -> None:
