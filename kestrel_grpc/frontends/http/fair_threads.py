@@ -15,19 +15,24 @@ from kestrel_runtime.fairness.fair_turns import FairTurns
 
 Result = TypeVar("Result")
 
+_RESTS_AFTER_ERROR = 4
+"""The rest after work that fails, in durations of that work. Few bodies of an honest caller are refused."""
+
 
 @dataclass(slots=True, eq=False)
 class _Job:
     tenant: str
     turn: asyncio.Event
     """Set once the job may run. A future could be cancelled at the moment at which it gets its turn."""
-    took_s: float = 0.0
+    rest_s: float = 0.0
+    """The rest of its tenant after it."""
 
 
 class FairThreads:
     """Runs at most `num_threads` pieces of work at a time, and one of each tenant. Belongs to one event loop.
 
     After each piece its tenant rests for as long as the piece has taken, by `clock`, which is read in the thread.
+    After a piece that has raised an error it rests `_RESTS_AFTER_ERROR` times as long.
     """
 
     def __init__(self, num_threads: int, clock: Callable[[], float] = time.thread_time) -> None:
@@ -51,11 +56,13 @@ class FairThreads:
             raise
 
         def timed() -> Result:
-            began = self._clock()
+            began, factor = self._clock(), _RESTS_AFTER_ERROR
             try:
-                return work()
+                result = work()
+                factor = 1
+                return result
             finally:
-                job.took_s = self._clock() - began
+                job.rest_s = factor * (self._clock() - began)
 
         running = loop.run_in_executor(None, timed)
         running.add_done_callback(lambda done: self._note_end(job, done))
@@ -74,8 +81,8 @@ class FairThreads:
 
     def _end(self, job: _Job) -> None:
         self._num_free += 1
-        if job.took_s > 0.0:
-            asyncio.get_running_loop().call_later(job.took_s, self._end_rest, job.tenant)
+        if job.rest_s > 0.0:
+            asyncio.get_running_loop().call_later(job.rest_s, self._end_rest, job.tenant)
             self._start()
         else:
             self._end_rest(job.tenant)

@@ -127,7 +127,7 @@ def test_values_are_not_converted_and_each_wrong_one_is_named(given: Any, place:
             ChatBody,
             {**CHAT, "messages": [{**SAID, "content": [{"type": "video"}]}]},
             "messages[0].content[0].type",
-            "must be one of text, image_url",
+            "must be one of text, image_url, refusal",
         ),
         (
             ChatBody,

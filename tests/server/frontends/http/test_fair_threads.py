@@ -103,6 +103,19 @@ async def test_a_tenant_rests_for_as_long_as_its_work_has_taken() -> None:
         await waiting
 
 
+@pytest.mark.parametrize(("fails", "rest_s"), [(False, 2.0), (True, 8.0)])
+async def test_a_tenant_rests_longer_after_work_that_fails(
+    fails: bool, rest_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings, rests = iter([0.0, 2.0]), list[float]()
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "call_later", lambda delay_s, *rest: rests.append(delay_s))
+    work = asyncio.ensure_future(FairThreads(1, lambda: next(readings)).run("a", lambda: 1 // (not fails)))
+    await asyncio.wait((work,))
+    assert (work.exception() is not None) == fails
+    assert rests == [rest_s]
+
+
 async def test_a_tenant_has_its_next_turn_after_its_rest() -> None:
     readings = iter([0.0, 1e-3, 0.0, 0.0])
     threads = FairThreads(1, lambda: next(readings))
