@@ -536,16 +536,24 @@ def _is_whole(arguments: argparse.Namespace) -> bool:
 
 
 def print_text(deltas: Iterator[TextDelta]) -> None:
-    """Prints an answer as it arrives, and the reasoning on standard error."""
-    from kestrel_client import TextChannel
+    """Prints an answer as it arrives, and the reasoning on standard error.
+
+    The part of an answer that came before a failure is a line, too.
+    """
+    from kestrel_client import KestrelClientError, TextChannel
 
     channel = None
-    for delta in deltas:
-        if channel is TextChannel.REASONING and delta.channel is not channel:
-            print(file=sys.stderr)
-        channel = delta.channel
-        file = sys.stdout if channel is TextChannel.ANSWER else sys.stderr
-        show(delta.text, end="", file=file)
+    try:
+        for delta in deltas:
+            if channel is TextChannel.REASONING and delta.channel is not channel:
+                print(file=sys.stderr)
+            channel = delta.channel
+            file = sys.stdout if channel is TextChannel.ANSWER else sys.stderr
+            show(delta.text, end="", file=file)
+    except KestrelClientError:
+        if channel is not None:  # else there is no line to end
+            print(file=sys.stdout if channel is TextChannel.ANSWER else sys.stderr, flush=True)
+        raise
     print(flush=True)
 
 

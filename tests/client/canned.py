@@ -143,14 +143,15 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
     """Answers from the can and remembers what it was asked.
 
     `failures` are used up before anything is answered, one per call. While `endless` is set, a stream stops
-    after its first piece and goes on only to be cancelled, which `cancelled` tells.
+    after its first piece and goes on only to be cancelled, which `cancelled` tells. While `fails_midway` is set, it
+    fails there.
     With `score` None it is a server that is older than scores.
     """
 
     def __init__(self) -> None:
         self.images = CannedImages()
         self.failures: list[status_pb2.Status] = []
-        self.endless = False
+        self.endless = self.fails_midway = False
         self.score: float | None = None
         self.answer_pieces: tuple[str, ...] = ANSWER_PIECES
         self.cancelled = threading.Event()
@@ -299,12 +300,14 @@ class CannedVision(vision_service_pb2_grpc.VisionServiceServicer):
         return any(name and name not in self.images.stored for name in names_in(request))
 
     def _until_cancelled(self, events: Iterator[Any], context: Any) -> Iterator[Any]:
-        if not self.endless:
+        if not self.endless and not self.fails_midway:
             yield from events
             return
         context.add_callback(self.cancelled.set)
         yield next(events)
         yield next(events)
+        if self.fails_midway:
+            context.abort_with_status(rpc_status.to_status(status(code_pb2.INTERNAL, "a failed step")))
         self.cancelled.wait(MAX_WAIT_S)
 
 

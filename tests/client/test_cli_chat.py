@@ -86,6 +86,16 @@ def test_a_mistake_in_a_pipe_ends_the_command(
     assert vision.requests == []
 
 
+def test_the_part_of_an_answer_that_came_before_a_failure_is_a_line(
+    address: str, vision: CannedVision, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    vision.fails_midway = True
+    assert _run(monkeypatch, "What?\n", "--address", address) == 1
+    shown = capsys.readouterr()
+    assert shown.out == f"{canned.ANSWER_PIECES[0]}\n"
+    assert "a failed step" in shown.err
+
+
 def test_on_a_terminal_a_failed_question_is_not_part_of_the_conversation(
     address: str, vision: CannedVision
 ) -> None:
