@@ -26,6 +26,8 @@ SUMS = [
 ]
 # Row groups, coefficients, and what they add to.
 ADAPTERS = [("add_up_terms", [5, 48, 40, 24, 3, 8])]
+# Text and tokens with values.
+SAMPLES = [("advance_rows", [5])]
 # One token, few and many, of which the last are listed by two kernels.
 EXPERTS = [("mixture_of_experts", [count, 48, 24, 6]) for count in (1, 5, 70)]
 
@@ -110,7 +112,7 @@ def compiler(tmp_path_factory, warm_starts):
 @pytest.fixture(scope="module")
 def of_every_call(compiler):
     """What calls launch."""
-    calls = [*ROWS, *HEADS, *SUMS, *EXPERTS, *ADAPTERS]
+    calls = [*ROWS, *HEADS, *SUMS, *EXPERTS, *ADAPTERS, *SAMPLES]
     return list(zip(calls, compiler.launches(calls), strict=True))
 
 
@@ -168,6 +170,16 @@ def test_terms_of_adapters_are_added_where_every_thread_has_read_before(of_every
                 assert re.fullmatch("((load )+barrier (store )+)+", " ".join([*own, ""])), kernel
             written |= in_place
     assert written == {"out"}
+
+
+def test_rows_of_the_request_state_are_written_where_every_thread_has_read_before(of_every_call):
+    ((of_text, of_values),) = (kernels for call, kernels in of_every_call if call in SAMPLES)
+    for kernel in (of_text, of_values):
+        assert kernel.in_place() == {"integers"}
+        own = [
+            access.kind for access in kernel.accesses if access.pointer == "integers" or access.kind == "barrier"
+        ]
+        assert re.fullmatch("(load )+barrier (store )+", " ".join([*own, ""])), kernel
 
 
 def calls_for(card, *, every=EVERY_CARD):

@@ -95,6 +95,7 @@ def _advance_rows(
     count = tl.zeros((block,), tl.int64)
     if num_values is not None:
         count = tl.load(num_values + place, mask=inside, other=0)
+    tl.debug_barrier()
     tl.store(target, token, mask=inside)
     tl.store(target + 1, count, mask=inside)
     tl.store(target + 2, following, mask=inside)
