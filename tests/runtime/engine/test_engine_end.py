@@ -292,9 +292,11 @@ class Run:
     """From the moment of raising until every stream was over."""
 
 
-async def end_of(waited: Stream) -> object:
+async def end_of(waited: Stream, *, is_streamed: bool) -> object:
+    """The last event, or the error, also of a caller that takes every event."""
     try:
-        return await waited.result()
+        events = [event async for event in waited] if is_streamed else [await waited.result()]
+        return events[-1]
     except KestrelError as error:
         return error
     except asyncio.CancelledError as error:
@@ -392,7 +394,9 @@ async def play(loaded: LoadedModel, tracer: Tracer, scenario: str) -> Run:
         streams["unprepared"], _ = preparations.of_next(engine)
         clearing = asyncio.ensure_future(engine.clear_cache())
         await asyncio.sleep(0)  # until it is asked for
-        ends = {name: asyncio.ensure_future(end_of(item)) for name, item in streams.items()}
+        ends = {
+            name: asyncio.ensure_future(end_of(item, is_streamed=name == "long")) for name, item in streams.items()
+        }
         # Calls of a caller that has left wait only for the end of the engine.
         others = [ends[name] for name in ends if name not in ("leaving", "unprepared")]
         everybody_is_there.set()
