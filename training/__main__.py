@@ -1,4 +1,4 @@
-"""`python -m training`: prepare, train, polish, export, or all four; converse; or train the adapter."""
+"""`python -m training`: prepare, train, polish, converse, export, or all five; or train the adapter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from training.adapter.run import NANO, AdapterRecipe, train_adapter
+from training.adapter.run import AdapterRecipe, train_adapter
 from training.corpus import corpus
 from training.export import export
 from training.model import config_dict
@@ -28,8 +28,6 @@ def main() -> None:
     parser.add_argument("--scenes", type=int, help="new pictures per step")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="pause with a checkpoint after these")
     parser.add_argument("--within", type=float, default=float("inf"), help="fewer steps where all take longer")
-    parser.add_argument("--start", type=Path, default=NANO, help="converse: the exported model to go on from")
-    parser.add_argument("--of", choices=("polished", "conversing"), default="polished", help="export: a run")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--plain", action="store_true", help="do not compile")
     parser.add_argument("--log-every", type=int, default=50)
@@ -49,10 +47,12 @@ def main() -> None:
         first = arguments.folder / "first"
         export(arguments.folder, first)
         _go_on(arguments, first, polished, POLISH)
-    if arguments.task == "converse":
-        _go_on(arguments, arguments.start, conversing, CONVERSE)
+    if arguments.task in ("converse", "all"):
+        second = arguments.folder / "second"
+        export(polished, second)
+        _go_on(arguments, second, conversing, CONVERSE)
     if arguments.task in ("export", "all"):
-        export(arguments.folder / arguments.of, arguments.folder / "export")
+        export(conversing, arguments.folder / "export")
 
 
 def _go_on(arguments: argparse.Namespace, start: Path, folder: Path, recipe: Recipe) -> None:

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from training.quantise import quantised
@@ -50,13 +50,3 @@ def trainable_state(stored: dict[str, Tensor]) -> dict[str, Tensor]:
         values = tensor.float() if scale is None else tensor.float() * scale[..., None]
         state[name.removeprefix("model.")] = values
     return state
-
-
-def blended(first: Path, second: Path, share: float, target: Path) -> None:
-    """Writes the weights at `share` of the way from one exported model to another, which trained on from it."""
-    target.mkdir(parents=True, exist_ok=True)
-    ends = [trainable_state(load_file(folder / "model.safetensors")) for folder in (first, second)]
-    state = {name: torch.lerp(tensor, ends[1][name], share) for name, tensor in ends[0].items()}
-    save_file(stored_tensors(state), target / "model.safetensors")
-    for name in ("config.json", "tokenizer.json"):
-        shutil.copy(first / name, target / name)

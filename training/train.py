@@ -78,7 +78,7 @@ POLISH = Recipe(
 """A second, shorter run that starts from what the first one exported."""
 
 CONVERSE = Recipe(
-    num_steps=8000,
+    num_steps=4269,
     num_scenes=32,
     delays=(0, 9, 20, 32, 45, 59),
     muon_lr=0.006,

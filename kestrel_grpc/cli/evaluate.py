@@ -11,7 +11,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -159,7 +159,7 @@ def _run(task: Task, client: Client, arguments: argparse.Namespace) -> int:
     """Asks and reports; returns the exit status. Raises errors of the client and `OSError`."""
     server = server_facts(client, arguments.model or "")  # fails once, here, if there is no server
     model = arguments.model or ("unknown" if server is None else server["model"])
-    known = tuple(_warnings_of(model, arguments))
+    known = _warnings_of(model)
     for warning in known:
         print_error(f"warning: {warning}")
     calls = task.calls()
@@ -222,16 +222,14 @@ def _open_picture(file: Path | bytes) -> Image.Image:
         raise ValueError(str(error)) from error
 
 
-def _warnings_of(model: str, arguments: argparse.Namespace) -> Iterator[str]:
-    """Yields what is known about the model before it answers."""
+def _warnings_of(model: str) -> tuple[str, ...]:
+    """Returns what is known about the model before it answers."""
     if model != BUILT_IN_MODEL:
-        return
-    yield (
+        return ()
+    return (
         f"{model}, the built-in model, knows drawn shapes and printed text alone; its scores on photographs and "
-        "charts say nothing about Moondream"
+        "charts say nothing about Moondream",
     )
-    if arguments.task in _QUESTIONS and arguments.prompt != "{question}":
-        yield f"{model} knows questions as they are, and no instructions: --prompt '{{question}}' leaves them out"
 
 
 def _digest(calls: Sequence[Call]) -> str:

@@ -24,8 +24,6 @@ from tests.evaluation.test_detection import by_hand
 from tests.reference_fixtures import CHECKOUT
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-PLAIN = ("--prompt", "{question}")
-"""The built-in model knows questions as they are, and no instructions."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -49,7 +47,7 @@ async def test_chartqa_from_the_files_to_scores_answers_and_page(
 ) -> None:
     folder = sets.chartqa(tmp_path / "set")
     page, answers = tmp_path / "page.html", tmp_path / "answers.json"
-    assert await evaluate(address, "chartqa", folder, *PLAIN, "--html", page, "--json", answers) == 0
+    assert await evaluate(address, "chartqa", folder, "--html", page, "--json", answers) == 0
     lines = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines() if "accuracy" in line]
     assert lines == [
         ["relaxed accuracy", "0.667", "0.500 to 1.000", "3"],
@@ -71,8 +69,8 @@ async def test_chartqa_from_the_files_to_scores_answers_and_page(
 async def test_streamed_answers_score_as_whole_ones(address: str, tmp_path: Path) -> None:
     folder = sets.chartqa(tmp_path / "set")
     whole, streamed = tmp_path / "whole.json", tmp_path / "streamed.json"
-    assert await evaluate(address, "chartqa", folder, *PLAIN, "--json", whole) == 0
-    assert await evaluate(address, "chartqa", folder, *PLAIN, "--json", streamed, "--stream") == 0
+    assert await evaluate(address, "chartqa", folder, "--json", whole) == 0
+    assert await evaluate(address, "chartqa", folder, "--json", streamed, "--stream") == 0
     one, other = read(whole), read(streamed)
     assert (one["answers"], one["scores"]) == (other["answers"], other["scores"])
 
@@ -82,7 +80,7 @@ async def test_a_report_says_the_server_the_machine_and_the_load(
 ) -> None:
     folder = sets.chartqa(tmp_path / "set")
     page, answers = tmp_path / "page.html", tmp_path / "answers.json"
-    words = (*PLAIN, "--in-flight", "2", "--html", page, "--json", answers)
+    words = ("--in-flight", "2", "--html", page, "--json", answers)
     assert await evaluate(address, "chartqa", folder, *words) == 0
     shown = capsys.readouterr().out
     written = read(answers)
@@ -96,23 +94,27 @@ async def test_a_report_says_the_server_the_machine_and_the_load(
     text = page.read_text(encoding="utf-8")
     assert all(part in text for part in ("<td>picture sizes</td>", "<td>max_prefill_tokens</td>", processors()))
     digest = written["asked_sha256"]
-    assert await evaluate(address, "chartqa", folder, "--json", answers) == 0
+    assert await evaluate(address, "chartqa", folder, "--prompt", "{question}", "--json", answers) == 0
     assert read(answers)["asked_sha256"] != digest
 
 
-async def test_a_prompt_that_does_not_suit_the_model_is_named(
+async def test_answers_that_are_all_the_same_are_named(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = sets.chartqa(tmp_path / "set")
     page, answers = tmp_path / "page.html", tmp_path / "answers.json"
+    for part in ("human", "augmented"):
+        entries = read(folder / "test" / f"test_{part}.json")
+        sets.write_json(
+            folder / "test" / f"test_{part}.json", [e | {"query": "Is there a heart?"} for e in entries]
+        )
     assert await evaluate(address, "chartqa", folder, "--html", page, "--json", answers) == 0
     shown = capsys.readouterr().err
     found = read(answers)["warnings"]
     assert [line.removeprefix("kestrel-grpc: warning: ") for line in shown.splitlines()] == found
-    assert any("no instructions: --prompt '{question}' leaves them out" in warning for warning in found)
     assert any(warning.startswith("3 of 3 answers are the same, ") for warning in found)
     assert "3 of 3 answers are the same" in page.read_text(encoding="utf-8")
-    assert await evaluate(address, "chartqa", folder, *PLAIN, "--json", answers) == 0
+    assert await evaluate(address, "chartqa", sets.chartqa(tmp_path / "other"), "--json", answers) == 0
     (only,) = read(answers)["warnings"]
     assert "knows drawn shapes and printed text alone" in only
 
@@ -123,7 +125,7 @@ async def test_a_failed_call_is_counted_and_shown(
     folder = sets.chartqa(tmp_path / "set")
     (folder / "test" / "png" / "two.png").write_bytes(b"no picture")
     page, answers = tmp_path / "page.html", tmp_path / "answers.json"
-    assert await evaluate(address, "chartqa", folder, *PLAIN, "--html", page, "--json", answers) == 1
+    assert await evaluate(address, "chartqa", folder, "--html", page, "--json", answers) == 1
     shown = capsys.readouterr()
     assert "1 of 3 calls failed and count as wrong; the first: " in shown.err
     assert re.search(r"^relaxed accuracy +0\.333 .* 3$", shown.out, re.MULTILINE)
@@ -148,7 +150,7 @@ async def test_questions_are_scored_by_the_metric_of_their_set(
     address: str, tmp_path: Path, task: str, write: Callable[[Path], Path], expected: dict[str, float]
 ) -> None:
     answers = tmp_path / "answers.json"
-    assert await evaluate(address, task, write(tmp_path / "set"), *PLAIN, "--json", answers) == 0
+    assert await evaluate(address, task, write(tmp_path / "set"), "--json", answers) == 0
     scores = {name: score["value"] for name, score in read(answers)["scores"].items()}
     assert scores == pytest.approx(expected)
 

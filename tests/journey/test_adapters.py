@@ -273,7 +273,8 @@ async def test_a_removed_adapter_cannot_be_named_by_any_of_its_names_and_a_runni
     nano: LoadedModel, tmp_path: Path
 ) -> None:
     write_peft(tmp_path / "a" / "checkpoint-7", random_pairs(nano.model.config.text, seed=1))
-    long: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60}
+    # An answer that does not end by itself.
+    long: dict[str, Any] = {"temperature": 0.0, "max_tokens": 200, "logit_bias": {0: -100.0}}
     async with served(nano, tmp_path) as (client, _):
         whole = (await client.complete_query(None, QUESTION, adapter="a@7", **long)).answer
         await client.complete_query(None, QUESTION, adapter="a/checkpoint-7", **GREEDY)

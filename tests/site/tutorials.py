@@ -116,6 +116,13 @@ def test_the_recipes_of_the_cookbook(reader) -> None:
     x, y = (int(number) for number in re.findall(r"\d+", click))
     assert 60 <= x <= 170
     assert 190 <= y <= 300
+    assert shown(printed, "later.png").strip().split("\n") == [
+        "a star second",
+        "a blue square first",
+        "a green triangle both",
+        "a heart neither",
+    ]
+    assert shown(printed, "num_circles").strip() == "3"
     assert json.loads(shown(printed, "FIELDS")) == {"square": "blue", "triangle": "green"}
     assert shown(printed, "circles.json").strip() == "6 pictures, 6 boxes"
     data = json.loads((folder / "circles.json").read_text(encoding="utf-8"))

@@ -2,13 +2,11 @@ import io
 import itertools
 import json
 import random
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image, ImageDraw
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
@@ -24,7 +22,7 @@ from training.batches import PAIR_ROW_TOKENS, SHARED, GroupMaker, Row, Rows
 from training.conversing import ConversingTeacher
 from training.dialogues import Turn
 from training.examples import IMAGE, Example, Teacher
-from training.export import blended, stored_tensors, trainable_state
+from training.export import trainable_state
 from training.fonts import FACES
 from training.model import new_model
 from training.network import Network
@@ -33,7 +31,6 @@ from training.scenes import HELD_OUT, make_scene
 from training.words import with_article
 
 SEEDS = range(60)
-MODEL = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -231,19 +228,3 @@ def test_held_out_scenes_have_faces_values_and_layouts_of_their_own() -> None:
         or len({round(thing.center[1], 6) for thing in scene.shapes}) < len(scene.shapes)
     ]
     assert len(lines) > len(aligned) / 3
-
-
-def test_a_blend_lies_between_two_exported_models(teacher: Teacher, tmp_path: Path) -> None:
-    for seed, name in ((0, "first"), (1, "second")):
-        (tmp_path / name).mkdir()
-        save_file(stored_tensors(dict(new_model(teacher.config, seed).state_dict())), tmp_path / name / MODEL)
-        for file in ("config.json", "tokenizer.json"):
-            shutil.copy(NANO / file, tmp_path / name / file)
-    blended(tmp_path / "first", tmp_path / "second", 0.75, tmp_path / "between")
-    first, second, between = (
-        trainable_state(load_file(tmp_path / name / MODEL)) for name in ("first", "second", "between")
-    )
-    for name, tensor in between.items():
-        expected = first[name] + 0.75 * (second[name] - first[name])
-        torch.testing.assert_close(tensor, expected, atol=expected.abs().max().item() / 14, rtol=0)
-    assert (tmp_path / "between" / "config.json").read_bytes() == (NANO / "config.json").read_bytes()

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -16,15 +17,19 @@ from PIL import Image, ImageDraw, ImageFont
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.server import Server
 from kestrel_runtime.api.config import BUILT_IN_MODEL, EngineConfig
+from kestrel_runtime.api.constraints import Constraint
 from kestrel_runtime.api.events import CaptionOutput, DetectOutput, Output, PointOutput, QueryOutput, SegmentOutput
 from kestrel_runtime.api.requests import (
     Caption,
+    Chat,
+    ChatMessage,
     Detect,
     Gaze,
     Point,
     PointRef,
     Query,
     Request,
+    Role,
     SamplingParams,
     Segment,
 )
@@ -156,6 +161,99 @@ async def test_it_outlines_what_is_there_and_nothing_else(engine: LocalEngine, f
     absent = await _ask(engine, Segment("dog", four_shapes))
     assert isinstance(absent, SegmentOutput)
     assert absent.segments == ()
+
+
+async def _share_right(engine: LocalEngine, asked: list[tuple[Request, str]]) -> float:
+    outputs = await asyncio.gather(*(_ask(engine, request) for request, _ in asked))
+    answers = [output.answer if isinstance(output, QueryOutput) else None for output in outputs]
+    return sum(answer == right for answer, (_, right) in zip(answers, asked, strict=True)) / len(asked)
+
+
+def _turns(*texts: str, images: tuple[bytes, ...], system: str = "", schema: object = None) -> Chat:
+    """A conversation whose messages take turns, and whose first one has the images."""
+    roles = itertools.cycle((Role.USER, Role.ASSISTANT))
+    messages = [
+        ChatMessage(role, text, () if place else images)
+        for place, (role, text) in enumerate(zip(roles, texts, strict=False))
+    ]
+    if system:
+        messages.insert(0, ChatMessage(Role.SYSTEM, system))
+    constraint = None if schema is None else Constraint(json_schema=json.dumps(schema))
+    return Chat(tuple(messages), sampling=GREEDY, constraint=constraint)
+
+
+async def test_it_tells_which_of_two_pictures_has_something(
+    engine: LocalEngine, four_shapes: bytes, word_and_circles: bytes
+) -> None:
+    first, second = (four_shapes, word_and_circles), (word_and_circles, four_shapes)
+    in_first = ("a star", "a blue square", "a triangle", "a red circle", "an orange star")
+    in_second = ("a cross", "a purple circle", "text")
+    asked = [
+        (_turns(f"Which of the two pictures has {thing}?", images=images), f"the {place}")
+        for images, places in ((first, ("first", "second")), (second, ("second", "first")))
+        for things, place in zip((in_first, in_second), places, strict=True)
+        for thing in things
+    ]
+    asked += [
+        (_turns("Which picture has a heart?", images=first), "neither"),
+        (_turns("Which picture has a circle?", images=first), "both"),
+        (_turns("Do both images have a star?", images=first), "No"),
+        (_turns("What color is the star in the first picture?", images=first), "orange"),
+    ]
+    assert await _share_right(engine, asked) >= 0.9
+
+
+async def test_it_answers_further_questions_and_follows_wishes(
+    engine: LocalEngine, four_shapes: bytes, word_and_circles: bytes
+) -> None:
+    one, other = (four_shapes,), (word_and_circles,)
+    asked = [
+        (_turns("Is there a star?", "Yes", "What color is it?", images=one), "orange"),
+        (_turns("What color is the square?", "It is blue.", "How many shapes are there?", images=one), "4"),
+        (_turns("How many circles are there?", "3", "And crosses?", images=other), "1"),
+        (_turns("What does the text say?", "HELLO", "What color is the cross?", images=other), "gray"),
+        (_turns("How many shapes are there?", images=one, system="You are a helpful assistant."), "4"),
+        (_turns("What shape is the blue object?", images=one, system="Be brief."), "square"),
+    ]
+    instruction = "Answer with a single word, number or short phrase."
+    asked += [
+        (Query(f"{question}\n{instruction}", image, sampling=GREEDY), answer)
+        for image, question, answer in (
+            (four_shapes, "What color is the triangle?", "green"),
+            (four_shapes, "Is there a purple heart?", "No"),
+            (word_and_circles, "How many purple circles are there?", "3"),
+            (word_and_circles, "What does the text say?", "HELLO"),
+        )
+    ]
+    assert await _share_right(engine, asked) >= 0.9
+
+
+async def test_its_json_is_true(engine: LocalEngine, four_shapes: bytes, word_and_circles: bytes) -> None:
+    def described(**types: str) -> dict[str, Any]:
+        properties = {name: {"type": kind} for name, kind in types.items()}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+
+    one, other = (four_shapes,), (word_and_circles,)
+    form = "Answer in JSON with the fields"
+    asked: list[tuple[Request, str]] = [
+        (_turns("Describe the image.", images=one, schema=described(num_stars="integer")), '{"num_stars": 1}'),
+        (_turns("Describe the image.", images=other, schema=described(text="string")), '{"text": "HELLO"}'),
+        (
+            _turns("What is there?", images=one, schema=described(has_star="boolean", has_text="boolean")),
+            '{"has_star": true, "has_text": false}',
+        ),
+        (_turns(f"Describe the star. {form} color and shape.", images=one), '{"color": "orange", "shape": "star"}'),
+        (
+            _turns(f"What do you see? {form} num_circles and has_heart.", images=other),
+            '{"num_circles": 3, "has_heart": false}',
+        ),
+    ]
+    assert await _share_right(engine, asked) >= 0.8
 
 
 async def test_a_gaze_is_a_point_of_gaze_with_the_eye_as_reference(engine: LocalEngine, four_shapes: bytes) -> None:
