@@ -44,7 +44,7 @@ END
 sed -n 's/^\([a-z0-9.-]*\)==.*/\1/p' deploy/requirements.lock >$tools/names.txt
 # shellcheck disable=SC2046  # one argument for each name
 $tools/bin/pip-licenses --python "$python" --format=markdown --no-version --with-system --order=name \
-    --packages $(cat $tools/names.txt) >deploy/licences.md
+    --packages $(cat $tools/names.txt) | sed -E 's/ +\|/ |/g; s/-{4,}/---/g' >deploy/licences.md
 
 PYTHONWARNINGS=ignore::UserWarning $tools/bin/cyclonedx-py requirements deploy/requirements.lock --pyproject pyproject.toml \
     --output-reproducible --validate --output-file $tools/sbom.json

@@ -18,9 +18,9 @@ from tests.page.browser import SCREENSHOTS, chromium
 from tests.reference_fixtures import CHECKOUT
 
 PICTURES = CHECKOUT / "docs" / "page"
-DOCUMENTED = ("detect-desktop", "query-phone", "segment-phone-dark", "error-phone")
+DOCUMENTED = ("detect-desktop", "query-phone", "segment-phone-dark")
 """The screenshots of docs/page.md."""
-_WIDTH_PX = {"desktop": 1000, "phone": 390}
+_WIDTH_PX = {"desktop": 720, "phone": 250}
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def _write_picture(name: str) -> None:
     width = _WIDTH_PX["phone" if "phone" in name else "desktop"]
     with Image.open(SCREENSHOTS / f"{name}.png") as picture:
         picture.thumbnail((width, 10 * width))
-        picture.convert("RGB").save(PICTURES / f"{name}.webp", quality=30, method=6)
+        picture.convert("RGB").save(PICTURES / f"{name}.webp", quality=20, method=6)
 
 
 if __name__ == "__main__":
