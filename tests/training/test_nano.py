@@ -188,7 +188,7 @@ async def test_it_tells_which_of_two_pictures_has_something(
     first, second = (four_shapes, word_and_circles), (word_and_circles, four_shapes)
     in_first = ("a star", "a blue square", "a triangle", "a red circle", "an orange star")
     in_second = ("a cross", "a purple circle", "text")
-    asked = [
+    asked: list[tuple[Request, str]] = [
         (_turns(f"Which of the two pictures has {thing}?", images=images), f"the {place}")
         for images, places in ((first, ("first", "second")), (second, ("second", "first")))
         for things, place in zip((in_first, in_second), places, strict=True)
@@ -207,7 +207,7 @@ async def test_it_answers_further_questions_and_follows_wishes(
     engine: LocalEngine, four_shapes: bytes, word_and_circles: bytes
 ) -> None:
     one, other = (four_shapes,), (word_and_circles,)
-    asked = [
+    asked: list[tuple[Request, str]] = [
         (_turns("Is there a star?", "Yes", "What color is it?", images=one), "orange"),
         (_turns("What color is the square?", "It is blue.", "How many shapes are there?", images=one), "4"),
         (_turns("How many circles are there?", "3", "And crosses?", images=other), "1"),
