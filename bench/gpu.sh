@@ -209,7 +209,7 @@ for stage in $stages; do
     changed)
         measure 500 "changed-$model" python3 -m bench.alternate --before "${BEFORE:?}" --model "$folder" \
             --rows "${ROWS:-changed:64,direct:64,changed-png:64,changed-pointer:64,changed-typed:64,changed-scroll:64,changed-noise:64}" \
-            --rounds "${ROUNDS:-2}" --processes 24 --json "$out/changed-$model.json" \
+            --rounds "${ROUNDS:-2}" --processes 24 --connections 16 --json "$out/changed-$model.json" \
             -- --precision float8 --kv-pages 4000 "${options[@]}"
         ;;
     one-picture)
