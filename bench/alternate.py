@@ -151,7 +151,7 @@ def _results(comparison: Comparison) -> dict[str, float]:
 
 
 def _shares(calls: Counter[str]) -> str:
-    """Who took which share of the calls."""
+    """Returns the share of the calls that each front end took."""
     return ", ".join(f"{name} {count / calls.total():.3f}" for name, count in sorted(calls.items()))
 
 

@@ -1,4 +1,4 @@
-"""What a process does without libraries that take long to import: torch, those of the hub and of adapters."""
+"""Tests what a process does without libraries that take long to import: torch, those of the hub and of adapters."""
 
 import subprocess
 import sys
