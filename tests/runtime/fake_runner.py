@@ -16,7 +16,7 @@ TOKEN = Token(5)
 class FakeHandle:
     """A step in flight."""
 
-    done = None
+    done: Any = None
 
     def __init__(self, runner: FakeRunner, batch: Batch) -> None:
         self.batch = batch

@@ -22,10 +22,11 @@ it has completed those in flight, so it never waits for output parsers.
      decode                       │ 2 ││ 4 ││ 5 ││ 6 │ …
      thread   │launch 1│launch 2,3│complete 1│launch 4, complete 2│launch 5, complete 4│ …
 
-While any sequence decodes, the thread only checks if prefill steps are complete. While none does, it promotes
-the sequences of the first prefill step in flight: they decode at once, in steps that depend on that step. Launching
-a prefill step takes the thread longer than a decode step takes the device, so more decode steps are launched before
-it.
+The thread waits for decode steps, which are short, and only checks if prefill steps are complete. If nothing else
+is left to do, `StepWaiter` waits for the first of these, and the thread for its end or for a request, which may
+begin meanwhile. While no sequence decodes, the thread promotes the sequences of the first prefill step in flight:
+they decode at once, in steps that depend on that step. Launching a prefill step takes the thread longer than a
+decode step takes the device, so more decode steps are launched before it.
 
 A step in flight that contains a sequence which has finished meanwhile is a tail step; its token is dropped. The
 pages and the row of request state may have a new owner by then. Later decode steps run after the tail step anyway.
@@ -64,6 +65,7 @@ from kestrel_runtime.engine.due_deadlines import Deadlines
 from kestrel_runtime.engine.isolation import Isolation
 from kestrel_runtime.engine.open_streams import CacheClearings
 from kestrel_runtime.engine.poison_requests import PoisonRequests
+from kestrel_runtime.engine.step_waiter import StepWaiter
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.fairness.queue_admission import QueueAdmission
 from kestrel_runtime.output.embedding import EmbeddingParser, ImageEmbeddings
@@ -105,7 +107,11 @@ class _AdapterLoaded(NamedTuple):
     lease: Future[AdapterLease]
 
 
-_Arriving = _Arrival | _DecodedImage | _AdapterLoaded | Stream | None
+class _PrefillOver(NamedTuple):
+    step: StepId
+
+
+_Arriving = _Arrival | _DecodedImage | _AdapterLoaded | _PrefillOver | Stream | None
 """An item of the inbox: a bare stream was cancelled; None only wakes the thread."""
 
 
@@ -170,12 +176,15 @@ class EngineLoop:
         self._step_ids = itertools.count(1)
         self._prefills: deque[InFlightStep] = deque()
         self._decodes: deque[InFlightStep] = deque()
+        self._step_waiter = StepWaiter(lambda step: self._inbox.put(_PrefillOver(step)))
+        self._awaited_prefill = self._ended_prefill = StepId(0)  # the last ones
         self._tokens, self._answers = RecentRate(), RecentRate()
         self._launching: Batch | None = None
         self._num_captures_awaited = 0
         self._may_want_captures = True  # the start leaves some; later since the last step
         self._captures_from = 0.0
-        self._num_marks = 0  # rises with each launch and completion, for the watchdog
+        self._num_marks = 0  # rises with each launch and completion
+        self._num_marks_before = -1  # the last turn
         self._is_waiting = True
         self._is_stopping = False
         self._is_finished = False
@@ -285,6 +294,7 @@ class EngineLoop:
 
     def run_turn(self) -> None:
         """Run one turn."""
+        self._num_marks_before = self._num_marks
         self._take_inbox()
         if self._clearings.pending:
             self._clearings.carry_out(self._forget_cached)
@@ -293,7 +303,7 @@ class EngineLoop:
         self._complete_finished_prefills()
         if self._reclaims_adapters:
             self._give_adapters_back()
-        promoted = self._promote()
+        self._promote()
         if not self._scheduler.can_look_ahead:  # asked when it is known who decodes
             self._complete_all()
         oldest = self._decodes[0] if self._decodes else None
@@ -307,10 +317,9 @@ class EngineLoop:
             self._launch(self._scheduler.behind_tail_steps(plan.prefill), self._prefills)
         if not self._runner.is_asynchronous:
             self._complete_all()
-        if oldest is not None and self._decodes and self._decodes[0] is oldest:  # younger ones keep the device busy
+        is_oldest = oldest is not None and self._decodes and self._decodes[0] is oldest
+        if is_oldest and not self._depends_on_prefill(oldest):  # younger ones keep the device busy
             self._complete(self._decodes)
-        if self._prefills and (promoted or (oldest is None and plan.is_empty)):
-            self._complete(self._prefills)
         if self._record is not None and not (self._prefills or self._decodes):
             self._record(())
         self._outbox.post()
@@ -328,22 +337,38 @@ class EngineLoop:
             # `Isolation` handles errors of the model. The rest is a broken device or a bug of ours; the books of
             # who owns what cannot be trusted any more.
             _log.critical("the engine thread ends", exc_info=True)
+        finally:
+            self._step_waiter.stop()
 
     def _wait_for_work(self) -> bool:
         """Wait until there is work; returns False if the thread must end."""
         is_blocked = self._scheduler.is_blocked
-        if (is_blocked or self._scheduler.is_idle) and not (self._prefills or self._decodes):
-            self._is_waiting = True
+        if self._prefills and self._num_marks == self._num_marks_before:
+            self._have_awaited(self._prefills[0])
+            self._receive_within(_BLOCKED_S)
+        elif (is_blocked or self._scheduler.is_idle) and not (self._prefills or self._decodes):
             quiet_s = None
             if self._may_want_captures:
                 quiet_s = max(_QUIET_S, self._captures_from - time.monotonic())
-            try:
-                self._receive(self._inbox.get(timeout=_BLOCKED_S if is_blocked else quiet_s))
-            except Empty:  # deadlines pass meanwhile
-                if not is_blocked:
-                    self._capture_wanted()
-            self._is_waiting = False
+            if not self._receive_within(_BLOCKED_S if is_blocked else quiet_s) and not is_blocked:
+                self._capture_wanted()
         return not self._is_stopping
+
+    def _receive_within(self, timeout_s: float | None) -> bool:
+        """Wait for an item of the inbox; returns False if none came, and deadlines may have passed."""
+        self._is_waiting = True
+        try:
+            self._receive(self._inbox.get(timeout=timeout_s))
+        except Empty:
+            return False
+        finally:
+            self._is_waiting = False
+        return True
+
+    def _have_awaited(self, prefill: InFlightStep) -> None:
+        if self._awaited_prefill < prefill.id:
+            self._awaited_prefill = prefill.id
+            self._step_waiter.wait_for(prefill.id, prefill.handle.done)
 
     def _capture_wanted(self) -> None:
         """Capture graphs until none is wanted, or something comes in."""
@@ -417,6 +442,8 @@ class EngineLoop:
             self._take_pixels(*item)
         elif isinstance(item, _AdapterLoaded):
             self._take_adapter(*item)
+        elif isinstance(item, _PrefillOver):
+            self._ended_prefill = item.step
 
     def _take_in(self, sequence: TokenSequence, stream: Stream) -> None:
         self._arriving.discard(stream)
@@ -447,15 +474,10 @@ class EngineLoop:
                 sequence.clock.started = now
                 self._admission.start(self._streams[sequence], now)
 
-    def _promote(self) -> bool:
-        """Let the sequences decode whose prompts end in the first prefill step in flight, if no sequence decodes.
-
-        Returns True if there were any.
-        """
-        if not self._prefills or not self._prefills[0].batch.sampled or self._scheduler.is_decoding:
-            return False
-        self._scheduler.promote(self._prefills[0].batch)
-        return True
+    def _promote(self) -> None:
+        """If no sequence decodes, let those decode whose prompts end in the first prefill step in flight."""
+        if self._prefills and not self._scheduler.is_decoding:
+            self._scheduler.promote(self._prefills[0].batch)
 
     def _launch_decodes(self, plan: Plan, now: float) -> bool:
         """Launch decode steps, the plan's first, until enough are in flight; returns False if a launch raised."""
@@ -517,21 +539,22 @@ class EngineLoop:
         """Returns the queue whose first step must complete before this step's masks; None if there is none."""
         if steps is self._decodes and steps[0] is not step:
             return steps
-        depends = any(prefill.id in step.batch.depends_on for prefill in self._prefills)
-        return self._prefills if depends else None
+        return self._prefills if self._depends_on_prefill(step) else None
+
+    def _depends_on_prefill(self, step: InFlightStep) -> bool:
+        return any(prefill.id in step.batch.depends_on for prefill in self._prefills)
 
     def _handles_of(self, ids: frozenset[StepId]) -> list[StepHandle]:
         return [step.handle for step in (*self._prefills, *self._decodes) if step.id in ids] if ids else []
 
     def _complete_finished_prefills(self) -> None:
-        while self._prefills and self._is_complete(self._prefills[0]):
+        while self._prefills and self._has_ended(self._prefills[0]):
             self._complete(self._prefills)
 
-    @staticmethod
-    def _is_complete(step: InFlightStep) -> bool:
+    def _has_ended(self, prefill: InFlightStep) -> bool:
         """Returns True if waiting for the step would return at once, or raise at once."""
         try:
-            return step.handle.is_complete()
+            return prefill.id <= self._ended_prefill or prefill.handle.is_complete()
         except Exception:  # the device reports an error to its first caller; `_complete` gets it again
             return True
 
@@ -547,7 +570,7 @@ class EngineLoop:
 
         Returns False if one of them failed, and all sequences wait again.
         """
-        while any(prefill.id in steps[0].batch.depends_on for prefill in self._prefills):
+        while self._depends_on_prefill(steps[0]):
             if not self._complete(self._prefills):
                 return False
         step = steps[0]  # in its place until it is complete: the watchdog names what is in flight

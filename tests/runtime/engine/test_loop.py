@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterable
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -144,6 +146,7 @@ async def test_beside_a_prompt_on_its_way_others_get_their_tokens(
     decoding = bench.add(tell(40))
     for _ in range(3):
         bench.loop.run_turn()
+        bench.loop._wait_for_work()
     young = bench.add(tell(5))
     for _ in range(20):
         bench.loop.run_turn()
@@ -380,6 +383,65 @@ async def test_a_prefill_step_waits_for_the_tail_steps_and_for_no_other_decode_s
         assert after == tails
     assert sum(bool(tails) for _, _, tails in runner.seen) > 5
     assert sum(not tails for _, _, tails in runner.seen) > 5
+
+
+class HeldHandle(FakeHandle):
+    """A prompt on its way until the test says so."""
+
+    def __init__(self, runner: FakeRunner, batch: Batch, over: threading.Event) -> None:
+        super().__init__(runner, batch)
+        self._over = over
+        self.done = self
+
+    def synchronize(self) -> None:
+        assert self._over.wait(60.0)
+
+    def is_complete(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self) -> list[Token]:
+        self.synchronize()
+        return super().wait()
+
+
+class HoldingRunner(FakeRunner):
+    """Ends each prompt when the test says so, and other steps at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts: list[threading.Event] = []
+        self._begun: SimpleQueue[None] = SimpleQueue()
+
+    def launch(self, batch: Batch, after: Iterable[FakeHandle] = ()) -> FakeHandle:
+        if batch.kind == "decode":
+            return super().launch(batch)
+        self.prompts.append(threading.Event())
+        self._begun.put(None)
+        return HeldHandle(self, batch, self.prompts[-1])
+
+    async def begun(self) -> None:
+        """Waits for the next prompt to begin."""
+        await asyncio.to_thread(self._begun.get, timeout=60.0)
+
+
+async def test_a_prompt_on_its_way_holds_up_neither_a_new_request_nor_an_answer_that_is_there() -> None:
+    runner = HoldingRunner()
+    loop = new_loop(runner)
+    loop.start()
+    answers = []
+    for _ in range(2):
+        sequence, stream = new_sequence(6), Stream()
+        sequence.request.parser = ShortParser(3)
+        loop.add(sequence, stream)
+        answers.append(stream.over)
+        await runner.begun()
+    runner.prompts[0].set()
+    await asyncio.wait_for(answers[0], 60.0)
+    assert not answers[1].done()
+    runner.prompts[1].set()
+    await asyncio.wait_for(answers[1], 60.0)
+    loop.stop()
+    assert loop.join(60.0)
 
 
 def test_the_rate_counts_tokens_of_the_last_seconds_only() -> None:

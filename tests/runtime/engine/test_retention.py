@@ -72,13 +72,14 @@ async def test_a_steady_load_retains_neither_sequences_nor_images_nor_steps(num_
                 loop.add(sequence, Stream())
                 num_sent += 1
                 del sequence
+            loop._wait_for_work()
             loop.run_turn()
             await asyncio.sleep(0)  # the event loop delivers what the turn posted
             if turn >= NUM_TURNS - NUM_LAST_TURNS:
                 now = census()
                 peak = {kind: max(count, now[kind]) for kind, count in peak.items()}
         grown = {kind: count - before[kind] for kind, count in peak.items()}
-        assert num_sent > NUM_TURNS / 3
+        assert num_sent > NUM_TURNS / 4
         # A few requests and steps in flight, whatever the number of turns.
         assert max(grown.values()) < 20, grown
     finally:
