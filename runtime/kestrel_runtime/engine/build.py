@@ -121,6 +121,7 @@ def build(
         cropping,
         on_device,
         is_cached,
+        lambda: scheduler.is_idle,
         poison_requests,
         image_cache=runner.num_cached_images > 0,
         crop_cache=runner.num_cached_crops > 0,
@@ -249,6 +250,7 @@ def _preprocessor(
     cropping: Cropping,
     on_device: DeviceOperations | None,
     is_cached: Callable[[Digest | None, EmbeddingKey | None], bool],
+    is_idle: Callable[[], bool],
     poison_requests: PoisonRequests,
     *,
     image_cache: bool,
@@ -263,7 +265,7 @@ def _preprocessor(
         if crop_cache:
             digest = CropHash(cropping.crop_bytes, model.device, on_device.hash_words)
         make_crops = DeviceCropper(
-            cropping, on_device.crop, on_stream, max_images=info.max_batch_size, digest=digest
+            cropping, on_device.crop, on_stream, max_images=info.max_batch_size, digest=digest, is_idle=is_idle
         )
     elif crop_cache:
         make_crops = partial(_crops_with_digests, cropping)

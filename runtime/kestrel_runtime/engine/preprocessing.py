@@ -37,6 +37,7 @@ from kestrel_runtime.engine.workers import Interrupted, Job, Workers
 from kestrel_runtime.fairness.image_budget import MAX_DECODING_BYTES, MemoryBudget
 from kestrel_runtime.imaging.crops import Cropping, Crops, DecodedImage, crops_bytes, kept_bytes
 from kestrel_runtime.imaging.decoding import decode_image, image_of, inspect_image
+from kestrel_runtime.imaging.device_crops import PrefetchedImage
 from kestrel_runtime.imaging.header import ImageHeader
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.family import ModelConfig, Skill
@@ -322,6 +323,7 @@ class Preprocessor:
                 tenant=tenant,
                 compiles=request.constraint is not None,
                 num_bytes=self._num_bytes_of_job(request, facts, shared),
+                then=_make_crops,
             )
         )
 
@@ -609,6 +611,13 @@ class Preprocessor:
     def _num_bytes(self, header: ImageHeader) -> int:
         """Returns the most memory that decoding an image and computing its crops takes, in bytes."""
         return header.decoding_bytes + _CROP_COPIES * crops_bytes(header.height, header.width, self._cropping)
+
+
+def _make_crops(sequence: TokenSequence) -> None:
+    """Makes the crops of a sequence that an idle engine got before they were made."""
+    for image in sequence.images:
+        if isinstance(image.pixels, PrefetchedImage):
+            image.pixels.prefetched.make()
 
 
 def _decoding_bytes(facts: Sequence[ImageFacts], images: Sequence[RequestImage]) -> int:

@@ -58,6 +58,8 @@ class Job(Generic[Result]):
     """The priority compared with jobs of other tenants."""
     compiles: bool = False
     """True if the job may compile a constraint."""
+    then: Callable[[Result], None] | None = None
+    """Work for the same thread once the result of `work` has been passed on."""
 
     @property
     def cost(self) -> int:
@@ -220,9 +222,18 @@ class Workers:
         if not is_abandoned:
             if failure is None:
                 future.set_result(result)
+                if job.then is not None:
+                    self._go_on(job.then, result)
             else:
                 future.set_exception(failure)
         del job, future, failure  # the error refers to this frame, which would refer to the error
+
+    @staticmethod
+    def _go_on(then: Callable[[Result], None], result: Result) -> None:
+        try:
+            then(result)
+        except Exception:  # the thread must live on
+            _log.exception("the rest of a job failed")
 
 
 class _JobFuture(Future[Result]):

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -63,19 +64,57 @@ class CropDigests:
 
 
 class PrefetchedCrops:
-    """Crops on the device, until they are claimed."""
+    """Crops on the device, and their digests. The first thread that wants them has them made."""
 
-    def __init__(self, crops: Tensor) -> None:
-        """Takes crops uint8 [crops, side, side, 3] that were written on the current stream."""
-        self._crops: Tensor | None = crops
-        self._ready = torch.cuda.current_stream(crops.device).record_event() if crops.is_cuda else None
+    def __init__(
+        self,
+        make: Callable[[], tuple[Tensor, torch.cuda.Event | None]],
+        digest: Callable[[Tensor], CropDigests] | None,
+    ) -> None:
+        """Takes `make`, which makes crops uint8 [crops, side, side, 3] and an event after them, and `digest`, which
+        launches their digests; None computes none. Both choose their stream.
+        """
+        self._make: Callable[[], tuple[Tensor, torch.cuda.Event | None]] | None = make
+        self._digest = digest
+        self._crops: Tensor | None = None
+        self._ready: torch.cuda.Event | None = None
+        self._unhashed: Tensor | None = None
+        self._digests: CropDigests | None = None
+        self._lock = threading.Lock()
+        self.is_claimed = False
+        """True once the crops have been claimed or freed, or could not be made."""
 
-    @property
-    def is_claimed(self) -> bool:
-        return self._crops is None
+    def make(self) -> None:
+        """Makes the crops, unless that has been done. May be called from any thread."""
+        with self._lock:
+            make, self._make = self._make, None
+            if make is None or self.is_claimed:
+                return
+            try:
+                self._crops, self._ready = make()
+            except RuntimeError as error:  # the engine loop handles errors of the device
+                _log.warning("an image could not be divided into crops in advance: %s", error)
+                self.is_claimed = True
+            if self._digest is not None:
+                self._unhashed = self._crops
+
+    def hash(self) -> None:
+        """Launches the digests of the crops, unless that has been done. One thread at a time may call it."""
+        if self._digest is None:
+            return
+        self.make()
+        digest, self._digest = self._digest, None
+        crops, self._unhashed = self._unhashed, None
+        if crops is not None:
+            try:
+                self._digests = digest(crops)
+            except RuntimeError as error:  # the engine loop handles errors of the device
+                _log.warning("crops have no digests: %s", error)
 
     def claim(self) -> Tensor | None:
         """Returns the crops, for use on the current stream. Every call after the first returns None."""
+        self.make()
+        self.is_claimed = True
         crops, self._crops = self._crops, None
         if crops is not None and self._ready is not None:
             stream = torch.cuda.current_stream(crops.device)
@@ -85,7 +124,15 @@ class PrefetchedCrops:
 
     def free(self) -> None:
         """Frees the crops without using them."""
-        self._crops = None
+        self.is_claimed, self._crops = True, None
+
+    def digests(self, *, waits: bool) -> Sequence[bytes] | None:
+        """Returns the digest of each crop, as `CropDigests.get` does; empty if none are computed."""
+        if waits:
+            self.hash()
+        elif self._digest is not None:
+            return None
+        return () if self._digests is None else self._digests.get(waits=waits)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,12 +140,10 @@ class PrefetchedImage(DecodedImage):
     """An image whose crops are on the device. Its pixels are kept, so that freed crops can be made again."""
 
     prefetched: PrefetchedCrops = field(kw_only=True)
-    digests: CropDigests | None = field(default=None, kw_only=True)
-    """The digests of the crops; None if none are computed."""
 
     def crop_digests(self, *, waits: bool) -> Sequence[bytes] | None:
         """Returns a digest of the pixels of each crop, as `CropDigests.get` does; empty if none are computed."""
-        return () if self.digests is None else self.digests.get(waits=waits)
+        return self.prefetched.digests(waits=waits)
 
 
 class DeviceCropper:
@@ -112,20 +157,23 @@ class DeviceCropper:
         *,
         max_images: int,
         digest: Callable[[Tensor], Tensor] | None = None,
+        is_idle: Callable[[], bool] = lambda: False,
     ) -> None:
         """Takes `crop`, which makes all crops of an image on the device, and runs it within `on_stream`, which
         selects the stream.
 
         `max_images` bounds the images whose crops are on the device and not claimed. `digest` computes the digests
-        int64 [crops, words] of uint8 crops [crops, side, side, 3]; None computes none.
+        int64 [crops, words] of uint8 crops [crops, side, side, 3]; None computes none. While `is_idle` returns
+        True, `PrefetchedCrops.make` is left to later, so that the engine plans its step meanwhile.
         """
         self._cropping = cropping
         self._crop = crop
         self._on_stream = on_stream
         self._max_images = max_images
         self._digest = digest
+        self._is_idle = is_idle
         self._kept: weakref.WeakSet[PrefetchedCrops] = weakref.WeakSet()  # until their requests end
-        self._lock = threading.Lock()
+        self._keeping, self._lock = threading.Lock(), threading.Lock()
 
     def __call__(self, image: Image.Image) -> Crops | DecodedImage:
         """Returns an RGB image with its crops on the device.
@@ -136,20 +184,31 @@ class DeviceCropper:
         prepared = keep_decoded(image, self._cropping)
         if isinstance(prepared, Crops):
             return self._with_digests(prepared)
-        with self._lock:
+        crops = PrefetchedCrops(partial(self._make, prepared), None if self._digest is None else self._digests_of)
+        with self._keeping:
             if sum(not crops.is_claimed for crops in self._kept) >= self._max_images:
                 return prepared
-            try:
-                with torch.inference_mode(), self._on_stream():
-                    made = self._crop(prepared)
-                    crops = PrefetchedCrops(made)
-                    digests = None if self._digest is None else CropDigests(self._digest(made))
-                    del made
-            except RuntimeError as error:  # the engine loop handles errors of the device
-                _log.warning("an image could not be divided into crops in advance: %s", error)
-                return prepared
             self._kept.add(crops)
-        return PrefetchedImage(prepared.pixels, prepared.rows, prepared.columns, prefetched=crops, digests=digests)
+        if not self._is_idle():
+            crops.hash()
+            crops.make()
+            if crops.is_claimed:
+                return prepared
+        return PrefetchedImage(prepared.pixels, prepared.rows, prepared.columns, prefetched=crops)
+
+    def _make(self, image: DecodedImage) -> tuple[Tensor, torch.cuda.Event | None]:
+        with self._lock, torch.inference_mode(), self._on_stream():
+            crops = self._crop(image)
+            if not crops.is_cuda:
+                return crops, None
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(crops.device))
+            return crops, ready
+
+    def _digests_of(self, crops: Tensor) -> CropDigests:
+        assert self._digest is not None, "called only with it"
+        with self._lock, torch.inference_mode(), self._on_stream():
+            return CropDigests(self._digest(crops))
 
     def _with_digests(self, made: Crops) -> Crops:
         """Returns crops of the host with digests by the device: equal pixels have equal ones, wherever they were
@@ -157,8 +216,7 @@ class DeviceCropper:
         if self._digest is None:
             return made
         try:
-            with self._lock, torch.inference_mode(), self._on_stream():
-                digests = CropDigests(self._digest(torch.from_numpy(made.pixels)))
+            digests = self._digests_of(torch.from_numpy(made.pixels))
         except RuntimeError as error:  # the engine loop handles errors of the device
             _log.warning("crops have no digests: %s", error)
             return made

@@ -106,6 +106,19 @@ def test_a_result_or_an_error_comes_back(pools: list[Pool]) -> None:
         result_of(workers, lambda: 1 / 0)
 
 
+def test_the_rest_of_a_job_runs_behind_its_result_and_may_fail(pools: list[Pool]) -> None:
+    workers, may_end, order = pool_of(pools, 1).workers, threading.Event(), list[str]()
+
+    def rest(result: str) -> None:
+        order.append(result)
+        raise ValueError(result)
+
+    future = workers.submit(Job(lambda: may_end.wait(MAX_WAIT_S) and "rest", 0.0, then=rest))
+    future.add_done_callback(lambda _: order.append("result"))
+    may_end.set()
+    assert result_of(workers, lambda: list(order)) == ["result", "rest"]
+
+
 def test_nothing_of_a_job_waits_for_the_garbage_collector(pools: list[Pool]) -> None:
     workers = pool_of(pools, 1).workers
     gc.collect()

@@ -24,13 +24,13 @@ def refuse(_):
     raise torch.OutOfMemoryError("no memory")
 
 
-def device_cropper(crop=crop, max_images=1, digest=None):
+def device_cropper(crop=crop, max_images=1, digest=None, is_idle=False):
     stream = torch.cuda.Stream() if CUDA else None
 
     def on_stream():
         return torch.cuda.stream(stream) if stream else nullcontext()
 
-    return DeviceCropper(CROPPING, crop, on_stream, max_images=max_images, digest=digest)
+    return DeviceCropper(CROPPING, crop, on_stream, max_images=max_images, digest=digest, is_idle=lambda: is_idle)
 
 
 def test_prefetched_crops_are_those_of_the_image():
@@ -111,6 +111,31 @@ def test_crops_without_digests_say_so():
     assert device_cropper()(PICTURE).crop_digests(waits=True) == ()
     assert device_cropper(refuse, digest=sums)(PICTURE).crop_digests(waits=True) == ()
     assert CROPPING.make_crops(PICTURE).crop_digests(waits=True) == ()
+
+
+def test_an_idle_engine_gets_an_image_before_its_crops_are_made():
+    made = []
+    cropper = device_cropper(lambda image: made.append(image) or crop(image), digest=sums, is_idle=True)
+    image = cropper(PICTURE)
+    assert isinstance(image, PrefetchedImage)
+    assert made == []
+    assert image.crop_digests(waits=False) is None
+    crops = image.prefetched.claim()  # makes them, since no worker has begun
+    assert crops is not None
+    image.prefetched.make()
+    image.prefetched.hash()
+    assert len(made) == 1
+    assert torch.equal(crops.cpu(), torch.from_numpy(CROPPING.make_crops(PICTURE).pixels))
+    assert image.crop_digests(waits=True) == tuple(row.tobytes() for row in sums(crops.cpu()).numpy())
+
+
+def test_crops_that_an_idle_engine_awaits_and_that_cannot_be_made_are_made_by_its_own_step():
+    image = device_cropper(refuse, digest=sums, is_idle=True)(PICTURE)
+    assert isinstance(image, PrefetchedImage)
+    image.prefetched.make()
+    assert image.crop_digests(waits=True) == ()
+    (crops,) = CropSource(crop, torch.from_numpy).take(1, image, range(image.num_crops), is_last=True)
+    assert len(crops) == image.num_crops
 
 
 def test_crops_that_are_not_needed_are_freed_unused():

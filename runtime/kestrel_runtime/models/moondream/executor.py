@@ -38,7 +38,7 @@ from kestrel_runtime.execution.step_inputs import (
 from kestrel_runtime.execution.step_runner import StateShape, StepRunner
 from kestrel_runtime.execution.transfer import to_device
 from kestrel_runtime.imaging.crops import Crops, DecodedImage
-from kestrel_runtime.imaging.device_crops import CropSource
+from kestrel_runtime.imaging.device_crops import CropSource, PrefetchedImage
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs
 from kestrel_runtime.models.moondream.backends import Backends
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
@@ -187,6 +187,9 @@ class MoondreamExecutor:
         if pixels:
             features = self._encode_crops(concatenated(pixels))
             self._keep(items, features)
+        for item in items:
+            if isinstance(item.pixels, PrefetchedImage):
+                item.pixels.prefetched.hash()  # behind the encoder's launch, for which the device waits
         complete: list[_CompleteImage] = []
         own_features = features.split([len(item.crops) for item in items])
         for item, encoded in zip(items, own_features, strict=True):
