@@ -113,10 +113,10 @@ def test_the_rest_of_a_job_runs_behind_its_result_and_may_fail(pools: list[Pool]
         order.append(result)
         raise ValueError(result)
 
-    future = workers.submit(Job(lambda: may_end.wait(MAX_WAIT_S) and "rest", 0.0, then=rest))
+    future = workers.submit(Job(lambda: str(may_end.wait(MAX_WAIT_S)), 0.0, then=rest))
     future.add_done_callback(lambda _: order.append("result"))
     may_end.set()
-    assert result_of(workers, lambda: list(order)) == ["result", "rest"]
+    assert result_of(workers, lambda: list(order)) == ["result", "True"]
 
 
 def test_nothing_of_a_job_waits_for_the_garbage_collector(pools: list[Pool]) -> None:
