@@ -258,7 +258,7 @@ def _preprocessor(
     max_decoded_bytes: int,
 ) -> Preprocessor:
     config, model, model_config = info.config, loaded.model, config_of(loaded.model)
-    make_crops = cropping.make_crops
+    make_crops, keep_pixels = cropping.make_crops, None
     if on_device is not None:
         # Urgent: an image has a few short kernels, and steps wait for its crops and their digests.
         on_stream, digest = CudaStream(model.device, is_urgent=True).entered, None
@@ -267,6 +267,7 @@ def _preprocessor(
         make_crops = DeviceCropper(
             cropping, on_device.crop, on_stream, max_images=info.max_batch_size, digest=digest, is_idle=is_idle
         )
+        keep_pixels = make_crops.keep
     elif crop_cache:
         make_crops = partial(_crops_with_digests, cropping)
     checkpoint = (loaded.checkpoint.name, loaded.checkpoint.revision)
@@ -283,6 +284,7 @@ def _preprocessor(
         PrefixKeyMaker(parts, config.page_size),
         is_cached,
         matchers=Matchers(compiler),
+        keep_pixels=keep_pixels,
         prefix_cache=config.prefix_cache,
         image_cache=image_cache,
         crop_cache=crop_cache,

@@ -27,6 +27,7 @@ from kestrel_runtime.api.errors import (
     KestrelError,
     RequestRefused,
 )
+from kestrel_runtime.api.images import DecodedPixels as SharedPixels
 from kestrel_runtime.api.images import Image as RequestImage
 from kestrel_runtime.api.images import RemoteImage, image_digest, is_hashed_at_once
 from kestrel_runtime.api.requests import CachePolicy, Chat, Request, locate
@@ -191,6 +192,7 @@ class Preprocessor:
         is_cached: Callable[[Digest | None, EmbeddingKey | None], bool] = lambda share_point, embedding_key: False,
         *,
         matchers: Matchers | None = None,
+        keep_pixels: Callable[[SharedPixels], DecodedImage | None] | None = None,
         prefix_cache: bool = True,
         image_cache: bool = True,
         crop_cache: bool = False,
@@ -204,7 +206,8 @@ class Preprocessor:
         sequences use no cache of pages and embeddings; `prefix_cache`, `image_cache` and `crop_cache` say which
         caches they use. An image is not decoded where `is_cached` says that its pages or embeddings are; it gets
         the key of the image's end.
-        Without `matchers` answers have no constraints.
+        Without `matchers` answers have no constraints. `keep_pixels` does what `make_crops` does for pixels in the
+        memory of another process, or returns None if they must be copied first.
 
         `max_decoded_bytes` bounds the memory of all images together, from the start of their decoding until their
         crops are freed.
@@ -220,6 +223,7 @@ class Preprocessor:
         self._max_image_pixels = max_image_pixels
         self._cropping = cropping
         self._make_crops = make_crops
+        self._keep_pixels = keep_pixels
         self._key_maker = key_maker
         self._page_size = 1 if key_maker is None else key_maker.page_size
         self._is_cached = is_cached
@@ -600,13 +604,19 @@ class Preprocessor:
         self, image: RequestImage, tenant: str, check_wanted: Callable[[], None] = lambda: None
     ) -> DecodedPixels:
         """Returns an image decoded."""
+        crops: Crops | DecodedImage | None = None
         if isinstance(image, RemoteImage):
-            decoded = image_of(image.fetch(check_wanted))
+            fetched = image.fetch(check_wanted)
+            size_px = fetched.width_px, fetched.height_px
+            if self._keep_pixels is not None:
+                crops = self._keep_pixels(fetched)
+            if crops is None:
+                crops = self._make_crops(image_of(fetched))
         else:
             decoded = decode_image(image, max_image_pixels=self._max_image_pixels, check_wanted=check_wanted)
-        crops = self._make_crops(decoded)
+            size_px, crops = decoded.size, self._make_crops(decoded)
         self._budget.hold(tenant, crops, crops.pixels.nbytes)
-        return DecodedPixels(crops, decoded.size)
+        return DecodedPixels(crops, size_px)
 
     def _num_bytes(self, header: ImageHeader) -> int:
         """Returns the most memory that decoding an image and computing its crops takes, in bytes."""

@@ -90,13 +90,18 @@ class Cropping(Protocol):
 
 def keep_decoded(image: Image.Image, cropping: Cropping) -> DecodedImage | Crops:
     """Keeps an RGB image decoded, to make its crops later; makes them now if the pixels take too much memory."""
-    if image.width * image.height > _MAX_DECODED_PIXELS or max(image.size) > _MAX_DECODED_SIDE_PX:
+    if not may_stay_decoded(*image.size):
         return cropping.make_crops(image)
     try:
         pixels = pixels_in_place(image)
     except ValueError:
         pixels = np.asarray(image)
     return DecodedImage(pixels, *cropping.select(image.height, image.width))
+
+
+def may_stay_decoded(width_px: int, height_px: int) -> bool:
+    """Returns True if the pixels of an image of this size take little enough memory to be kept."""
+    return width_px * height_px <= _MAX_DECODED_PIXELS and max(width_px, height_px) <= _MAX_DECODED_SIDE_PX
 
 
 def with_digests(crops: Crops) -> Crops:

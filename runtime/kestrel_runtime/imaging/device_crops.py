@@ -20,7 +20,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from kestrel_runtime.imaging.crops import Cropping, Crops, DecodedImage, keep_decoded
+from kestrel_runtime.api.images import DecodedPixels
+from kestrel_runtime.imaging.crops import Cropping, Crops, DecodedImage, keep_decoded, may_stay_decoded
 
 _log = logging.getLogger(__name__)
 
@@ -182,8 +183,18 @@ class DeviceCropper:
         or if the image is too large to be kept decoded.
         """
         prepared = keep_decoded(image, self._cropping)
-        if isinstance(prepared, Crops):
-            return self._with_digests(prepared)
+        return self._with_digests(prepared) if isinstance(prepared, Crops) else self._prefetched(prepared)
+
+    def keep(self, decoded: DecodedPixels) -> DecodedImage | None:
+        """Returns the same for pixels in the memory of another process, which are not copied on the host. None if
+        they must be: such memory takes a file descriptor, so that only an idle engine keeps it."""
+        if not self._is_idle() or not may_stay_decoded(decoded.width_px, decoded.height_px):
+            return None
+        pixels = np.frombuffer(decoded.pixels, np.uint8).reshape(decoded.height_px, decoded.width_px, 4)
+        grid = self._cropping.select(decoded.height_px, decoded.width_px)
+        return self._prefetched(DecodedImage(pixels, *grid))
+
+    def _prefetched(self, prepared: DecodedImage) -> DecodedImage:
         crops = PrefetchedCrops(partial(self._make, prepared), None if self._digest is None else self._digests_of)
         with self._keeping:
             if sum(not crops.is_claimed for crops in self._kept) >= self._max_images:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
+from kestrel_runtime.api.images import DecodedPixels
 from kestrel_runtime.imaging.crops import Crops, DecodedImage
 from kestrel_runtime.imaging.device_crops import CropSource, DeviceCropper, PrefetchedImage
 from tests.runtime.fake_cropping import FakeCropping
@@ -136,6 +137,24 @@ def test_crops_that_an_idle_engine_awaits_and_that_cannot_be_made_are_made_by_it
     assert image.crop_digests(waits=True) == ()
     (crops,) = CropSource(crop, torch.from_numpy).take(1, image, range(image.num_crops), is_last=True)
     assert len(crops) == image.num_crops
+
+
+def test_an_idle_engine_takes_pixels_of_another_process_as_they_are():
+    width_px, height_px = PICTURE.size
+    shared = memoryview(PICTURE.tobytes("raw", "RGBX"))
+    image = device_cropper(digest=sums, is_idle=True).keep(DecodedPixels(shared, width_px, height_px))
+    expected = device_cropper(digest=sums)(PICTURE)
+    assert isinstance(image, PrefetchedImage)
+    assert np.shares_memory(image.pixels, np.frombuffer(shared, np.uint8))
+    assert (image.rows, image.columns) == (expected.rows, expected.columns)
+    assert image.crop_digests(waits=True) == expected.crop_digests(waits=True)
+
+
+@pytest.mark.parametrize(("size", "is_idle"), [((140, 90), False), ((20000, 3), True)])
+def test_other_pixels_are_copied(size, is_idle):
+    width_px, height_px = size
+    shared = DecodedPixels(memoryview(bytes(4 * width_px * height_px)), width_px, height_px)
+    assert device_cropper(is_idle=is_idle).keep(shared) is None
 
 
 def test_crops_that_are_not_needed_are_freed_unused():
