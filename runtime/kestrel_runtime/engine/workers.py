@@ -181,7 +181,8 @@ class Workers:
             if future.set_running_or_notify_cancel():  # False if it has just been cancelled
                 break
         self._running[job] = future
-        self._num_compiling[job.tenant] += job.compiles
+        if job.compiles:
+            self._num_compiling[job.tenant] += 1
         self._budget.take(job.tenant, job.num_bytes)
         if job is not first:
             self._passing.add(job)
@@ -217,8 +218,9 @@ class Workers:
             self._budget.give_back(job.tenant, job.num_bytes)
             is_abandoned = self._running.pop(job, None) is None
             self._passing.discard(job)
-            self._num_compiling[job.tenant] -= job.compiles
-            self._num_compiling += Counter()  # forgets zeros
+            if job.compiles:
+                self._num_compiling[job.tenant] -= 1
+                self._num_compiling += Counter()  # forgets zeros
         if not is_abandoned:
             if failure is None:
                 future.set_result(result)

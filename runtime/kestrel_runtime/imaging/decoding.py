@@ -26,6 +26,9 @@ MAX_IMAGE_PIXELS: int = Image.MAX_IMAGE_PIXELS or 2**31
 # Conversions that need copies of the image work on this many pixels at a time.
 _STRIP_PIXELS = 2**18
 
+_SMALL_BYTES, _MAX_SMALL = 4096, 64
+"""The least size of a piece behind which a request may be cancelled, and the most smaller parts that make one."""
+
 # How to undo each EXIF orientation. 1 and anything undefined mean upright.
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -103,9 +106,14 @@ class _Pieces(io.BytesIO):
         super().__init__(data)
         self._ends = ends
         self._check_wanted = check_wanted
+        self._num_small = 0
 
     def read(self, size: int | None = -1, /) -> bytes:
-        self._check_wanted()
+        # A header is read in dozens of parts of a few bytes.
+        self._num_small += 1
+        if size is None or not 0 <= size < _SMALL_BYTES or self._num_small == _MAX_SMALL:
+            self._num_small = 0
+            self._check_wanted()
         if self._ends and size is not None and size > 0:
             position = self.tell()
             place = bisect_right(self._ends, position)
