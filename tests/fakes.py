@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 import struct
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -199,6 +199,7 @@ class FakeEngine:
         deadline: float | None = None,
         tenant: str = "",
         namespace: str = "",
+        fingerprints: Sequence[str] = (),
     ) -> None:
         """As an engine core has it: the streams lead to a front end."""
         if any(isinstance(image, RemoteImage) for image in request.images):

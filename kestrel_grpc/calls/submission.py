@@ -23,7 +23,7 @@ from kestrel_runtime.api.engine import Engine
 from kestrel_runtime.api.errors import InvalidRequest, KestrelError, ModelNotFound, did_you_mean
 from kestrel_runtime.api.events import Event, Finished, FinishReason, FoundObject, Started, Usage
 from kestrel_runtime.api.images import Image
-from kestrel_runtime.api.requests import Embed, Request, locate, objects_of
+from kestrel_runtime.api.requests import Embed, Request, locate
 from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.fairness.fair_limit import FairLimit
 
@@ -101,7 +101,7 @@ class Submission:
         if any(references):
             request = await self._with_images(request, references, call)
             call.request = RequestSummary(request)
-        if (num_objects := len(objects_of(request))) > 1:
+        if (num_objects := len(request.objects)) > 1:
             await call.count_further(num_objects - 1)
         streams = self._engine.submit_samples(
             request,

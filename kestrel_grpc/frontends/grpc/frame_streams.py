@@ -47,7 +47,7 @@ from kestrel_runtime.api.errors import (
     Violation,
 )
 from kestrel_runtime.api.events import Box
-from kestrel_runtime.api.requests import Detect, Point, objects_of
+from kestrel_runtime.api.requests import Detect, Point
 
 FRAME_METHODS = frozenset(("DetectFrames", "PointFrames"))
 """The methods of `VisionService` that this module implements."""
@@ -397,7 +397,7 @@ class _FrameStream:
         streams = await submission.submit_samples(asked.request, asked.references, call)
         del asked
         assert call.request is not None
-        model, objects = call.request.model(self._streams.served), objects_of(request)
+        model, objects = call.request.model(self._streams.served), request.objects
         if objects:
             answers = await submission.answers_by_object(objects, streams, call)
             assert binding.render_groups is not None, "both kinds of requests have groups"

@@ -54,7 +54,6 @@ from kestrel_runtime.api.requests import (
     Query,
     Request,
     Segment,
-    objects_of,
 )
 
 ObjectRequestT = TypeVar("ObjectRequestT", Point, Detect, Segment)
@@ -113,7 +112,7 @@ class VisionService:
         async def answer(message: Any, call: CallContext) -> Any:
             asked = parsing.parsed(parse, message)
             del message
-            objects = objects_of(asked.request)
+            objects = asked.request.objects
             with naming(asked.field_name):
                 streams = await self._submission.submit_samples(asked.request, asked.references, call)
                 del asked
@@ -135,7 +134,7 @@ class VisionService:
         async def events(message: Any, call: CallContext) -> AsyncGenerator[Any, None]:
             asked = parsing.parsed(parse, message)
             del message
-            names, objects = naming(asked.field_name), objects_of(asked.request)
+            names, objects = naming(asked.field_name), asked.request.objects
             with names:
                 streams = await self._submission.submit_samples(asked.request, asked.references, call)
             del asked

@@ -22,7 +22,7 @@ from kestrel_grpc.calls.submission import (
 from kestrel_grpc.images.stored_images import ImageReference
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Event, Finished
-from kestrel_runtime.api.requests import Request, objects_of
+from kestrel_runtime.api.requests import Request
 from kestrel_runtime.api.stream import Stream
 
 
@@ -99,7 +99,7 @@ def serving(
 
     async def serve(parsed: ParsedRequest, call: CallContext) -> Answer:
         is_streamed, style, names = parsed.is_streamed, parsed.style, naming(parsed.field_name)
-        objects = objects_of(parsed.request)
+        objects = parsed.request.objects
         with names:
             streams = await submission.submit_samples(parsed.request, parsed.references, call)
             assert call.request is not None

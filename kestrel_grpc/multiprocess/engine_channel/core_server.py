@@ -296,6 +296,7 @@ class _Frontend(Exchange):
             deadline=message.deadline,
             tenant=message.tenant,
             namespace=message.namespace,
+            fingerprints=message.fingerprints,
         )
 
     def _cancel_streams(self, message: messages.Cancel) -> None:

@@ -181,8 +181,8 @@ class EngineClient:
             self._send_quarantine(other)
         self._update_status()
         for call in self._calls_of(core):
-            error = self._deaths.error_of(call.fingerprint(), has_events=call.has_events)
-            if error is None:
+            errors = [self._deaths.error_of(name, has_events=call.has_events) for name in call.fingerprints]
+            if (error := next(filter(None, errors), None)) is None:
                 self._send(call)
             else:
                 call.fail(error)
@@ -463,7 +463,13 @@ class EngineClient:
                 for image, header, digest in zip(call.images, call.headers, call.digests or (), strict=True)
             ]
             data = encode_request(call.request, summaries)
-            core.notify(messages.Submit(call.ids, data, call.deadline, call.tenant, call.namespace))
+            # Here, since the front ends have more processors than a core.
+            if not call.fingerprints:
+                parts = parts_of(call.request)
+                call.fingerprints = tuple([fingerprint_of(part, call.digests) for part in parts])
+            core.notify(
+                messages.Submit(call.ids, call.fingerprints, data, call.deadline, call.tenant, call.namespace)
+            )
             core.num_sent += len(call.ids)
         except KestrelError as error:
             call.fail(error)
@@ -482,7 +488,7 @@ class EngineClient:
             error = None if item.error is None else decode_error(item.error)
             assert error is None or isinstance(error, KestrelError), "an engine raises no others"
             if self._deaths.has_counts and item.events and isinstance(item.events[-1], Finished):
-                self._deaths.completed(call.fingerprint())
+                self._deaths.completed(call.fingerprints[call.ids.index(item.id)])
             stream.deliver(item.events, error)
 
     def _call_of(self, id: int) -> _Call | None:
@@ -626,6 +632,8 @@ class _Call:
     """The streams that are not over."""
     ids: tuple[int, ...] = ()
     """The ids of all its streams."""
+    fingerprints: tuple[str, ...] = ()
+    """The fingerprint of each sample, once it has been sent; a core may add that of its adapter."""
     headers: list[ImageHeader] = field(default_factory=list)
     """The headers of the images."""
     new_images: list[int] = field(default_factory=list)
@@ -649,10 +657,6 @@ class _Call:
         if self.route:
             return self.route.encode()
         return self.digests[0] if self.digests else None
-
-    def fingerprint(self) -> str:
-        """Returns the fingerprint of the request; a core may add that of its adapter."""
-        return fingerprint_of(self.request, self.digests)
 
     def drop_pixels(self) -> None:
         """Free the pixels that were decoded ahead: no core needs them."""

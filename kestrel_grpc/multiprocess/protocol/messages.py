@@ -253,6 +253,8 @@ class Submit(Message):
     """Submits a request, with an id for each sample. `deadline` is a moment of the system's monotonic clock."""
 
     ids: tuple[int, ...]
+    fingerprints: tuple[str, ...]
+    """The fingerprint of each sample."""
     request: bytes
     deadline: float | None
     tenant: str

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from itertools import islice
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Union, get_type_hints
 
@@ -48,31 +47,25 @@ class _WireTurn(msgspec.Struct, array_like=True):
     images: tuple[ImageSummary, ...]
 
 
-_REPEATED: Mapping[str, Callable[[bytes], Any]] = MappingProxyType(
-    {
-        "sampling": lru_cache(_MAX_REPEATED)(msgspec.msgpack.Decoder(SamplingParams).decode),
-        "options": lru_cache(_MAX_REPEATED)(msgspec.msgpack.Decoder(RequestOptions).decode),
-    }
-)
-"""Fields that are equal in most requests, each encoded on its own: the values of equal bytes are decoded once."""
+_SETTINGS = ("sampling", "options")
+"""Fields that are equal in most requests, encoded on their own: the values of equal bytes are decoded once."""
+_decoded_settings = lru_cache(_MAX_REPEATED)(msgspec.msgpack.Decoder(tuple[SamplingParams, RequestOptions]).decode)
 
 
 def _wire_type(name: str, hint: Any) -> Any:
     if name == "image":
         return ImageSummary | None
-    if name == "messages":
-        return tuple[_WireTurn, ...]
-    return msgspec.Raw if name in _REPEATED else hint
+    return tuple[_WireTurn, ...] if name == "messages" else hint
 
 
 _REQUEST_FIELDS: Mapping[type[Request], tuple[str, ...]] = MappingProxyType(
-    {kind: tuple(item.name for item in fields(kind)) for kind in REQUEST_TYPES}
+    {kind: tuple(item.name for item in fields(kind) if item.name not in _SETTINGS) for kind in REQUEST_TYPES}
 )
 _WIRE_REQUESTS: Mapping[type[Request], type[msgspec.Struct]] = MappingProxyType(
     {
         kind: msgspec.defstruct(
             f"Wire{kind.__name__}",
-            [(name, _wire_type(name, get_type_hints(kind)[name])) for name in names],
+            [("settings", msgspec.Raw), *((name, _wire_type(name, get_type_hints(kind)[name])) for name in names)],
             frozen=True,
             array_like=True,
             tag=kind.skill,
@@ -93,9 +86,8 @@ def encode_request(request: Request, images: Sequence[ImageSummary]) -> bytes:
     """Encodes a request, with a summary in place of each of its images; without `images` they are left out."""
     summaries = iter(images)
     names = _REQUEST_FIELDS[type(request)]
-    values: dict[str, Any] = dict(zip(names, attrgetter(*names)(request), strict=True))
-    for name in _REPEATED:
-        values[name] = msgspec.Raw(_encoder.encode(values[name]))
+    values: dict[str, Any] = {name: getattr(request, name) for name in names}
+    values["settings"] = msgspec.Raw(_encoder.encode((request.sampling, request.options)))
     if "image" in values:
         values["image"] = next(summaries, None)
     if isinstance(request, Chat):
@@ -111,8 +103,7 @@ def decode_request(data: bytes, new_image: Callable[[ImageSummary], RemoteImage]
     wire = _request_decoder.decode(data)
     kind = _REQUEST_KINDS[type(wire)]
     values = msgspec.structs.asdict(wire)
-    for name, decoded in _REPEATED.items():
-        values[name] = decoded(bytes(values[name]))
+    values["sampling"], values["options"] = _decoded_settings(bytes(values.pop("settings")))
     if values.get("image") is not None:
         values["image"] = new_image(wire.image)
     if "messages" in values:

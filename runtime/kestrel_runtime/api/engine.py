@@ -12,7 +12,7 @@ from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import ImageError, InvalidRequest, ModelNotFound, SkillUnsupported, Violation
 from kestrel_runtime.api.images import Image, RawImage
-from kestrel_runtime.api.requests import Request, locate, objects_of
+from kestrel_runtime.api.requests import Request, locate
 from kestrel_runtime.api.stream import Stream
 
 _GIB = 2**30
@@ -138,7 +138,8 @@ class EngineInfo:
             raise ModelNotFound(request.options.model)
         if request.skill not in self.skills:
             raise SkillUnsupported(request.skill, self.model)
-        self.check_number_of_objects(request)
+        if request.objects:
+            self.check_number_of_objects(request)
         images = request.images
         for place, image in enumerate(images):
             try:
@@ -146,14 +147,14 @@ class EngineInfo:
             except ImageError as error:
                 locate(error, request, place)
                 raise
-        num_bytes, limit_bytes = sum(map(len, images)), self.config.max_queued_image_bytes
-        if len(images) > 1 and num_bytes > limit_bytes:
+        limit_bytes = self.config.max_queued_image_bytes
+        if len(images) > 1 and (num_bytes := sum(map(len, images))) > limit_bytes:
             text = f"the images take {num_bytes} bytes together and must not exceed {limit_bytes}"
             raise ImageError(text, too_large=True, field="messages")
 
     def check_number_of_objects(self, request: Request) -> None:
         """Raises `InvalidRequest` for more objects than the queue ever has room for."""
-        num_objects, max_queued = len(objects_of(request)), self.config.max_queued_requests
+        num_objects, max_queued = len(request.objects), self.config.max_queued_requests
         if num_objects > max_queued:
             text = f"are {num_objects}, and the queue of this server holds {max_queued} requests"
             raise InvalidRequest((Violation("objects", text),))

@@ -183,6 +183,7 @@ class Query(_AboutOneImage):
     constraint: Constraint | None = None
     """The form of the answer; None for any text. The reasoning is not constrained."""
     skill: ClassVar[str] = "query"
+    objects: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def example(cls, image: bytes, sampling: SamplingParams) -> Self:
@@ -239,6 +240,7 @@ class Chat(_Checked):
     options: RequestOptions = field(default_factory=RequestOptions)
     constraint: Constraint | None = None
     skill: ClassVar[str] = "chat"
+    objects: ClassVar[tuple[str, ...]] = ()
     spatial_refs: ClassVar[tuple[SpatialRef, ...]] = ()
 
     @classmethod
@@ -282,6 +284,7 @@ class Caption(_AboutOneImage):
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)
     skill: ClassVar[str] = "caption"
+    objects: ClassVar[tuple[str, ...]] = ()
     constraint: ClassVar[None] = None
     spatial_refs: ClassVar[tuple[SpatialRef, ...]] = ()
 
@@ -387,6 +390,7 @@ class Segment(_ObjectRequest):
     mask_format: str = "svg"
     """The form of the outline that the caller wants in addition to its path, one of `MASK_FORMATS`."""
     skill: ClassVar[str] = "segment"
+    objects: ClassVar[tuple[str, ...]] = ()
 
     def violations(self) -> Iterator[Violation]:
         yield from _ObjectRequest.violations(self)
@@ -403,6 +407,7 @@ class Gaze(_AboutOneImage):
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)
     skill: ClassVar[str] = "gaze"
+    objects: ClassVar[tuple[str, ...]] = ()
     constraint: ClassVar[None] = None
 
     @classmethod
@@ -441,6 +446,7 @@ class Embed(_AboutOneImage):
     sampling: SamplingParams = field(default_factory=SamplingParams)
     options: RequestOptions = field(default_factory=RequestOptions)
     skill: ClassVar[str] = "embed"
+    objects: ClassVar[tuple[str, ...]] = ()
     constraint: ClassVar[None] = None
     spatial_refs: ClassVar[tuple[SpatialRef, ...]] = ()
 
@@ -466,14 +472,9 @@ Request = Query | Caption | Point | Detect | Segment | Gaze | Chat | Embed
 REQUEST_TYPES: tuple[type[Request], ...] = get_args(Request)
 
 
-def objects_of(request: Request) -> tuple[str, ...]:
-    """Returns the names of several objects, each of which has its own answer; empty for all other requests."""
-    return request.objects if isinstance(request, Point | Detect) else ()
-
-
 def parts_of(request: Request) -> Sequence[Request]:
     """Returns the requests that are answered one by one: one for each of several objects, or for each sample."""
-    if isinstance(request, Point | Detect) and request.objects:
+    if request.objects and isinstance(request, Point | Detect):
         return [replace(request, object=name, objects=()) for name in request.objects]
     samples = request.sampling.samples()
     return [request] if len(samples) == 1 else [replace(request, sampling=sampling) for sampling in samples]

@@ -77,9 +77,9 @@ class SamplingParams:
     @property
     def controls_tokens(self) -> bool:
         """True if the settings limit the choice of tokens by more than `top_p`, or adjust logits."""
-        limits = self.top_k is not None or bool(self.min_p)
-        penalties = self.repetition_penalty not in (None, 1.0) or self.presence_penalty or self.frequency_penalty
-        return limits or bool(penalties) or bool(self.logit_bias)
+        if self.top_k is not None or self.repetition_penalty not in (None, 1.0):
+            return True
+        return bool(self.min_p or self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
     def samples(self) -> tuple[SamplingParams, ...]:
         """Returns the settings of each of the `n` samples. The first has the seed itself, others one derived from

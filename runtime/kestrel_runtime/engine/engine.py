@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
@@ -21,7 +21,7 @@ from kestrel_ops import num_compilations
 from kestrel_runtime.adapters.store import AdapterPreparation, AdapterStore
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.deadlines import deadline_error, remaining_s
+from kestrel_runtime.api.deadlines import deadline_error
 from kestrel_runtime.api.engine import CacheLoad, ClearedCache, CoreReading, EngineStatus, ImageInfo, Load
 from kestrel_runtime.api.errors import (
     AdapterNotFound,
@@ -165,25 +165,29 @@ class LocalEngine:
         deadline: float | None = None,
         tenant: str = "",
         namespace: str = "",
+        fingerprints: Sequence[str] = (),
     ) -> None:
-        """Queue a request as `submit_samples` does, with the caller's streams, one for each part."""
-        parts = parts_of(request)
-        now = time.monotonic()
-        max_queue_s = request.options.max_queue_s
-        wait_limit_s = _wait_limit_s(request, deadline)
+        """Queue a request as `submit_samples` does, with the caller's streams, one for each part.
+
+        `fingerprints` are those of the parts of a request that was checked with `info` in another process.
+        """
+        parts, now, shared = parts_of(request), time.monotonic(), None
+        known = fingerprints or [""] * len(parts)
+        max_queue_s, wait_limit_s = request.options.max_queue_s, _wait_limit_s(request, deadline, now)
         queue_deadline = None if max_queue_s is None else now + max_queue_s
-        shared = SharedImages() if len(streams) > 1 and request.images else None
+        if len(streams) > 1 and request.images:
+            shared = SharedImages()
         try:
-            self._check(request, deadline)
-            costs = [self._cost_of(part, tenant) for part in parts]
-            for index, (stream, cost) in enumerate(zip(streams, costs, strict=True)):
-                self._streams.add(stream)
-                # The parts have one image.
-                entering = cost if index == 0 else cost._replace(image_bytes=0)
-                self._admission.enter(stream, entering, now, wait_limit_s=wait_limit_s)
+            self._check(request, deadline, now, is_checked=bool(fingerprints))
             for stream, part in zip(streams, parts, strict=True):
+                cost = self._cost_of(part, tenant)
+                if part is not parts[0]:  # the parts have one image
+                    cost = cost._replace(image_bytes=0)
+                self._streams.add(stream)
+                self._admission.enter(stream, cost, now, wait_limit_s=wait_limit_s)
+            for stream, part, fingerprint in zip(streams, parts, known, strict=True):
                 clock = SequenceClock(now, deadline, queue_deadline)  # parts start and end one by one
-                self._prepare(part, stream, clock, tenant, namespace, wait_limit_s, shared)
+                self._prepare(part, stream, clock, tenant, namespace, wait_limit_s, shared, fingerprint)
         except BaseException as error:
             for stream in streams:
                 self._admission.leave(stream)
@@ -201,6 +205,7 @@ class LocalEngine:
         namespace: str,
         wait_limit_s: float | None,
         shared: SharedImages | None,
+        fingerprint: str,
     ) -> None:
         """Have an admitted request prepared, with its adapter if it names one."""
         submit = partial(
@@ -209,8 +214,9 @@ class LocalEngine:
             clock,
             tenant,
             namespace,
-            is_wanted=lambda: not stream.over.done(),
+            is_over=stream.over.done,
             shared=shared,
+            fingerprint=fingerprint,
         )
         adapter = request.options.adapter
         try:
@@ -222,7 +228,7 @@ class LocalEngine:
         except RuntimeError as error:  # closed at this very moment, or the system has no thread left for us
             raise EngineUnavailable("no worker can take the request") from error
         if isinstance(preparation, TokenSequence):
-            stream.on_cancel(lambda: self._loop.cancel(stream))
+            stream.on_cancel(partial(self._loop.cancel, stream))
             self._loop.add(preparation, stream)
             return
         with self._lock:
@@ -255,10 +261,11 @@ class LocalEngine:
         Raises `EngineUnavailable`, `ModelNotFound`, `SkillUnsupported`, `ImageError` and `Overloaded`. The image
         that the request has now stands for the one to come.
         """
-        self._check(request, deadline)
+        now = time.monotonic()
+        self._check(request, deadline, now)
         place = object()
         cost = self._cost_of(request, tenant)
-        self._admission.enter(place, cost, time.monotonic(), wait_limit_s=_wait_limit_s(request, deadline))
+        self._admission.enter(place, cost, now, wait_limit_s=_wait_limit_s(request, deadline, now))
         try:
             yield
         finally:
@@ -419,20 +426,20 @@ class LocalEngine:
             raise AdapterNotFound(name, "; the server was started without --adapters and --adapter-repositories")
         return self._adapters
 
-    def _check(self, request: Request, deadline: float | None) -> None:
+    def _check(self, request: Request, deadline: float | None, now: float, *, is_checked: bool = False) -> None:
         # A caller whose deadline has passed got that outcome from its own clock: the log must not say "queue full".
-        passed = deadline_error(deadline)
-        if passed is not None:
+        if deadline is not None and (passed := deadline_error(deadline, now)) is not None:
             raise passed
         if self._status is not EngineStatus.SERVING:
             raise EngineUnavailable(f"the engine is {self._status.name.lower()}")
-        self.info.check(request)
+        if not is_checked:
+            self.info.check(request)
 
     def _cost_of(self, request: Request, tenant: str) -> Cost:
-        num_tokens = len(request.images) * self._num_image_tokens
+        images, options = request.images, request.options
+        num_tokens = len(images) * self._num_image_tokens
         num_tokens += len(request.text.encode()) + _MAX_TOKENS_PER_REF * len(request.spatial_refs)
-        image_bytes = sum(map(len, request.images))
-        return Cost(tenant, request.options.priority, request.options.standing, image_bytes, num_tokens)
+        return Cost(tenant, options.priority, options.standing, sum(map(len, images)), num_tokens)
 
     def _prepared(self, preparation: Future[TokenSequence], stream: Stream) -> None:
         """Takes a worker's result, in its thread or the one that cancelled. An error ends only this request."""
@@ -476,11 +483,13 @@ class LocalEngine:
                     _log.exception("a callback failed to take the status %s", status.name)
 
 
-def _wait_limit_s(request: Request, deadline: float | None) -> float | None:
+def _wait_limit_s(request: Request, deadline: float | None, now: float) -> float | None:
     """Returns the longest time that a caller is willing to wait in the queue; None without a limit."""
-    return min(
-        (limit for limit in (remaining_s(deadline), request.options.max_queue_s) if limit is not None), default=None
-    )
+    max_queue_s = request.options.max_queue_s
+    if deadline is None:
+        return max_queue_s
+    remaining_s = max(0.0, deadline - now)
+    return remaining_s if max_queue_s is None else min(remaining_s, max_queue_s)
 
 
 def _cache_load(cache: EmbeddingCache | CropCache, num_places: int, place_bytes: int) -> CacheLoad:

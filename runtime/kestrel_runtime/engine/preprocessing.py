@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
+from msgspec import Struct
 from PIL import Image
 
 from kestrel_runtime.api.errors import (
@@ -61,8 +62,8 @@ _CROP_COPIES = 3
 """The copies of an image's crops while they are computed: the resized image, its array, and the crops."""
 
 
-class ImageFacts(NamedTuple):
-    """The facts about an image before it is decoded."""
+class ImageFacts(Struct):
+    """The facts about an image."""
 
     digest: bytes | None
     """The digest of the image; None if it has not been computed yet."""
@@ -70,6 +71,8 @@ class ImageFacts(NamedTuple):
     """The most memory that decoding the image and computing its crops takes."""
     num_kept_bytes: int
     """The most memory of the image once it is decoded."""
+    size_px: tuple[int, int] | None = None
+    """Its width and height, upright; None until it has been decoded once."""
 
 
 class DecodedPixels(NamedTuple):
@@ -236,7 +239,6 @@ class Preprocessor:
         # By namespace and digest: headers of these images are not read again. Namespaces share no entries, since
         # the duration of a request reveals a hit.
         self._known_images: LruCache[tuple[str, bytes], ImageFacts] = LruCache(_MAX_KNOWN_IMAGES)
-        self._sizes_px: LruCache[tuple[str, bytes], tuple[int, int]] = LruCache(_MAX_KNOWN_IMAGES)
         self._budget = MemoryBudget(max_decoded_bytes)
         self._workers = Workers(num_threads, "kestrel-preprocess", self._budget, ageing_s=ageing_s)
 
@@ -259,19 +261,21 @@ class Preprocessor:
         namespace: str = "",
         adapter: AdapterLease | None = None,
         *,
-        is_wanted: Callable[[], bool] = lambda: True,
+        is_over: Callable[[], bool] = lambda: False,
         shared: SharedImages | None = None,
+        fingerprint: str = "",
     ) -> Future[TokenSequence] | TokenSequence:
         """Have the request prepared, usually by a worker; the future can be cancelled until a worker starts.
 
         Requests wait for a worker by tenant, priority and age, like sequences that wait for pages. Decoding stops
-        soon after `is_wanted` returns False or a deadline passes. A request whose images are known and cached, and
+        soon after `is_over` returns True or a deadline passes. A request whose images are known and cached, and
         are small or stored, waits for no worker. Samples of one request have the same `shared`, and decode its
-        images once. Raises `ImageError` like `inspect`, and for images that take too much memory together, the
-        errors of `prepare`, and RuntimeError if the workers are closed.
+        images once. `fingerprint`: that of the request, if it is known. Raises `ImageError` like `inspect`, and for
+        images that take too much memory together, the errors of `prepare`, and RuntimeError if the workers are
+        closed.
         """
-        start = partial(self._submit, request, clock, tenant, namespace, adapter, is_wanted, shared)
-        return start() if shared is None else shared.prepare(start)
+        of_request = request, clock, tenant, namespace, adapter, is_over, shared, fingerprint
+        return self._submit(*of_request) if shared is None else shared.prepare(partial(self._submit, *of_request))
 
     def _submit(
         self,
@@ -280,25 +284,29 @@ class Preprocessor:
         tenant: str,
         namespace: str,
         adapter: AdapterLease | None,
-        is_wanted: Callable[[], bool],
+        is_over: Callable[[], bool],
         shared: SharedImages | None,
+        fingerprint: str,
     ) -> Future[TokenSequence] | TokenSequence:
         facts: list[ImageFacts] | None = None if shared is None else shared.facts
         if facts is None:
-            facts, are_known, images = [], True, request.images
+            facts, images = [], request.images
+            # Requests with another policy compute their images anew, so preparing them here would be wasted.
+            is_at_once = bool(images) and request.options.cache is CachePolicy.USE
             for image in images:
-                try:
-                    found, is_known = self._facts_of(image, namespace, request)
-                except ImageError as error:
-                    locate(error, request, len(facts))
-                    raise
-                facts.append(found)
-                are_known = are_known and is_known
+                digest = image_digest(image) if is_hashed_at_once(image) else None
+                known = None if digest is None else self._known_images.get((namespace, digest))
+                if known is None:
+                    is_at_once = False
+                    known = self._new_facts(image, digest, namespace, request, len(facts))
+                facts.append(known)
             if len(facts) > 1 and self._may_fit(request):
                 self._budget.check_images(_decoding_bytes(facts, images))
-            # Requests with another policy compute their images anew, so preparing them here would be wasted.
-            if facts and are_known and request.options.cache is CachePolicy.USE:
-                done = self._prepared_at_once(request, images, clock, tenant, namespace, adapter, facts)
+            # Long texts and constraints take a worker.
+            if is_at_once and len(request.text) <= _MAX_TEXT_LENGTH_AT_ONCE and request.constraint is None:
+                done = self._prepared_at_once(
+                    request, images, clock, tenant, namespace, adapter, facts, fingerprint
+                )
                 if done is not None:
                     return done
 
@@ -306,7 +314,7 @@ class Preprocessor:
             expiry = clock.expiry(time.monotonic())
             if expiry is not None:
                 raise expiry
-            if self._workers.is_closing or not is_wanted():
+            if self._workers.is_closing or is_over():
                 raise Interrupted
 
         return self._workers.submit(
@@ -320,6 +328,7 @@ class Preprocessor:
                     check_wanted=check_wanted,
                     facts=facts,
                     shared=shared,
+                    fingerprint=fingerprint,
                 ),
                 submitted=clock.submitted,
                 priority=request.options.priority,
@@ -351,21 +360,24 @@ class Preprocessor:
         check_wanted: Callable[[], None] = lambda: None,
         facts: list[ImageFacts] | None = None,
         shared: SharedImages | None = None,
+        fingerprint: str = "",
     ) -> TokenSequence:
         """Decode the images, compute their crops and tokenise the prompt; returns the sequence.
 
-        `facts`: the known facts about the images. `shared`: as for `submit`. The sequence takes over the lease of
-        the request's adapter.
+        `facts`: the known facts about the images. `shared` and `fingerprint`: as for `submit`. The sequence takes
+        over the lease of the request's adapter.
 
         Raises `DeadlineExceeded` or `QueueTimeout` before any work is done; `RequestRefused`; `InvalidRequest`,
         usually as `ImageError` or `ContextLengthExceeded`; and the errors of `check_wanted`.
         """
         images = request.images
-        sequence, digests = self._without_pixels(request, images, clock, tenant, namespace, adapter, facts or [])
+        sequence, digests = self._without_pixels(
+            request, images, clock, tenant, namespace, adapter, facts or [], fingerprint
+        )
         if not digests:
             return sequence
         decoded: dict[bytes, DecodedPixels] = {} if shared is None else shared.decoded
-        left_out = self._cached_images(sequence, request.options.cache)
+        left_out = self._cached_images(sequence) if request.options.cache is CachePolicy.USE else []
         for place, (image, own, digest) in enumerate(zip(images, sequence.images, digests, strict=True)):
             if own in left_out and digest not in decoded:
                 continue
@@ -376,15 +388,20 @@ class Preprocessor:
                     locate(error, request, place)
                     raise
                 if not request.options.is_transient:  # frames of cameras would displace all others
-                    self._sizes_px.put((namespace, digest), decoded[digest].size_px)
+                    found = facts[place] if facts else self._read_facts(image, digest)
+                    known = ImageFacts(digest, found.num_bytes, found.num_kept_bytes, decoded[digest].size_px)
+                    self._known_images.put((namespace, digest), known)
             own.pixels, own.size_px = decoded[digest]
         if shared is not None and decoded:
             facts = facts or [
                 self._read_facts(image, digest) for image, digest in zip(images, digests, strict=True)
             ]
-            shared.facts = [item._replace(digest=digest) for item, digest in zip(facts, digests, strict=True)]
+            for item, digest in zip(facts, digests, strict=True):
+                item.digest = digest
+            shared.facts = facts
         if any(own.pixels is None for own in sequence.images):
-            self._leave_out_pixels(sequence, images, digests, facts)
+            facts = facts or [self._read_facts(image, None) for image in images]
+            sequence.decode_job = partial(self._decode_job, images, digests, facts)
         clock.prepared = time.monotonic()
         return sequence
 
@@ -397,21 +414,22 @@ class Preprocessor:
         namespace: str,
         adapter: AdapterLease | None,
         facts: list[ImageFacts],
+        fingerprint: str,
     ) -> TokenSequence | None:
-        """Returns what a worker would return if preparing takes little time, else None."""
-        if len(request.text) > _MAX_TEXT_LENGTH_AT_ONCE or request.constraint is not None:
-            return None
+        """Returns what a worker would return, or None if an image is not cached."""
         if self._workers.is_closing:
             raise RuntimeError("the workers are closed")
         try:
-            sequence, digests = self._without_pixels(request, images, clock, tenant, namespace, adapter, facts)
+            sequence, digests = self._without_pixels(
+                request, images, clock, tenant, namespace, adapter, facts, fingerprint
+            )
         except KestrelError:
             raise
         except Exception:  # a bug of ours: the worker raises it again, into its future
             return None
-        if len(self._cached_images(sequence, request.options.cache)) < len(facts):
+        if len(self._cached_images(sequence)) < len(facts):
             return None
-        self._leave_out_pixels(sequence, images, digests, facts)
+        sequence.decode_job = partial(self._decode_job, images, digests, facts)
         return sequence
 
     def _without_pixels(
@@ -423,6 +441,7 @@ class Preprocessor:
         namespace: str,
         adapter: AdapterLease | None,
         facts: list[ImageFacts],
+        fingerprint: str,
     ) -> tuple[TokenSequence, tuple[bytes, ...]]:
         """Returns the sequence and the digests of its images. Sets the sizes of images that were decoded before."""
         clock.preprocess_started = time.monotonic()
@@ -433,31 +452,36 @@ class Preprocessor:
         for number, image in enumerate(images):
             digest = facts[number].digest if facts else None
             digests += (image_digest(image) if digest is None else digest,)
-        fingerprint = fingerprint_of(request, digests)
+        fingerprint = fingerprint or fingerprint_of(request, digests)
         if adapter is not None:
             fingerprint = f"{fingerprint}-{adapter.digest.hex()[:16]}"
         if fingerprint in self._poison_requests:
             raise RequestRefused(f"{fingerprint} has failed before")
         config, skill = self._config, self._skills[request.skill]
-        request.sampling.check_vocabulary(config.vocab_size)
+        sampling, options = request.sampling, request.options
+        if sampling.logit_bias:
+            sampling.check_vocabulary(config.vocab_size)
         prompt = self._prompts.of(request, namespace)
         tokens, image_size = [self._first_token, *prompt.tokens], self._positions_per_image
         num_positions = len(tokens) + len(digests) * image_size
         if num_positions >= self._max_context:
             counts = self._message_tokens(request)
             raise ContextLengthExceeded(skill.text_field, num_positions, self._max_context, counts)
-        uses_cache = self._key_maker is not None and request.options.cache is not CachePolicy.BYPASS
+        key_maker = None if options.cache is CachePolicy.BYPASS else self._key_maker
         own_images: list[SequenceImage] = []
         contents: list[ImageContent] = []
         for number, digest in enumerate(digests):
             start = 1 + prompt.image_places[number] + number * image_size
             contents.append(ImageContent(start, image_size, digest))
-            size_px = self._sizes_px.get((namespace, digest))
-            own_images.append(SequenceImage(start, image_size, size_px=size_px))
-            if self._key_maker is not None and uses_cache and self._image_cache:
-                own_images[-1].key = self._key_maker.embedding_key(digest, namespace)
-            if uses_cache and self._crop_cache:
-                own_images[-1].crop_scope = CacheScope(namespace, frozenset((digest,)))
+            known = facts[number] if facts else None
+            if known is None or known.size_px is None:
+                known = self._known_images.get((namespace, digest))
+            own = SequenceImage(start, image_size, size_px=None if known is None else known.size_px)
+            own_images.append(own)
+            if key_maker is not None and self._image_cache:
+                own.key = key_maker.embedding_key(digest, namespace)
+            if key_maker is not None and self._crop_cache:
+                own.crop_scope = CacheScope(namespace, frozenset((digest,)))
         answer_ends: tuple[int, ...] = ()
         for end in prompt.answer_ends:
             num_images_before = sum([place < end for place in prompt.image_places])
@@ -465,11 +489,10 @@ class Preprocessor:
         parser = skill.new_parser(request, self._tokenizer, config)
         embeddings = parser.form if isinstance(parser, EmbeddingParser) else None
         keys = None
-        if self._key_maker is not None and uses_cache and self._prefix_cache and embeddings is None:
+        if key_maker is not None and self._prefix_cache and embeddings is None:
             content = b"" if adapter is None else adapter.digest
-            keys = self._key_maker.keys(tokens, tuple(contents), namespace, content, answer_ends=answer_ends)
-        sampling, defaults = request.sampling, skill.defaults
-        max_context = self._max_context
+            keys = key_maker.keys(tokens, tuple(contents), namespace, content, answer_ends=answer_ends)
+        defaults, max_context = skill.defaults, self._max_context
         if parser.max_tokens is not None:
             max_context = min(max_context, num_positions + parser.max_tokens)
         matcher = end_check = None
@@ -480,62 +503,60 @@ class Preprocessor:
             if matcher.check is not None:
                 end_check = EndCheck(matcher.check, partial(self._have_checked, request, clock.submitted, tenant))
         clock.prepared = time.monotonic()
+        own_request = SequenceRequest(
+            parser,
+            defaults.temperature if sampling.temperature is None else sampling.temperature,
+            defaults.top_p if sampling.top_p is None else sampling.top_p,
+            self._random.getrandbits(63) if sampling.seed is None else _signed(sampling.seed),
+            max_context,
+            sampling if sampling.controls_tokens else None,
+            sampling.logprobs,
+            matcher,
+            end_check,
+            fingerprint,
+            options.priority,
+            options.standing,
+            tenant,
+            options.cache is CachePolicy.REFRESH,
+            options.is_transient,
+            request.skill == Chat.skill,
+            embeddings,
+        )
         sequence = TokenSequence(
-            id=next(self._ids),
-            tokens=tokens,
-            num_prompt_tokens=len(tokens),
-            request=SequenceRequest(
-                parser=parser,
-                temperature=defaults.temperature if sampling.temperature is None else sampling.temperature,
-                top_p=defaults.top_p if sampling.top_p is None else sampling.top_p,
-                seed=self._random.getrandbits(63) if sampling.seed is None else _signed(sampling.seed),
-                max_context=max_context,
-                controls=sampling if sampling.controls_tokens else None,
-                num_logprobs=sampling.logprobs,
-                matcher=matcher,
-                end_check=end_check,
-                fingerprint=fingerprint,
-                priority=request.options.priority,
-                standing=request.options.standing,
-                tenant=tenant,
-                computes_anew=request.options.cache is CachePolicy.REFRESH,
-                is_transient=request.options.is_transient,
-                is_turn=isinstance(request, Chat),
-                embeddings=embeddings,
-            ),
-            clock=clock,
-            images=own_images,
+            next(self._ids),
+            tokens,
+            len(tokens),
+            own_request,
+            clock,
+            own_images,
             answer_ends=answer_ends,
             cache=CacheState(keys),
             adapter=adapter,
         )
         return sequence, digests
 
-    def _cached_images(self, sequence: TokenSequence, policy: CachePolicy) -> list[SequenceImage]:
+    def _cached_images(self, sequence: TokenSequence) -> list[SequenceImage]:
         """Returns the images of a sequence that are cached, and need not be decoded."""
-        if policy is not CachePolicy.USE:
-            return []
         keys, found = sequence.cache.keys, []
         for image in sequence.images:
             if image.size_px is None:
                 continue  # decode the image to learn its size
-            share_point = None if keys is None else keys.share_point(image.end, self._page_size)
+            end = image.start + image.num_positions
+            share_point = None if keys is None else keys.share_point(end, self._page_size)
             if self._is_cached(share_point, image.key):
                 found.append(image)
         return found
 
-    def _leave_out_pixels(
+    def _decode_job(
         self,
-        sequence: TokenSequence,
         images: tuple[RequestImage, ...],
         digests: tuple[bytes, ...],
-        facts: list[ImageFacts] | None,
-    ) -> None:
-        """Sets the job that decodes all images of a sequence if one of them is evicted before it starts."""
-        if not facts:
-            facts = [self._read_facts(image, None) for image in images]
+        facts: list[ImageFacts],
+        sequence: TokenSequence,
+    ) -> Job[list[Crops | DecodedImage]]:
+        """Returns the job that decodes all images of a sequence of which one is evicted before it starts."""
         request = sequence.request
-        sequence.decode_job = Job(
+        return Job(
             partial(self._pixels_of, images, digests, request.tenant),
             submitted=sequence.clock.submitted,
             priority=request.priority,
@@ -544,18 +565,18 @@ class Preprocessor:
             num_bytes=_decoding_bytes(facts, images),
         )
 
-    def _facts_of(self, image: RequestImage, namespace: str, request: Request) -> tuple[ImageFacts, bool]:
-        """Returns the facts in an image's header, and True if the image was known. Raises `ImageError`."""
-        digest = image_digest(image) if is_hashed_at_once(image) else None
-        if digest is None:
-            return self._read_facts(image, None), False
-        known = self._known_images.get((namespace, digest))
-        if known is not None:
-            return known, True
-        facts = self._read_facts(image, digest)
-        if not request.options.is_transient:
+    def _new_facts(
+        self, image: RequestImage, digest: bytes | None, namespace: str, request: Request, place: int
+    ) -> ImageFacts:
+        """Returns the facts in the header of a request's image at this place. Raises `ImageError`."""
+        try:
+            facts = self._read_facts(image, digest)
+        except ImageError as error:
+            locate(error, request, place)
+            raise
+        if digest is not None and not request.options.is_transient:
             self._known_images.put((namespace, digest), facts)
-        return facts, False
+        return facts
 
     def _message_tokens(self, request: Request) -> list[int]:
         """Returns the positions of each message of a conversation; none for other requests."""
@@ -578,7 +599,7 @@ class Preprocessor:
         The future fails with `EngineUnavailable` if the workers are closed.
         """
         try:
-            return self._workers.submit(sequence.decode_job)
+            return self._workers.submit(sequence.decode_job(sequence))
         except RuntimeError:
             refused: Future[list[Crops | DecodedImage]] = Future()
             refused.set_exception(EngineUnavailable("no worker can decode the images"))

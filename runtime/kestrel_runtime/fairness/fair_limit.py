@@ -37,6 +37,11 @@ class FairLimit:
         """Returns True if F2 lets a tenant take more."""
         return not tenant or self._taken_by.get(tenant, 0) < self.limit - self.num_taken
 
+    def allows(self, tenant: str, amount: int) -> bool:
+        """Returns True if the rules let a tenant take `amount` units, which may be none."""
+        num_free = self.limit - self.num_taken
+        return not amount or (amount <= num_free and (not tenant or self._taken_by.get(tenant, 0) < num_free))
+
     def take(self, tenant: str, amount: int = 1) -> bool:
         """Takes units for a tenant. Returns False, and takes none, if a rule forbids it."""
         if not (self.has_room(amount) and self.has_share(tenant)):

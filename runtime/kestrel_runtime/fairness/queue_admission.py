@@ -15,7 +15,7 @@ although it is fast.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from threading import RLock
@@ -117,23 +117,30 @@ class QueueAdmission:
         with at least its standing. Requests that others send while it waits are not among these: they show in the
         time between the starts of its own line.
         """
-        ahead: Counter[str] = Counter()
+        own, ahead = 0, dict[str, int]()
         with self._lock:
             pace_s = self._pace.mean_s(now)
-            line_pace = self._line_paces.get(_line(cost))
+            if pace_s is None:
+                return None
+            line = _line(cost)
+            line_pace, num_in_line = self._line_paces.get(line), self._lines.get(line, 0)
             line_pace_s = None if line_pace is None else line_pace.mean_s(now)
-            num_in_line = self._lines.get(_line(cost), 0)
             for (tenant, priority, standing), count in self._lines.items():
-                is_own = tenant == cost.tenant
-                if priority <= cost.priority if is_own else standing <= cost.standing:
-                    ahead[tenant] += count
-        if pace_s is None:
-            return None
-        own = ahead.pop(cost.tenant, 0)
-        wait_s = pace_s * (own + sum(min(count, own + 1) for count in ahead.values()))
+                if tenant == cost.tenant:
+                    own += count if priority <= cost.priority else 0
+                elif standing <= cost.standing:
+                    ahead[tenant] = ahead.get(tenant, 0) + count
+        wait_s = pace_s * (own + sum([min(count, own + 1) for count in ahead.values()]))
         return wait_s if line_pace_s is None else max(wait_s, line_pace_s * num_in_line)
 
     def _check_bounds(self, cost: Cost, now: float) -> None:
+        tenant = cost.tenant
+        if (
+            self._requests.allows(tenant, 1)
+            and self._image_bytes.allows(tenant, cost.image_bytes)
+            and self._tokens.allows(tenant, cost.tokens)
+        ):
+            return
         for bound, limit, wanted in (
             (QueueBound.REQUESTS, self._requests, 1),
             (QueueBound.IMAGE_BYTES, self._image_bytes, cost.image_bytes),
@@ -141,8 +148,8 @@ class QueueAdmission:
         ):
             if wanted and not limit.has_room(wanted):
                 raise Overloaded(limit.limit, self._retry_after_s(len(self), now), bound)
-            if wanted and not limit.has_share(cost.tenant):
-                num_own = self._requests.taken_by(cost.tenant)
+            if wanted and not limit.has_share(tenant):
+                num_own = self._requests.taken_by(tenant)
                 raise Overloaded(limit.limit, self._retry_after_s(num_own, now), bound, is_tenant_share=True)
 
     def _retry_after_s(self, num_requests: int, now: float) -> float:
@@ -209,4 +216,4 @@ class _Pace:
 
 
 def _line(cost: Cost) -> _Line:
-    return cost.tenant, cost.priority, cost.standing
+    return cost[:3]

@@ -18,7 +18,7 @@ class TextDecoder:
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         """`token_bytes` returns the bytes of an id, as `Tokenizer.token_bytes` does."""
         self._token_bytes = token_bytes
-        self._utf8 = _Utf8Decoder(errors="replace")
+        self._utf8: codecs.IncrementalDecoder | None = None  # until a text is not ASCII
         self._is_within = False
         """True within a character: some of its bytes have come."""
 
@@ -27,13 +27,14 @@ class TextDecoder:
         data = self._token_bytes(token)
         if not self._is_within and data.isascii():  # most often
             return data.decode()
-        text = self._utf8.decode(data)
-        self._is_within = bool(self._utf8.getstate()[0])
+        utf8 = self._utf8 = self._utf8 or _Utf8Decoder(errors="replace")
+        text = utf8.decode(data)
+        self._is_within = bool(utf8.getstate()[0])
         return text
 
     def flush(self) -> str:
         """Ends the text: returns U+FFFD for an incomplete character, else an empty text."""
-        if not self._is_within:
+        if not self._is_within or self._utf8 is None:
             return ""
         self._is_within = False
         return self._utf8.decode(b"", final=True)

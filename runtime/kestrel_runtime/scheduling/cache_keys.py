@@ -11,14 +11,16 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple, NewType
 
+from msgspec import Struct, field
+
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.output.output_parser import Token
-from kestrel_runtime.scheduling.positions import bidirectional_spans, text_runs
+from kestrel_runtime.scheduling.positions import bidirectional_spans
 
 Digest = NewType("Digest", bytes)
 
@@ -101,8 +103,7 @@ class ImageContent(NamedTuple):
         return self.start + self.num_positions
 
 
-@dataclass(slots=True)
-class PrefixKeys:
+class PrefixKeys(Struct):
     """The keys of the content of a sequence's positions.
 
     `root` covers everything that changes keys and values, except the tokens: model, revision, backends, data types,
@@ -143,10 +144,10 @@ class PrefixKeys:
     def extend(self, tokens: Sequence[Token], num_positions: int, page_size: int) -> None:
         """Adds the keys of the pages that `num_positions` fill, and that are not within a span. `tokens` are those
         of the sequence."""
-        previous = self._last
-        for start in range(len(self.pages) * page_size, num_positions - page_size + 1, page_size):
-            previous = _digest(b"page", previous, _content(tokens, self.images, start, start + page_size))
-            self.pages.append(previous)
+        pages = self.pages
+        for start in range(len(pages) * page_size, num_positions - page_size + 1, page_size):
+            content = _content(tokens, self.images, start, start + page_size)
+            pages.append(_digest(b"page", self._last, content))
 
     def add_share_point(self, tokens: Sequence[Token], num_positions: int, page_size: int) -> None:
         """Adds the key of the first `num_positions`, which end outside of every span. Those before have keys."""
@@ -220,9 +221,8 @@ class PrefixKeyMaker:
         if len(images) == 1 and images[0].start == 1 and not answer_ends:
             known = self._span(tokens[0], images[0], namespace, adapter)
             # The pages of the sequence's tokens are added to the list, and the end of its answer to the boundaries.
-            keys = PrefixKeys(
-                known.root, known.pages.copy(), known.boundaries.copy(), known.spans, known.scope, images
-            )
+            pages, boundaries = known.pages.copy(), known.boundaries.copy()
+            keys = PrefixKeys(known.root, pages, boundaries, known.spans, known.scope, images)
         else:
             digests = frozenset([image.digest for image in images])
             keys = PrefixKeys(self.root(namespace, adapter), scope=CacheScope(namespace, digests), images=images)
@@ -270,20 +270,27 @@ def _content(tokens: Sequence[Token], images: tuple[ImageContent, ...], start: i
 
     Text tokens without values form one record, which is several times as fast.
     """
-    records: list[bytes] = []
-    for image in images:
-        if image.start < end and start < image.end:
+    # Not by `text_runs`, since every page of every request takes this path.
+    of_images, of_text, position, num_before = b"", b"", start, 0
+    for image_start, num_positions, digest in images:
+        image_end = image_start + num_positions
+        if image_start < end and start < image_end:
             # The positions of an image see each other, so each page with a part of it depends on the whole.
-            last = min(end, image.end)
-            records.append(b"i" + _pack_image(image.digest, image.num_positions, image.start, start, last))
-    for position, text in text_runs(tokens, images, start, end):
-        if any(map(_values_of, text)):
-            records.append(_pack_run(b"p", position, len(text)))
-            records += map(_record, text)
-        else:
-            ids = map(_id_of, text)
-            records.append(struct.pack(f"<cqq{len(text)}q", b"r", position, len(text), *ids))
-    return b"".join(records)
+            of_images += b"i" + _pack_image(digest, num_positions, image_start, start, min(end, image_end))
+        stop = min(image_start, end)
+        if position < stop:
+            of_text += _text_content(position, tokens[position - num_before : stop - num_before])
+        position = max(position, image_end)
+        num_before += num_positions
+    if position < end:
+        of_text += _text_content(position, tokens[position - num_before : end - num_before])
+    return of_images + of_text
+
+
+def _text_content(position: int, text: Sequence[Token]) -> bytes:
+    if any(map(_values_of, text)):
+        return _pack_run(b"p", position, len(text)) + b"".join(map(_record, text))
+    return struct.pack(f"<cqq{len(text)}q", b"r", position, len(text), *map(_id_of, text))
 
 
 def _record(token: Token) -> bytes:
@@ -294,7 +301,6 @@ def _record(token: Token) -> bytes:
 
 def _digest(kind: bytes, *parts: bytes) -> Digest:
     """Returns the SHA-256 of the kind and the parts, each with its length."""
-    framed = [kind]
     for part in parts:
-        framed += (_pack_length(len(part)), part)
-    return Digest(hashlib.sha256(b"".join(framed)).digest())
+        kind += _pack_length(len(part)) + part
+    return Digest(hashlib.sha256(kind).digest())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum, auto
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Protocol
+
+from msgspec import Struct, field
 
 from kestrel_runtime.api.deadlines import deadline_error
 from kestrel_runtime.api.errors import KestrelError, QueueTimeout
@@ -20,6 +22,17 @@ from kestrel_runtime.scheduling.crop_cache import PlaceId
 from kestrel_runtime.scheduling.embedding_cache import EntryId
 from kestrel_runtime.scheduling.page_manager import PageCopy, PageId, StepId
 from kestrel_runtime.scheduling.positions import bidirectional_spans, text_runs
+
+_MAX_LAYOUTS = 256
+
+
+@lru_cache(_MAX_LAYOUTS)
+def _layout(
+    images: tuple[tuple[int, int], ...], answer_ends: tuple[int, ...]
+) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], int]:
+    """Returns spans, share points and number of positions of images at these starts, with so many positions."""
+    spans = bidirectional_spans([(start, start + num_positions) for start, num_positions in images])
+    return spans, tuple(sorted((*map(_end_of, spans), *answer_ends))), sum(map(_end_of, images))
 
 
 class SequenceState(IntEnum):
@@ -55,8 +68,7 @@ _TRANSITIONS = {
 }
 
 
-@dataclass(slots=True)
-class SequenceClock:
+class SequenceClock(Struct):
     """Moments in a request's life, in seconds of the monotonic clock; None until they come."""
 
     submitted: float
@@ -71,8 +83,7 @@ class SequenceClock:
 
     def expiry(self, now: float) -> KestrelError | None:
         """Returns the error with which the request ends if a deadline has passed at `now`, else None."""
-        passed = deadline_error(self.deadline, now)
-        if passed is not None:
+        if self.deadline is not None and (passed := deadline_error(self.deadline, now)) is not None:
             return passed
         if self.started is None and self.queue_deadline is not None and now >= self.queue_deadline:
             return QueueTimeout(now - self.submitted)
@@ -149,8 +160,7 @@ class EndDelivery(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class SequenceRequest:
+class SequenceRequest(Struct):
     """Describes what a request asks for: whose it is, and how its answer is sampled, parsed and checked."""
 
     parser: OutputParser
@@ -185,8 +195,7 @@ class SequenceRequest:
     """The form in which the sequence reads the embeddings of its image; None if it generates tokens."""
 
 
-@dataclass(slots=True, eq=False)
-class SequenceImage:
+class SequenceImage(Struct, eq=False):
     """An image of a sequence: its positions, its pixels and its embeddings."""
 
     start: int
@@ -235,8 +244,7 @@ class SequenceImage:
         self.found_crops.clear()
 
 
-@dataclass(slots=True)
-class CacheState:
+class CacheState(Struct):
     """The pages of a sequence, and which of its positions are in them."""
 
     keys: PrefixKeys | None = None
@@ -257,8 +265,7 @@ class CacheState:
     """The last decode step that wrote to its pages; it may be complete."""
 
 
-@dataclass(slots=True, eq=False)
-class TokenSequence:
+class TokenSequence(Struct, eq=False):
     """A prompt and the tokens that have been generated after it.
 
     Positions: the first token (BOS) is at 0; each image has positions of its own between two tokens.
@@ -289,28 +296,26 @@ class TokenSequence:
     """The number of `tokens` at its last start."""
     num_pending: int = 0
     """Tokens that steps in flight sample: they have positions and pages, but are not in `tokens` yet."""
-    tenant: str = field(init=False)
+    tenant: str = ""
     """The tenant of the request, a field of its own since every step asks for it."""
-    num_image_positions: int = field(init=False)
+    num_image_positions: int = 0
     """The number of positions of all images."""
-    num_further_positions: int = field(init=False)
+    num_further_positions: int = 0
     """The positions that the cache has in addition to tokens: those of images. A sequence that reads embeddings has
     none in the cache, not those of its tokens either."""
-    spans: tuple[tuple[int, int], ...] = field(init=False)
+    spans: tuple[tuple[int, int], ...] = ()
     """The spans of its images (`bidirectional_spans`), in their order."""
-    share_points: tuple[int, ...] = field(init=False)
+    share_points: tuple[int, ...] = ()
     """The positions behind which other sequences may differ: ends of images and of earlier answers, in order."""
 
     def __post_init__(self) -> None:
-        places: list[tuple[int, int]] = []
-        self.tenant, self.num_image_positions = self.request.tenant, 0
-        for image in self.images:  # not in functions of their own, since every request takes this path
-            places.append((image.start, image.start + image.num_positions))
-            self.num_image_positions += image.num_positions
-        reads_embeddings = self.request.embeddings is not None
-        self.num_further_positions = -len(self.tokens) if reads_embeddings else self.num_image_positions
-        self.spans = bidirectional_spans(places)
-        self.share_points = tuple(sorted((*map(_end_of, self.spans), *self.answer_ends)))
+        places: tuple[tuple[int, int], ...] = ()
+        for image in self.images:
+            places += ((image.start, image.num_positions),)
+        self.spans, self.share_points, num_positions = _layout(places, self.answer_ends)
+        request, self.num_image_positions = self.request, num_positions
+        self.tenant = request.tenant
+        self.num_further_positions = num_positions if request.embeddings is None else -len(self.tokens)
 
     @property
     def priority(self) -> Priority:

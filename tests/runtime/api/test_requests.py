@@ -27,7 +27,6 @@ from kestrel_runtime.api.requests import (
     SamplingParams,
     Segment,
     image_paths,
-    objects_of,
     parts_of,
 )
 from kestrel_runtime.api.sampling_params import MAX_OUTPUT_TOKENS, MAX_SEED, MAX_STOP_CHARS, MAX_STOPS
@@ -343,9 +342,9 @@ def test_a_request_has_one_object_or_up_to_64(kind, object, objects, expected):
 def test_several_objects_are_requests_of_their_own_in_this_order():
     request = Detect("", IMAGE, max_objects=3, objects=("car", "person", "car"))
     assert parts_of(request) == [Detect(name, IMAGE, max_objects=3) for name in ("car", "person", "car")]
-    assert objects_of(request) == ("car", "person", "car")
+    assert request.objects == ("car", "person", "car")
     assert request.text == "car\nperson\ncar"
     alone = Point("car", IMAGE)
-    assert (parts_of(alone), objects_of(alone), objects_of(Query("car"))) == ([alone], (), ())
+    assert (parts_of(alone), alone.objects, Query("car").objects) == ([alone], (), ())
     samples = Query("?", sampling=SamplingParams(seed=7, n=3))
     assert [part.sampling for part in parts_of(samples)] == list(samples.sampling.samples())

@@ -332,18 +332,18 @@ def test_decoding_stops_between_two_scans_when_its_request_is_cancelled(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     preprocessor = bounded(loaded, 2**30, num_threads=1)
-    timing, is_wanted, num_checks = clock(), True, 0
+    timing, is_over, num_checks = clock(), False, 0
     closer, is_closing = threading.Thread(target=preprocessor.close), threading.Event()
     decode_image = preprocessing.decode_image
 
     def decode(*arguments: Any, check_wanted: Any, **options: Any) -> Any:
         def check() -> None:
-            nonlocal is_wanted, num_checks
+            nonlocal is_over, num_checks
             num_checks += 1
             if num_checks == 30:  # the header takes about 20
                 match reason:
                     case "caller left":
-                        is_wanted = False
+                        is_over = True
                     case "deadline":
                         timing.deadline = time.monotonic()
                     case _:
@@ -357,7 +357,7 @@ def test_decoding_stops_between_two_scans_when_its_request_is_cancelled(
 
     monkeypatch.setattr(preprocessing, "decode_image", decode)
     file = hostile_images.progressive_jpeg(640, 480, 60)
-    error = submit(preprocessor, Caption(file), timing, is_wanted=lambda: is_wanted).exception(MAX_WAIT_S)
+    error = submit(preprocessor, Caption(file), timing, is_over=lambda: is_over).exception(MAX_WAIT_S)
     assert isinstance(error, DeadlineExceeded if reason == "deadline" else Interrupted)
     assert num_checks == 30
     preprocessor.close()
@@ -396,7 +396,7 @@ def test_a_known_and_cached_image_is_neither_opened_nor_handed_to_a_worker(
         expected.tenant,
         expected.request.fingerprint,
     )
-    assert found.decode_job.num_bytes == expected.decode_job.num_bytes > 0
+    assert found.decode_job(found).num_bytes == expected.decode_job(expected).num_bytes > 0
     assert found.clock.preprocess_started is not None
     assert found.clock.prepared is not None
 

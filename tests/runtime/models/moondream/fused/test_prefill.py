@@ -1,8 +1,8 @@
-from dataclasses import replace
 from typing import Literal
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from kestrel_ops import Kernels
 from kestrel_runtime.execution.kv_cache import KVCache
