@@ -9,25 +9,23 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from kestrel_grpc.access.access import Access, OpenAccess, TokenAccess
-from kestrel_grpc.access.limits import Limits, TokenLimits
 from kestrel_grpc.access.tls import CertificateFiles
 from kestrel_grpc.calls.call_admission import Observer
 from kestrel_grpc.calls.call_groups import CallGroups
 from kestrel_grpc.calls.readiness import Readiness, death_of
 from kestrel_grpc.calls.submission import Submission
-from kestrel_grpc.config.options import ConfigurationError, ServerConfig
+from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.frontends.grpc.frontend import GrpcFrontend
 from kestrel_grpc.frontends.http.probes import ProbePort, Probes
 from kestrel_grpc.images.image_store import CachePurges, ImageIntake, ImageStore
-from kestrel_grpc.images.image_uris import ImageSource, NoRemoteImages, RemoteImagesUnavailable
+from kestrel_grpc.images.image_uris import ImageSource
 from kestrel_grpc.maintenance import Maintenance
-from kestrel_grpc.process.free_ports import address_of, require_free_port, require_free_socket
+from kestrel_grpc.process.free_ports import address_of
 from kestrel_grpc.process.signals import stop_signals
+from kestrel_grpc.requirements import access_of, certificate_of, image_source
 from kestrel_grpc.shared_state import OwnState, SharedState
 from kestrel_grpc.telemetry.logs import announce, log_end
 from kestrel_grpc.telemetry.telemetry import Telemetry
@@ -71,7 +69,7 @@ class Server:
         self._purges = CachePurges(engine)
         self._shared: SharedState = shared or OwnState(config.store_limits(), self._purges.forget_image)
         self.instance_id = self._shared.instance_id
-        self._access = _access(config, self._shared.limits)
+        self._access = access_of(config, self._shared.limits)
         self._access.on_namespace_gone(self._purges.clear)
         self._store: ImageStore | None = None
         if config.max_stored_image_bytes:
@@ -96,7 +94,7 @@ class Server:
         self._submission = Submission(engine, self._images, self._store, model_names=config.served_model_name or ())
         self._triton = self._triton_service() if config.triton else None
         self._groups = CallGroups(engine, config, self._access, self._observers())
-        self._certificate = certificate = _certificate(config)
+        self._certificate = certificate = certificate_of(config)
         self._frontend = GrpcFrontend(
             engine,
             config,
@@ -346,51 +344,3 @@ class Server:
     def _observers(self) -> Sequence[Observer]:
         at_rest = () if self._maintenance is None else (self._maintenance.note,)
         return (*self._telemetry.observers, *at_rest)
-
-
-def _access(config: ServerConfig, limits: Limits) -> Access:
-    return OpenAccess() if config.tokens is None else TokenAccess(Path(config.tokens), limits)
-
-
-def image_source(config: ServerConfig) -> ImageSource:
-    """Returns the source of images that the configuration allows. Raises `RemoteImagesUnavailable`."""
-    if config.image_hosts is None:
-        return NoRemoteImages()
-    try:
-        # Imported here, since its libraries are optional.
-        from kestrel_grpc.images.remote_images import RemoteImages
-    except ImportError as error:
-        raise RemoteImagesUnavailable("--image-hosts needs `pip install 'kestrel-grpc[remote]'`") from error
-    max_bytes = config.engine.max_image_bytes
-    return RemoteImages(config.image_hosts, max_bytes=max_bytes, timeout_s=config.image_fetch_timeout)
-
-
-def _certificate(config: ServerConfig) -> CertificateFiles | None:
-    if config.tls_certificate is None or config.tls_key is None:
-        return None
-    client_ca = None if config.tls_client_ca is None else Path(config.tls_client_ca)
-    return CertificateFiles(Path(config.tls_certificate), Path(config.tls_key), client_ca)
-
-
-def require_usable(config: ServerConfig) -> None:
-    """Raises the errors that a `Server` would raise, before a model is loaded. Also raises `ConfigurationError`."""
-    require_usable_engine(config)
-    _access(config, TokenLimits())
-    _certificate(config)
-    require_free_port(config.host, config.port)
-    for port in (config.http_port, config.triton_port):
-        if port is not None:
-            require_free_port(config.host, port)
-    if config.unix_socket is not None:
-        require_free_socket(Path(config.unix_socket))
-    for host, port in ((config.admin_host, config.admin_port), (config.metrics_host, config.metrics_port)):
-        if port is not None:
-            require_free_port(host, port)
-
-
-def require_usable_engine(config: ServerConfig) -> None:
-    """Checks the part of `require_usable` that concerns neither ports nor callers. Raises the same errors."""
-    adapters = config.engine.adapters
-    if adapters is not None and not Path(adapters).is_dir():
-        raise ConfigurationError((f"--adapters: there is no folder {adapters}",))
-    image_source(config)

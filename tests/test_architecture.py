@@ -88,18 +88,10 @@ SERVER_ARROWS = {
     "maintenance": {"calls"},
     "frontends": {"access", "adapter_folder", "config", "images", "process", "calls"},
     "shared_state": {"access", "calls", "images"},
+    "requirements": {"access", "config", "images", "process"},
     "server": {
-        *(
-            "access",
-            "config",
-            "frontends",
-            "images",
-            "maintenance",
-            "process",
-            "shared_state",
-            "telemetry",
-            "calls",
-        ),
+        *("access", "config", "frontends", "images", "maintenance", "process", "requirements", "shared_state"),
+        *("telemetry", "calls"),
     },
     "multiprocess": {
         *("access", "config", "frontends", "images", "process", "server"),
@@ -115,7 +107,7 @@ SERVER_ARROWS = {
             "images",
             "process",
         ),
-        *("server", "telemetry", "calls"),
+        *("requirements", "server", "telemetry", "calls"),
     },
     "__main__": {"cli", "process"},
 }

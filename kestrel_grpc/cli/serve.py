@@ -92,7 +92,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from kestrel_grpc.access.token_file import TokenFileError
     from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
     from kestrel_grpc.process.free_ports import PortUnavailable
-    from kestrel_grpc.server import require_usable
+    from kestrel_grpc.requirements import require_usable
     from kestrel_grpc.telemetry.tracing import TracingUnavailable, require_tracing
     from kestrel_runtime.api.errors import CheckpointError
     from kestrel_runtime.models.registry import check_local_checkpoint
@@ -156,6 +156,9 @@ def _run(config: ServerConfig) -> int:
 
 def _run_server(config: ServerConfig) -> int:
     """Serves until a signal, in this process; returns the exit status."""
+    from kestrel_grpc.process.libraries import load_torch_libraries
+
+    load_torch_libraries()
     from kestrel_runtime.models.background_load import BackgroundLoad
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # also for threads that load during imports

@@ -338,7 +338,7 @@ def _with_engine(job: _Job) -> int:
     set_up_logging(config.log_level, line_format=config.log_format)
     # The engine's libraries take seconds to import: all checks that do not need them precede the import.
     from kestrel_grpc.images.image_uris import RemoteImagesUnavailable
-    from kestrel_grpc.server import image_source, require_usable_engine
+    from kestrel_grpc.requirements import image_source, require_usable_engine
 
     try:
         require_usable_engine(config)

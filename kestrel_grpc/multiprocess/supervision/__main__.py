@@ -11,6 +11,7 @@ import sys
 from typing import NoReturn
 
 from kestrel_grpc.process.bytecode import use_kept_bytecode
+from kestrel_grpc.process.libraries import load_torch_libraries
 
 
 def run() -> NoReturn:
@@ -18,6 +19,7 @@ def run() -> NoReturn:
     use_kept_bytecode()
     gc.disable()  # imports and captures leave no garbage; it begins when the process is ready
     if sys.argv.pop(1) == "core":
+        load_torch_libraries()
         from kestrel_grpc.multiprocess.supervision.core_process import main
     else:
         from kestrel_grpc.multiprocess.supervision.frontend_process import main

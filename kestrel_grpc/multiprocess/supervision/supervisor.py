@@ -26,13 +26,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import generate_latest
 from setproctitle import setproctitle
 
 from kestrel_grpc.config.options import ServerConfig
-from kestrel_grpc.frontends.http.probes import ProbePort, Probes
 from kestrel_grpc.multiprocess.protocol import messages
 from kestrel_grpc.multiprocess.protocol.errors import SupervisorUnavailable
 from kestrel_grpc.multiprocess.protocol.link import Link, send_first
@@ -47,6 +46,9 @@ from kestrel_grpc.process.resources import freeze_existing_objects, loop_factory
 from kestrel_grpc.process.signals import stop_signals
 from kestrel_grpc.telemetry.logs import log_end
 from kestrel_grpc.telemetry.metrics import Reading, new_registry, not_ready_text
+
+if TYPE_CHECKING:
+    from kestrel_grpc.frontends.http.probes import ProbePort
 
 PING_INTERVAL_S = 5.0
 PING_TIMEOUT_S = 30.0
@@ -242,6 +244,8 @@ class Supervisor:
         await asyncio.gather(*(child.first_ready for child in self._children), self._have_connected())
         config = self.config
         if config.metrics_port is not None:
+            from kestrel_grpc.frontends.http.probes import ProbePort, Probes
+
             probes = Probes(lambda: True, self._is_ready, self.metrics)
             self._probe_port = ProbePort(probes, config.metrics_names)
             await self._probe_port.start(config.metrics_host, config.metrics_port)

@@ -17,6 +17,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kestrel_runtime.api.config import BUILT_IN_MODEL
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.loading.tokenizer import MAX_TOKEN_ID
@@ -186,9 +188,9 @@ def _shard_names(index: Path) -> list[str]:
     return sorted(set(shard_of.values()))
 
 
-def _read_json(file: Path, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(_read(file, max_bytes))
+        value = json.loads(_read(file, _MAX_JSON_BYTES))
     except ValueError as error:
         raise CheckpointError(f"cannot read {file}: {error}") from error
     except RecursionError:
@@ -267,14 +269,28 @@ def _former_release(folder: Path, release: str | None) -> str:
     )
 
 
+class _Model(msgspec.Struct):
+    vocab: Any = None
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The parts that say where the end of a text is. The others, which are most of the file, are not converted."""
+
+    model: _Model = msgspec.field(default_factory=_Model)
+    added_tokens: Any = None
+
+
 def _end_of_text_id(tokenizer: Path) -> int | None:
-    data = _read_json(tokenizer, _MAX_TOKENIZER_BYTES)
+    content = _read(tokenizer, _MAX_TOKENIZER_BYTES)
     try:
-        ids = dict(_section(data, "model").get("vocab") or {})
-        ids.update({token["content"]: token["id"] for token in data.get("added_tokens") or []})
+        data = msgspec.json.decode(content, type=_TokenizerFile)
+        ids = dict(data.model.vocab or {})
+        ids.update({token["content"]: token["id"] for token in data.added_tokens or []})
         return ids.get(_END_OF_TEXT)
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, KeyError, msgspec.ValidationError):
         raise CheckpointError(f"{tokenizer}: cannot be read as a tokenizer with byte-level BPE") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {tokenizer}: {error}") from error
 
 
 def _section(data: Mapping[str, Any] | None, key: str) -> Mapping[str, Any]:

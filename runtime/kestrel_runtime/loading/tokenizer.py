@@ -6,7 +6,7 @@ Control tokens decode to an empty text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -37,13 +37,14 @@ class Tokenizer:
         if not isinstance(library.decoder, tokenizers.decoders.ByteLevel):
             kind = type(library.decoder).__name__ if library.decoder is not None else "no"
             raise CheckpointError(f"{path}: has {kind} decoder; only a ByteLevel decoder is served")
-        if (highest_id := max(library.get_vocab().values(), default=0)) > MAX_TOKEN_ID:
+        vocabulary = library.get_vocab()
+        if (highest_id := max(vocabulary.values(), default=0)) > MAX_TOKEN_ID:
             raise CheckpointError(f"{path}: has a token of id {highest_id}, more than {MAX_TOKEN_ID}")
         library.encode_special_tokens = True
         # A file may contain settings for training, but prompts are neither truncated nor padded.
         library.no_truncation()
         library.no_padding()
-        return cls(library, _bytes_of_token(library))
+        return cls(library, _bytes_of_token(library, vocabulary))
 
     @property
     def vocab_size(self) -> int:
@@ -65,11 +66,10 @@ class Tokenizer:
         return self._bytes_of_token[token] if token < len(self._bytes_of_token) else b""
 
 
-def _bytes_of_token(library: tokenizers.Tokenizer) -> tuple[bytes, ...]:
+def _bytes_of_token(library: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> tuple[bytes, ...]:
     """Returns the bytes of each id."""
     byte_of_character = _byte_of_character()
     control = {id for id, token in library.get_added_tokens_decoder().items() if token.special}
-    vocabulary = library.get_vocab()
     table = [b""] * (1 + max(vocabulary.values(), default=-1))
     for token, id in vocabulary.items():
         if id not in control:

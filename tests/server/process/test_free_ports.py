@@ -25,7 +25,8 @@ from kestrel_grpc.access.tls import CertificateError
 from kestrel_grpc.access.token_file import Scope, TokenFileError, hash_of, line_for, read_tokens
 from kestrel_grpc.config.options import ServerConfig
 from kestrel_grpc.process.free_ports import PortUnavailable, require_free_socket
-from kestrel_grpc.server import Server, require_usable
+from kestrel_grpc.requirements import require_usable
+from kestrel_grpc.server import Server
 from tests.fakes import FakeEngine
 from tests.server.certificates import Pair, trusting
 from tests.server.serving import reason_of, serving

@@ -1,0 +1,32 @@
+"""Loads the shared libraries of torch in a thread, while the process imports modules."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+_IN_TORCH = ("lib/libtorch_global_deps.so", "lib/libtorch.so")
+
+
+def load_torch_libraries() -> None:
+    """Begins to load the libraries that `import torch` waits for, half a second for those of CUDA.
+
+    An import keeps the interpreter's lock while the system loads a library; a call of the system's function by
+    ctypes does not. Where a library cannot be loaded, the import reports it.
+    """
+    found = importlib.util.find_spec("torch")
+    folders = () if found is None else found.submodule_search_locations or ()
+    paths = [Path(folder, name) for folder in folders for name in _IN_TORCH]
+    threading.Thread(target=_load, args=(paths,), name="kestrel-libraries", daemon=True).start()
+
+
+def _load(paths: list[Path]) -> None:
+    with suppress(OSError, AttributeError):
+        dlopen = ctypes.CDLL(None).dlopen
+        dlopen.restype = ctypes.c_void_p
+        for path in paths:
+            dlopen(os.fsencode(path), os.RTLD_LAZY)
