@@ -41,7 +41,8 @@ STAGES = (
     ("graphs", "captured "),
     ("first requests", "warmed up "),
 )
-"""What lies before a line of the log, and how the message begins. A line that does not come has no stage."""
+"""What lies before a line of the log, and how the message begins. A line that does not come has no stage. What ran
+in parallel with the stage before counts there."""
 ROWS = "cached:64,text:16"
 FIRST_LOAD = "direct:64"
 _PROCESSES, _PICTURES = 4, 64
@@ -57,7 +58,7 @@ def stage_seconds(log: str, began: float, opened: float) -> dict[str, float]:
     for stage, beginning in STAGES:
         at = next((at for at, message in times if message.startswith(beginning)), None)
         if at is not None:
-            found[stage], before = at - before, at
+            found[stage], before = max(0.0, at - before), max(before, at)
     return {**found, "port": opened - before, "all": opened - began}
 
 

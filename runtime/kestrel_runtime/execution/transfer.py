@@ -68,7 +68,7 @@ def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
 def uploaded(
     tensors: Mapping[str, Tensor], device: torch.device, dtype_of: Callable[[str, Tensor], torch.dtype]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields copies of tensors on a CUDA device in these types, in their order.
+    """Begins to copy tensors to a CUDA device; the iterator has the copies in these types, in their order.
 
     Several threads make them, since one alone reads mapped files more slowly than the device takes them.
     """
@@ -80,8 +80,10 @@ def uploaded(
         name, tensor = item
         return name, threads.pieces.upload(tensor).to(dtype_of(name, tensor))
 
-    with ThreadPoolExecutor(_NUM_UPLOADING_THREADS) as pool:
-        yield from pool.map(upload, tensors.items())
+    pool = ThreadPoolExecutor(_NUM_UPLOADING_THREADS)
+    copies = pool.map(upload, tensors.items())
+    pool.shutdown(wait=False)  # its threads end with the last copy
+    return copies
 
 
 class _PinnedPieces:

@@ -10,11 +10,12 @@ import ctypes
 import importlib.util
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from ctypes import byref, c_int, c_void_p
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from kestrel_runtime.api.config import EngineConfig
@@ -33,13 +34,17 @@ class BackgroundLoad:
         self._config = config
         self._binds_near_device = binds_near_device
         self._loaded: Future[LoadedModel] = Future()
+        self._meanwhile: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        """The functions that `result` calls before the model is loaded; None ends them."""
         self._using = threading.Thread(target=_use_device, name="kestrel-device", daemon=True)
         if config.device != "cpu":
             self._using.start()
         threading.Thread(target=self._run, name="kestrel-load", daemon=True).start()
 
     def result(self) -> LoadedModel:
-        """Waits for the model. Raises `CheckpointError`."""
+        """Waits for the model, and prepares meanwhile what does not need its weights. Raises `CheckpointError`."""
+        while not self._loaded.done() and (prepare := self._meanwhile.get()) is not None:
+            prepare()
         loaded = self._loaded.result()
         if self._using.is_alive():  # the memory in use is measured next
             self._using.join()
@@ -48,17 +53,23 @@ class BackgroundLoad:
     def _run(self) -> None:
         try:
             from kestrel_runtime.loading.checkpoint import find_checkpoint
+            from kestrel_runtime.loading.tokenizer import Tokenizer
 
             checkpoint = find_checkpoint(self._config.model, self._config.revision)
             read_ahead(checkpoint.weight_files)
+            # Torch is not needed here, and its libraries are being loaded.
+            tokenizer = Tokenizer.from_file(checkpoint.tokenizer_file)
             from kestrel_runtime.memory.processor_affinity import bind_near
             from kestrel_runtime.models.loaded_model import LoadedModel, pci_address
 
             if self._binds_near_device:
                 bind_near(pci_address(self._config))
-            self._loaded.set_result(LoadedModel.load(self._config, checkpoint))
+            loaded = LoadedModel.load(self._config, checkpoint, tokenizer, self._meanwhile.put)
+            self._loaded.set_result(loaded)
         except BaseException as error:  # whatever it is, `result` raises it
             self._loaded.set_exception(error)
+        finally:
+            self._meanwhile.put(None)
 
 
 def read_ahead(files: Iterable[Path]) -> None:

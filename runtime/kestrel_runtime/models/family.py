@@ -16,11 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import MemoryPlan, SkillDefaults
 from kestrel_runtime.api.requests import Chat, ChatMessage, Query, Request, Role, SamplingParams
-from kestrel_runtime.imaging.crops import Cropping
 from kestrel_runtime.loading.checkpoint import Checkpoint
-from kestrel_runtime.output.output_parser import OutputParser, Token
-from kestrel_runtime.scheduling.limits import StepBounds
-from kestrel_runtime.scheduling.sequence import TokenSequence
 
 if TYPE_CHECKING:
     import torch
@@ -28,14 +24,22 @@ if TYPE_CHECKING:
 
     from kestrel_runtime.adapters.store import AdapterTarget
     from kestrel_runtime.execution.step_runner import StepRunner
+    from kestrel_runtime.imaging.crops import Cropping
     from kestrel_runtime.imaging.device_crops import DeviceOperations
+    from kestrel_runtime.output.output_parser import OutputParser, Token
+    from kestrel_runtime.scheduling.limits import StepBounds
+    from kestrel_runtime.scheduling.sequence import TokenSequence
 
 
 _LEAST_TOLERANCE = 2.0**-126
 """The smallest normal float32: errors are divided by no less."""
 
-Prepare = Callable[[Request], TokenSequence]
+Prepare = Callable[[Request], "TokenSequence"]
 """Decodes an image, makes its crops and tokenises a request, as the engine does before it is scheduled."""
+
+
+Meanwhile = Callable[[Callable[[], object]], None]
+"""Takes a function for another thread to call. What it raises, the start raises."""
 
 
 class ModelConfig(Protocol):
@@ -253,11 +257,17 @@ class ModelFamily(Protocol):
         ...
 
     def load(
-        self, checkpoint: Checkpoint, config: EngineConfig, device: torch.device, dtype: torch.dtype
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        meanwhile: Meanwhile | None = None,
     ) -> LoadedWeights:
         """Reads the weights, checks them and places them on the device. Raises `CheckpointError`.
 
-        `device` and `dtype` are the resolved values of those fields of `config`.
+        `device` and `dtype` are the resolved values of those fields of `config`. `meanwhile` may be given what
+        another thread can do for `prepare` while the weights are copied.
         """
         ...
 

@@ -15,7 +15,7 @@ from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.loading.checkpoint import Checkpoint, find_checkpoint
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.memory.host_limits import available_processors
-from kestrel_runtime.models.family import ModelFamily, config_of
+from kestrel_runtime.models.family import Meanwhile, ModelFamily, config_of
 from kestrel_runtime.models.registry import family_of
 
 _log = logging.getLogger(__name__)
@@ -34,10 +34,16 @@ class LoadedModel:
     """Elements of all weights."""
 
     @classmethod
-    def load(cls, config: EngineConfig, checkpoint: Checkpoint | None = None) -> LoadedModel:
-        """Reads and places the checkpoint, by default the one of `config`, which is found first.
+    def load(
+        cls,
+        config: EngineConfig,
+        checkpoint: Checkpoint | None = None,
+        tokenizer: Tokenizer | None = None,
+        meanwhile: Meanwhile | None = None,
+    ) -> LoadedModel:
+        """Reads and places the checkpoint, by default the one of `config`; finds it and reads its tokenizer first.
 
-        Raises `CheckpointError`.
+        `meanwhile` is given to the family's `load`. Raises `CheckpointError`.
         """
         device = _device(config)
         dtype = getattr(torch, config.resolved(device.type).dtype)
@@ -51,8 +57,8 @@ class LoadedModel:
         if checkpoint is None:
             checkpoint = find_checkpoint(config.model, config.revision)
         family = family_of(checkpoint)
-        model, num_parameters = family.load(checkpoint, config, device, dtype)
-        tokenizer = Tokenizer.from_file(checkpoint.tokenizer_file)
+        model, num_parameters = family.load(checkpoint, config, device, dtype, meanwhile)
+        tokenizer = tokenizer or Tokenizer.from_file(checkpoint.tokenizer_file)
         if tokenizer.vocab_size > config_of(model).vocab_size:
             raise CheckpointError(
                 f"{checkpoint.tokenizer_file} has {tokenizer.vocab_size} tokens, "

@@ -17,12 +17,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
+import kestrel_runtime
 from kestrel_ops import (
     COMPILED_AHEAD,
     DeviceLimits,
     KeptFacts,
     Kernels,
     compiled_together,
+    kept_facts,
     load_listed,
     meta_stands_for,
 )
@@ -77,6 +79,35 @@ class KernelNeeds:
         names = {name: f"{function.__module__}.{function.__qualname__}" for name, function in chosen.items()}
         own = (execution.text, execution.vision, execution.with_graphs, execution.resizes_images, names)
         return (*(getattr(self, field.name) for field in fields(self) if field.name != "execution"), *own)
+
+
+def kernel_needs(
+    config: MoondreamConfig,
+    settings: EngineConfig,
+    execution: ExecutionConfig,
+    bounds: StepBounds,
+    dtype: torch.dtype,
+    expert_format: ExpertFormat,
+) -> KernelNeeds:
+    """Returns what a model of `dtype` with experts in this format needs under `settings`."""
+    return KernelNeeds(
+        config,
+        execution,
+        bounds,
+        dtype,
+        cache_dtype(dtype, settings),
+        settings.page_size,
+        expert_format,
+        settings.num_adapter_slots if settings.has_adapters else 0,
+        settings.max_adapter_rank,
+    )
+
+
+def load_kernels(needs: KernelNeeds, device: torch.device) -> KeptFacts:
+    """Loads the kernels onto a CUDA device, or compiles them; returns what earlier starts have found."""
+    facts = kept_facts(needs.identity(), (kestrel_runtime,))
+    compile_kernels(needs, DeviceLimits.of(device), facts=facts)
+    return facts
 
 
 @torch.inference_mode()
@@ -141,17 +172,7 @@ def compile_ahead(
     with meta_stands_for(limits):
         model = outline(config, dtype, torch.device("meta"), expert_format)
         execution = ExecutionConfig.of(settings, "cuda", model)
-    needs = KernelNeeds(
-        config,
-        execution,
-        StepBounds.of(settings, "cuda"),
-        dtype,
-        cache_dtype(model, settings),
-        settings.page_size,
-        expert_format,
-        settings.num_adapter_slots if settings.has_adapters else 0,
-        settings.max_adapter_rank,
-    )
+    needs = kernel_needs(config, settings, execution, StepBounds.of(settings, "cuda"), dtype, expert_format)
     folder = folder or COMPILED_AHEAD
     return compile_kernels(needs, limits, kept_in=folder), folder
 

@@ -71,7 +71,7 @@ def memory_needs(
     image_bytes = vision.num_image_tokens * text.dim * model.dtype.itemsize
     crop_bytes = vision.num_image_tokens * vision.enc_dim * model.dtype.itemsize
     return MemoryNeeds(
-        page_bytes=KVCache.bytes_per_page(text, page_size, cache_dtype(model, config)),
+        page_bytes=KVCache.bytes_per_page(text, page_size, cache_dtype(model.dtype, config)),
         least_pages=smallest_num_pages(model.config, page_size),
         batch_pages=bounds.max_batch_size * typical_pages,
         activation_bytes=step_bytes + _sampling_bytes(bounds.max_batch_size, text.vocab_size),
@@ -113,14 +113,14 @@ def smallest_num_pages(model: MoondreamConfig, page_size: int) -> int:
     return -(-(model.text.prefix_attn + longest + 1) // page_size)
 
 
-def cache_dtype(model: Moondream, config: EngineConfig) -> torch.dtype:
-    """Returns the type of cached keys and values."""
-    return torch.float8_e4m3fn if config.kv_dtype == "float8" else model.dtype
+def cache_dtype(dtype: torch.dtype, config: EngineConfig) -> torch.dtype:
+    """Returns the type of cached keys and values of a model of `dtype`."""
+    return torch.float8_e4m3fn if config.kv_dtype == "float8" else dtype
 
 
 def new_cache(model: Moondream, config: EngineConfig, num_pages: int) -> KVCache:
     """Returns a cache on the model's device. Raises `CheckpointError` if there is no memory for it."""
-    dtype = cache_dtype(model, config)
+    dtype = cache_dtype(model.dtype, config)
     try:
         return KVCache(model.config.text, num_pages, config.page_size, model.device, dtype)
     except torch.OutOfMemoryError as error:

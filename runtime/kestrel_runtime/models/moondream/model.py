@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kestrel_runtime.execution.transfer import to_device, uploaded
 from kestrel_runtime.loading.progress import with_progress
 from kestrel_runtime.models.moondream.config import MoondreamConfig
+from kestrel_runtime.models.moondream.early_kernels import EarlyKernels
 from kestrel_runtime.models.moondream.quantisation import QuantisedFormat, quantised_stack
 from kestrel_runtime.models.moondream.region import RegionModel
 from kestrel_runtime.models.moondream.text.decoder import ExpertFormat, TextModel
@@ -32,6 +33,8 @@ class Moondream(nn.Module):
         self.region = RegionModel(config.region)
         self.expert_errors: dict[int, list[float]] = {}
         """The relative errors of both weights of the experts by layer, where loading has quantised them."""
+        self.early_kernels: EarlyKernels | None = None
+        """The kernels that were loaded while the weights were copied."""
 
     @classmethod
     def from_state(
@@ -49,12 +52,7 @@ class Moondream(nn.Module):
         With `experts` the weights of experts are quantised to that format; float8 weights are not quantised to
         float8 again. Entries of `state` are removed one by one, so that source and copy are never both complete.
         """
-        has_float8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in state.values())
-        stored: ExpertFormat = "float8" if has_float8 else "model"
-        target_format = None if config.text.moe is None or experts == stored else experts
-        with torch.device("meta"):
-            model = cls(config, expert_format=target_format or stored)
-        placed: dict[str, Tensor] = {}
+        target_format = quantised_to(config, state, experts)
 
         def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
             keeps_type = tensor.dtype == torch.float8_e4m3fn or name.endswith(".scale")
@@ -68,6 +66,9 @@ class Moondream(nn.Module):
             # Experts that are quantised take their scales with them.
             names = sorted(state, key=lambda name: name.endswith(".scale"))
             tensors = ((name, state.pop(name)) for name in names if name in state)
+        with torch.device("meta"):
+            model = cls(config, expert_format=target_format or stored_format(state))
+        placed: dict[str, Tensor] = {}
         for name, tensor in with_progress(tensors, num_bytes):
             found = _EXPERT_WEIGHTS.fullmatch(name) if tensor.ndim == _EXPERT_AXES else None
             if target_format is not None and found is not None:
@@ -120,3 +121,15 @@ class Moondream(nn.Module):
         if value_kinds & 2:
             embeddings = torch.where((num_values == 2)[:, None], self.region.encode_sizes(values), embeddings)
         return embeddings
+
+
+def stored_format(state: Mapping[str, Tensor]) -> ExpertFormat:
+    """Returns the format of experts in a checked state; "model" if there are none."""
+    return "float8" if any(tensor.dtype == torch.float8_e4m3fn for tensor in state.values()) else "model"
+
+
+def quantised_to(
+    config: MoondreamConfig, state: Mapping[str, Tensor], experts: QuantisedFormat | None
+) -> QuantisedFormat | None:
+    """Returns the format that loading quantises experts to; None if it leaves them as they are."""
+    return None if config.text.moe is None or experts == stored_format(state) else experts

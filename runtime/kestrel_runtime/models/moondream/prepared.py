@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import kestrel_runtime
-from kestrel_ops import DeviceLimits, KeptFacts, kept_facts
+from kestrel_ops import KeptFacts
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.engine import MemoryPlan
 from kestrel_runtime.execution.step_runner import StepRunner
@@ -14,7 +13,7 @@ from kestrel_runtime.memory.plan import MemoryReading, plan_memory
 from kestrel_runtime.models.moondream.backends import Backends, require_invariance
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
 from kestrel_runtime.models.moondream.executor import new_step_runner
-from kestrel_runtime.models.moondream.kernel_compilation import KernelNeeds, compile_kernels
+from kestrel_runtime.models.moondream.kernel_compilation import kernel_needs, load_kernels
 from kestrel_runtime.models.moondream.memory import cache_dtype, memory_needs, new_cache, step_bytes, weight_bytes
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
@@ -33,7 +32,11 @@ class PreparedMoondream:
         self._model = model
         self._config = config
         self._bounds = bounds
-        self._execution = ExecutionConfig.of(config, model.device.type, model)
+        early = None if model.early_kernels is None else model.early_kernels.loaded_for(config)
+        if early is None:
+            self._execution = ExecutionConfig.of(config, model.device.type, model)
+        else:
+            self._execution = early.execution
         self._loaded_bytes = weight_bytes(model)
         self._adapters: MoondreamAdapters | None = None
         if config.has_adapters:  # what reads their files takes long to import
@@ -44,21 +47,13 @@ class PreparedMoondream:
             )
         self._facts: KeptFacts | None = None
         if model.device.type == "cuda":
-            needs = KernelNeeds(
-                model.config,
-                self._execution,
-                bounds,
-                model.dtype,
-                cache_dtype(model, config),
-                config.page_size,
-                expert_format=model.expert_format,
-                adapter_slots=config.num_adapter_slots if config.has_adapters else 0,
-                max_adapter_rank=config.max_adapter_rank,
-            )
-            self._facts = kept_facts(needs.identity(), (kestrel_runtime,))
-            compile_kernels(needs, DeviceLimits.of(model.device), facts=self._facts)
+            needs = kernel_needs(model.config, config, self._execution, bounds, model.dtype, model.expert_format)
+            if early is not None and early.needs == needs:
+                self._facts = early.facts
+            else:
+                self._facts = load_kernels(needs, model.device)
             self._execution.prepare_kernels(model, config)
-        require_invariance(model, self._execution, config.page_size, cache_dtype(model, config))
+        require_invariance(model, self._execution, config.page_size, cache_dtype(model.dtype, config))
         # Backends are built before the cache is sized, which gets a part of the memory that they leave.
         self._backends = Backends.of(
             model, self._execution, max_batch_size=bounds.max_batch_size, frees_originals=owns_model
@@ -80,7 +75,7 @@ class PreparedMoondream:
         # All slots are only allocated once the cache is sized.
         slabs = None if self._adapters is None else self._adapters.one_slot()
         step = step_bytes(
-            model, self._backends, bounds, config.page_size, cache_dtype(model, config), slabs, self._facts
+            model, self._backends, bounds, config.page_size, cache_dtype(model.dtype, config), slabs, self._facts
         )
         del slabs
         reading = MemoryReading.of(model.device, self._loaded_bytes, config.memory_limit)

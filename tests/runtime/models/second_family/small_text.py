@@ -192,7 +192,9 @@ class SmallTextFamily:
     def check_config(self, checkpoint: Checkpoint) -> None:
         pass
 
-    def load(self, checkpoint: Checkpoint, config: EngineConfig, device: Any, dtype: Any) -> LoadedWeights:
+    def load(
+        self, checkpoint: Checkpoint, config: EngineConfig, device: Any, dtype: Any, meanwhile: object = None
+    ) -> LoadedWeights:
         fields = {name: value for name, value in (checkpoint.config or {}).items() if name != "model_type"}
         weights = {name: tensor.to(device, dtype) for name, tensor in load_file(checkpoint.weight_files[0]).items()}
         model = SmallText(SmallTextConfig(**fields), weights)
