@@ -47,6 +47,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -77,6 +78,9 @@ from kestrel_runtime.scheduling.sequence import AdapterLease, PreparedImage, Tok
 
 _MAX_PREFILLS = 2
 """The most prefill steps in flight: one that runs, and one that begins when it ends."""
+_NUM_TOGETHER = 4
+"""So many waiting requests begin at once. Fewer wait for others, which cost less together, as long as the step that
+runs encodes its images: its prompts leave time enough to launch the next one."""
 _MAX_DECODES, _MAX_DECODES_BEFORE_PREFILL = 2, 5
 """The most decode steps in flight, the running one included; the second if a prefill step follows at once."""
 _RATE_INTERVAL_S, _RATE_INTERVALS = 0.1, 50
@@ -176,7 +180,7 @@ class EngineLoop:
         self._step_ids = itertools.count(1)
         self._prefills: deque[InFlightStep] = deque()
         self._decodes: deque[InFlightStep] = deque()
-        self._step_waiter = StepWaiter(lambda step: self._inbox.put(_PrefillOver(step)))
+        self._step_waiter = StepWaiter()
         self._awaited_prefill = self._ended_prefill = StepId(0)  # the last ones
         self._tokens, self._answers = RecentRate(), RecentRate()
         self._launching: Batch | None = None
@@ -283,6 +287,7 @@ class EngineLoop:
         self._is_finished = True
         self._outbox.post()
         self._clearings.close()
+        self._step_waiter.stop()
         if self._thread.is_alive():  # it hangs, and may still touch the books
             return
         try:
@@ -307,7 +312,7 @@ class EngineLoop:
         if not self._scheduler.can_look_ahead:  # asked when it is known who decodes
             self._complete_all()
         oldest = self._decodes[0] if self._decodes else None
-        plan = self._scheduler.schedule(now, may_prefill=len(self._prefills) < _MAX_PREFILLS)
+        plan = self._scheduler.schedule(now, may_prefill=self._may_prefill())
         for sequence in self._scheduler.take_preempted():
             self._runner.close_row(sequence)
         for sequence in self._scheduler.take_without_pixels():
@@ -324,6 +329,22 @@ class EngineLoop:
             self._record(())
         self._outbox.post()
 
+    def _may_prefill(self) -> bool:
+        """Returns whether another prefill step may begin."""
+        if not self._prefills:
+            return True
+        begins_now = self._scheduler.num_waiting >= _NUM_TOGETHER or not self._is_encoding(self._prefills[0])
+        return begins_now and len(self._prefills) < _MAX_PREFILLS
+
+    @staticmethod
+    def _is_encoding(prefill: InFlightStep) -> bool:
+        """Returns True if the device encodes images, and prompts follow in the same step."""
+        encoded = prefill.handle.encoded
+        try:
+            return bool(prefill.batch.prefill) and encoded is not None and not encoded.query()
+        except Exception:  # the device reports an error to its first caller; `_complete` gets it again
+            return False
+
     def _record_flight(self, batch: Batch) -> None:
         if self._record is not None:
             batches = (batch, *(step.batch for step in (*self._prefills, *self._decodes)))
@@ -337,8 +358,6 @@ class EngineLoop:
             # `Isolation` handles errors of the model. The rest is a broken device or a bug of ours; the books of
             # who owns what cannot be trusted any more.
             _log.critical("the engine thread ends", exc_info=True)
-        finally:
-            self._step_waiter.stop()
 
     def _wait_for_work(self) -> bool:
         """Wait until there is work; returns False if the thread must end."""
@@ -368,7 +387,9 @@ class EngineLoop:
     def _have_awaited(self, prefill: InFlightStep) -> None:
         if self._awaited_prefill < prefill.id:
             self._awaited_prefill = prefill.id
-            self._step_waiter.wait_for(prefill.id, prefill.handle.done)
+            if prefill.handle.encoded is not None:
+                self._step_waiter.call_after(prefill.handle.encoded, partial(self._inbox.put, None))
+            self._step_waiter.call_after(prefill.handle.done, partial(self._inbox.put, _PrefillOver(prefill.id)))
 
     def _capture_wanted(self) -> None:
         """Capture graphs until none is wanted, or something comes in."""

@@ -1,4 +1,4 @@
-"""Waits for steps in another thread, so that the engine thread can wait for a step and for requests at once."""
+"""Waits for the device in another thread, so that the engine thread can wait for it and for requests at once."""
 
 from __future__ import annotations
 
@@ -8,41 +8,38 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Protocol
 
-from kestrel_runtime.scheduling.page_manager import StepId
 
-
-class Event(Protocol):
-    """Marks the end of a step on its device, as `torch.cuda.Event` does."""
+class DeviceEvent(Protocol):
+    """Marks a place in the work of a device, as `torch.cuda.Event` does."""
 
     def synchronize(self) -> None:
-        """Waits for it. May raise an error of the device."""
+        """Waits until the device has reached it. May raise an error of the device."""
         ...
 
 
 class StepWaiter:
-    """Calls `on_end` with the id of each step that it was asked to wait for, in its own thread."""
+    """Calls what it is given when the device has reached an event, in its own thread, one after the other."""
 
-    def __init__(self, on_end: Callable[[StepId], None]) -> None:
-        self._on_end = on_end
-        self._asked: SimpleQueue[tuple[StepId, Event | None] | None] = SimpleQueue()
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[tuple[DeviceEvent | None, Callable[[], None]] | None] = SimpleQueue()
         self._has_started = False
 
-    def wait_for(self, step: StepId, end: Event | None) -> None:
-        """Waits for a step after those it was asked for before; one without an event has ended."""
+    def call_after(self, event: DeviceEvent | None, callback: Callable[[], None]) -> None:
+        """Calls back after an event and after all earlier calls; None is an event that is over."""
         if not self._has_started:
             self._has_started = True
             threading.Thread(target=self._run, name="kestrel-step-waiter", daemon=True).start()
-        self._asked.put((step, end))
+        self._asked.put((event, callback))
 
     def stop(self) -> None:
-        """Ends the thread, after the steps that it was asked for."""
+        """Ends the thread, after the calls that it was asked for."""
         self._asked.put(None)
 
     def _run(self) -> None:
         while (asked := self._asked.get()) is not None:
-            step, end = asked
+            event, callback = asked
             with suppress(Exception):  # the engine thread gets it again when it takes the tokens
-                if end is not None:
-                    end.synchronize()
-            del asked, end
-            self._on_end(step)
+                if event is not None:
+                    event.synchronize()
+            callback()
+            del asked, event, callback

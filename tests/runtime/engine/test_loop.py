@@ -32,7 +32,7 @@ from kestrel_runtime.scheduling.sequence import SequenceClock, SequenceState, To
 from tests.reference_fixtures import MD3_SMALL
 from tests.runtime.fake_runner import FakeHandle, FakeRunner
 from tests.runtime.preprocessors import new_preprocessor
-from tests.runtime.sequences import RuleParser, ShortParser, new_sequence
+from tests.runtime.sequences import RuleParser, ShortParser, blank_crops, new_sequence
 
 IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
 
@@ -385,22 +385,31 @@ async def test_a_prefill_step_waits_for_the_tail_steps_and_for_no_other_decode_s
     assert sum(not tails for _, _, tails in runner.seen) > 5
 
 
-class HeldHandle(FakeHandle):
-    """A prompt on its way until the test says so."""
+class HeldEvent:
+    """A place in the work of a device that is reached when the test says so."""
 
-    def __init__(self, runner: FakeRunner, batch: Batch, over: threading.Event) -> None:
-        super().__init__(runner, batch)
-        self._over = over
-        self.done = self
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self.set = self._reached.set
+        self.query = self._reached.is_set
 
     def synchronize(self) -> None:
-        assert self._over.wait(60.0)
+        assert self._reached.wait(60.0)
+
+
+class HeldHandle(FakeHandle):
+    """A prompt on its way until the test says so, behind its images, if it has any."""
+
+    def __init__(self, runner: FakeRunner, batch: Batch) -> None:
+        super().__init__(runner, batch)
+        self.done = HeldEvent()
+        self.encoded = HeldEvent() if batch.encode else None
 
     def is_complete(self) -> bool:
-        return self._over.is_set()
+        return self.done.query()
 
     def wait(self) -> list[Token]:
-        self.synchronize()
+        self.done.synchronize()
         return super().wait()
 
 
@@ -409,37 +418,61 @@ class HoldingRunner(FakeRunner):
 
     def __init__(self) -> None:
         super().__init__()
-        self.prompts: list[threading.Event] = []
-        self._begun: SimpleQueue[None] = SimpleQueue()
+        self._begun: SimpleQueue[HeldHandle] = SimpleQueue()
 
     def launch(self, batch: Batch, after: Iterable[FakeHandle] = ()) -> FakeHandle:
         if batch.kind == "decode":
             return super().launch(batch)
-        self.prompts.append(threading.Event())
-        self._begun.put(None)
-        return HeldHandle(self, batch, self.prompts[-1])
+        handle = HeldHandle(self, batch)
+        self._begun.put(handle)
+        return handle
 
-    async def begun(self) -> None:
-        """Waits for the next prompt to begin."""
-        await asyncio.to_thread(self._begun.get, timeout=60.0)
+    async def begun(self) -> HeldHandle:
+        """Waits for the next prefill step."""
+        return await asyncio.to_thread(self._begun.get, timeout=60.0)
+
+
+def ask_for(loop: EngineLoop, num_tokens: int, **properties: Any) -> asyncio.Future[None]:
+    """Sends a request for so many tokens; the future ends with its answer."""
+    sequence, stream = new_sequence(6, **properties), Stream()
+    sequence.request.parser = ShortParser(num_tokens)
+    loop.add(sequence, stream)
+    return stream.over
 
 
 async def test_a_prompt_on_its_way_holds_up_neither_a_new_request_nor_an_answer_that_is_there() -> None:
     runner = HoldingRunner()
     loop = new_loop(runner)
     loop.start()
-    answers = []
+    first = ask_for(loop, 3)
+    first_step = await runner.begun()
+    second = ask_for(loop, 3)
+    second_step = await runner.begun()
+    first_step.done.set()
+    await asyncio.wait_for(first, 60.0)
+    assert not second.done()
+    second_step.done.set()
+    await asyncio.wait_for(second, 60.0)
+    loop.stop()
+    assert loop.join(60.0)
+
+
+async def test_few_requests_that_come_while_images_are_encoded_begin_together() -> None:
+    runner = HoldingRunner()
+    loop = new_loop(runner)
+    loop.start()
+    answers = [ask_for(loop, 3, num_image_tokens=4, pixels=blank_crops(2))]
+    first_step = await runner.begun()
     for _ in range(2):
-        sequence, stream = new_sequence(6), Stream()
-        sequence.request.parser = ShortParser(3)
-        loop.add(sequence, stream)
-        answers.append(stream.over)
-        await runner.begun()
-    runner.prompts[0].set()
-    await asyncio.wait_for(answers[0], 60.0)
-    assert not answers[1].done()
-    runner.prompts[1].set()
-    await asyncio.wait_for(answers[1], 60.0)
+        answers.append(ask_for(loop, 3))
+        for _ in range(2):  # a whole turn is over
+            await asyncio.wrap_future(loop.forget_cached("nobody"))
+    first_step.encoded.set()
+    second_step = await runner.begun()
+    assert len(second_step.batch.prefill) == 2
+    first_step.done.set()
+    second_step.done.set()
+    await asyncio.wait_for(asyncio.gather(*answers), 60.0)
     loop.stop()
     assert loop.join(60.0)
 
