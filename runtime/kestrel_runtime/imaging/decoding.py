@@ -106,7 +106,7 @@ class _Pieces(io.BytesIO):
         super().__init__(data)
         self._ends = ends
         self._check_wanted = check_wanted
-        self._num_small = 0
+        self._num_small = _MAX_SMALL - 1  # the first read asks
 
     def read(self, size: int | None = -1, /) -> bytes:
         # A header is read in dozens of parts of a few bytes.
