@@ -536,7 +536,10 @@ class EngineClient:
 
         def decode() -> _SharedPixels:
             decoded = decode_image(
-                image, max_image_pixels=self.info.config.max_image_pixels, check_wanted=check_wanted
+                image,
+                max_image_pixels=self.info.config.max_image_pixels,
+                check_wanted=check_wanted,
+                header=call.headers[number],
             )
             try:
                 return *decoded.size, shared_file(pixel_parts(decoded))

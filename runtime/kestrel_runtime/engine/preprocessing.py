@@ -73,6 +73,8 @@ class ImageFacts(Struct):
     """The most memory of the image once it is decoded."""
     size_px: tuple[int, int] | None = None
     """Its width and height, upright; None until it has been decoded once."""
+    header: ImageHeader | None = None
+    """Its header; None once it has been decoded, and for an image in another process."""
 
 
 class DecodedPixels(NamedTuple):
@@ -383,7 +385,8 @@ class Preprocessor:
                 continue
             if digest not in decoded:
                 try:
-                    decoded[digest] = self._decode(image, tenant, check_wanted)
+                    header = facts[place].header if facts else None
+                    decoded[digest] = self._decode(image, tenant, check_wanted, header)
                 except ImageError as error:
                     locate(error, request, place)
                     raise
@@ -591,7 +594,8 @@ class Preprocessor:
     def _read_facts(self, image: RequestImage, digest: bytes | None) -> ImageFacts:
         header = self.inspect(image)
         num_kept_bytes = kept_bytes(header.height, header.width, self._cropping)
-        return ImageFacts(digest, self._num_bytes(header), num_kept_bytes)
+        of_file = None if isinstance(image, RemoteImage) else header
+        return ImageFacts(digest, self._num_bytes(header), num_kept_bytes, None, of_file)
 
     def decode_again(self, sequence: TokenSequence) -> Future[list[Crops | DecodedImage]]:
         """Have a worker decode all images of a sequence that was prepared without the pixels of some.
@@ -622,9 +626,13 @@ class Preprocessor:
         return [decoded[digest] for digest in digests]
 
     def _decode(
-        self, image: RequestImage, tenant: str, check_wanted: Callable[[], None] = lambda: None
+        self,
+        image: RequestImage,
+        tenant: str,
+        check_wanted: Callable[[], None] = lambda: None,
+        header: ImageHeader | None = None,
     ) -> DecodedPixels:
-        """Returns an image decoded."""
+        """Returns an image decoded. `header`: its header, if that has been read."""
         crops: Crops | DecodedImage | None = None
         if isinstance(image, RemoteImage):
             fetched = image.fetch(check_wanted)
@@ -634,7 +642,9 @@ class Preprocessor:
             if crops is None:
                 crops = self._make_crops(image_of(fetched))
         else:
-            decoded = decode_image(image, max_image_pixels=self._max_image_pixels, check_wanted=check_wanted)
+            decoded = decode_image(
+                image, max_image_pixels=self._max_image_pixels, check_wanted=check_wanted, header=header
+            )
             size_px, crops = decoded.size, self._make_crops(decoded)
         self._budget.hold(tenant, crops, crops.pixels.nbytes)
         return DecodedPixels(crops, size_px)

@@ -52,15 +52,19 @@ def inspect_image(data: RequestImage, *, max_image_pixels: int) -> ImageHeader:
 
 
 def decode_image(
-    data: bytes | RawImage, *, max_image_pixels: int, check_wanted: Callable[[], None] = lambda: None
+    data: bytes | RawImage,
+    *,
+    max_image_pixels: int,
+    check_wanted: Callable[[], None] = lambda: None,
+    header: ImageHeader | None = None,
 ) -> Image.Image:
     """Decodes an image to 8-bit RGB: transparency over white, the first frame of a file, upright.
 
     Size and structure are checked before any pixel is decoded. `check_wanted` is called between pieces of the file.
-    It stops the decoding by raising a `KestrelError`, or a `BaseException` that is no `Exception`.
-    Raises `ImageError`.
+    It stops the decoding by raising a `KestrelError`, or a `BaseException` that is no `Exception`. `header`: what
+    `inspect_image` has returned for the image, if it was called before. Raises `ImageError`.
     """
-    header = inspect_image(data, max_image_pixels=max_image_pixels)
+    header = header or inspect_image(data, max_image_pixels=max_image_pixels)
     if isinstance(data, RawImage):
         check_wanted()
         return _to_rgb(_loaded(data))

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,7 @@ from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.engine.loop import EngineLoop
 from kestrel_runtime.execution.step_runner import StepRunner
 from kestrel_runtime.execution.transfer import StagedCopies
+from kestrel_runtime.imaging import decoding
 from kestrel_runtime.models.loaded_model import LoadedModel
 from tests.reference_fixtures import MD2_SMALL
 
@@ -108,3 +110,17 @@ async def test_submitting_a_known_image_takes_no_more_calls_than_it_did(engine: 
     streams: list[Stream] = []
     assert python_calls(lambda: streams.append(engine.submit(query(2)))) <= MOST_CALLS_TO_SUBMIT
     await streams[0].result()
+
+
+async def test_the_header_of_a_new_image_is_read_once(
+    engine: LocalEngine, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_header = decoding.read_header
+
+    def counting(*arguments: Any, **named: Any) -> Any:
+        counts["read_header"] += 1
+        return read_header(*arguments, **named)
+
+    monkeypatch.setattr(decoding, "read_header", counting)
+    await engine.submit(replace(query(), image=IMAGE + b"new")).result()
+    assert counts["read_header"] == 1
