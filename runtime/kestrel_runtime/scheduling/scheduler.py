@@ -49,7 +49,7 @@ from __future__ import annotations
 import itertools
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -824,6 +824,7 @@ class Scheduler:
                 return None
         crops: list[int] = []
         places: list[PlaceId | None] = []
+        late: Callable[[], Sequence[bytes] | None] | None = None
         num_left = 0
         for crop in image.crops_left():
             key: CropKey | LateKey | None = None
@@ -834,7 +835,8 @@ class Scheduler:
                     image.found_crops[crop] = found
                     continue
             elif scope is not None and digests is None and image.pixels is not None:
-                key = LateKey(scope.namespace, partial(image.pixels.crop_digests, waits=True), crop)
+                late = late or partial(image.pixels.crop_digests, waits=True)
+                key = LateKey(scope.namespace, late, crop)
             if max_crops is not None and len(crops) >= max_crops:
                 num_left += 1
                 continue

@@ -234,6 +234,8 @@ class SequenceImage(Struct, eq=False):
         """Returns the crops that are neither encoded nor found."""
         if self.pixels is None or not self.needs_encoding:
             return ()
+        if not (self.encoded_crops or self.found_crops):
+            return tuple(range(self.pixels.num_crops))
         known = self.encoded_crops, self.found_crops
         return tuple(crop for crop in range(self.pixels.num_crops) if not any(crop in some for some in known))
 
