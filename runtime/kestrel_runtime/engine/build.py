@@ -285,6 +285,7 @@ def _preprocessor(
         is_cached,
         matchers=Matchers(compiler),
         keep_pixels=keep_pixels,
+        is_idle=is_idle,
         prefix_cache=config.prefix_cache,
         image_cache=image_cache,
         crop_cache=crop_cache,

@@ -217,6 +217,7 @@ class LocalEngine:
             is_over=stream.over.done,
             shared=shared,
             fingerprint=fingerprint,
+            call_soon=stream.loop.call_soon_threadsafe,
         )
         adapter = request.options.adapter
         try:

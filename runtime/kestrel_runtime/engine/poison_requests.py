@@ -54,6 +54,11 @@ class PoisonRequests:
             entry = self._entries.get(fingerprint)
             return entry is not None and self._clock() < entry.expires
 
+    @property
+    def are_any(self) -> bool:
+        """True while any fingerprint is kept here."""
+        return bool(self._entries or self._isolated)
+
     def quarantine(self, fingerprint: str, *, survives_restart: bool = False) -> None:
         """Refuse requests of this fingerprint from now on.
 

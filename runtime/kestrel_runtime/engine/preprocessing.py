@@ -6,6 +6,7 @@ that submits the request does it at once.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import random
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 from msgspec import Struct
 from PIL import Image
@@ -35,7 +36,7 @@ from kestrel_runtime.api.requests import CachePolicy, Chat, Request, locate
 from kestrel_runtime.engine.answer_end_check import EndCheck
 from kestrel_runtime.engine.poison_requests import PoisonRequests, fingerprint_of
 from kestrel_runtime.engine.recent import LruCache, Matchers, Prompts
-from kestrel_runtime.engine.workers import Interrupted, Job, Workers
+from kestrel_runtime.engine.workers import Interrupted, Job, Result, Workers
 from kestrel_runtime.fairness.image_budget import MAX_DECODING_BYTES, MemoryBudget
 from kestrel_runtime.imaging.crops import Cropping, Crops, DecodedImage, crops_bytes, kept_bytes
 from kestrel_runtime.imaging.decoding import decode_image, image_of, inspect_image
@@ -182,6 +183,34 @@ class _Following(Future[TokenSequence]):
             self.set_result(done.result())
 
 
+class _Once(Generic[Result]):
+    """Work that is done by the first thread that wants its result. Others wait for it."""
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work: Callable[[], Result] | None = work
+        self._lock = threading.Lock()
+        self._result: list[Result] = []
+        self._error: BaseException | None = None
+
+    def get(self) -> Result:
+        """Returns the result, or raises its error, once."""
+        self.run()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._result.pop()
+
+    def run(self) -> None:
+        """Does the work, unless that has been done. May be called from any thread."""
+        with self._lock:
+            work, self._work = self._work, None
+            if work is not None:
+                try:
+                    self._result.append(work())
+                except BaseException as error:
+                    self._error = error
+
+
 class Preprocessor:
     """A preprocessor of requests on a pool of threads."""
 
@@ -198,6 +227,7 @@ class Preprocessor:
         *,
         matchers: Matchers | None = None,
         keep_pixels: Callable[[SharedPixels], DecodedImage | None] | None = None,
+        is_idle: Callable[[], bool] = lambda: False,
         prefix_cache: bool = True,
         image_cache: bool = True,
         crop_cache: bool = False,
@@ -229,6 +259,7 @@ class Preprocessor:
         self._cropping = cropping
         self._make_crops = make_crops
         self._keep_pixels = keep_pixels
+        self._is_idle = is_idle
         self._key_maker = key_maker
         self._page_size = 1 if key_maker is None else key_maker.page_size
         self._is_cached = is_cached
@@ -266,17 +297,19 @@ class Preprocessor:
         is_over: Callable[[], bool] = lambda: False,
         shared: SharedImages | None = None,
         fingerprint: str = "",
+        call_soon: Callable[[Callable[[], None]], object] | None = None,
     ) -> Future[TokenSequence] | TokenSequence:
         """Have the request prepared, usually by a worker; the future can be cancelled until a worker starts.
 
         Requests wait for a worker by tenant, priority and age, like sequences that wait for pages. Decoding stops
         soon after `is_over` returns True or a deadline passes. A request whose images are known and cached, and
         are small or stored, waits for no worker. Samples of one request have the same `shared`, and decode its
-        images once. `fingerprint`: that of the request, if it is known. Raises `ImageError` like `inspect`, and for
-        images that take too much memory together, the errors of `prepare`, and RuntimeError if the workers are
-        closed.
+        images once. `fingerprint`: that of the request, if it is known. `call_soon` has another thread call a
+        function; if the engine is idle, that thread makes the prompt while a worker decodes the image. Raises
+        `ImageError` like `inspect`, and for images that take too much memory together, the errors of `prepare`, and
+        RuntimeError if the workers are closed.
         """
-        of_request = request, clock, tenant, namespace, adapter, is_over, shared, fingerprint
+        of_request = request, clock, tenant, namespace, adapter, is_over, shared, fingerprint, call_soon
         return self._submit(*of_request) if shared is None else shared.prepare(partial(self._submit, *of_request))
 
     def _submit(
@@ -289,6 +322,7 @@ class Preprocessor:
         is_over: Callable[[], bool],
         shared: SharedImages | None,
         fingerprint: str,
+        call_soon: Callable[[Callable[[], None]], object] | None,
     ) -> Future[TokenSequence] | TokenSequence:
         facts: list[ImageFacts] | None = None if shared is None else shared.facts
         if facts is None:
@@ -331,6 +365,7 @@ class Preprocessor:
                     facts=facts,
                     shared=shared,
                     fingerprint=fingerprint,
+                    call_soon=call_soon,
                 ),
                 submitted=clock.submitted,
                 priority=request.options.priority,
@@ -363,6 +398,7 @@ class Preprocessor:
         facts: list[ImageFacts] | None = None,
         shared: SharedImages | None = None,
         fingerprint: str = "",
+        call_soon: Callable[[Callable[[], None]], object] | None = None,
     ) -> TokenSequence:
         """Decode the images, compute their crops and tokenise the prompt; returns the sequence.
 
@@ -373,27 +409,43 @@ class Preprocessor:
         usually as `ImageError` or `ContextLengthExceeded`; and the errors of `check_wanted`.
         """
         images = request.images
-        sequence, digests = self._without_pixels(
-            request, images, clock, tenant, namespace, adapter, facts or [], fingerprint
+        prompt = _Once(
+            lambda: self._without_pixels(
+                request, images, clock, tenant, namespace, adapter, facts or [], fingerprint
+            )
         )
+        decoded: dict[bytes, DecodedPixels] = {} if shared is None else shared.decoded
+        if (
+            call_soon is not None
+            and facts
+            and shared is None
+            and self._may_decode_first(request, facts[0], namespace)
+        ):
+            assert facts[0].digest is not None, "asked above"
+            num_asked = itertools.count()
+
+            def check_wanted_and_call() -> None:
+                check_wanted()
+                if next(num_asked) == 1:  # the header has been read, and the decoder releases the interpreter
+                    with contextlib.suppress(RuntimeError):  # the event loop is closed
+                        call_soon(prompt.run)
+
+            try:
+                decoded[facts[0].digest] = self._decoded(
+                    request, 0, facts[0].digest, tenant, namespace, facts, check_wanted_and_call
+                )
+            except ImageError:
+                prompt.get()  # an error of the text comes first
+                raise
+        sequence, digests = prompt.get()
         if not digests:
             return sequence
-        decoded: dict[bytes, DecodedPixels] = {} if shared is None else shared.decoded
         left_out = self._cached_images(sequence) if request.options.cache is CachePolicy.USE else []
-        for place, (image, own, digest) in enumerate(zip(images, sequence.images, digests, strict=True)):
+        for place, (own, digest) in enumerate(zip(sequence.images, digests, strict=True)):
             if own in left_out and digest not in decoded:
                 continue
             if digest not in decoded:
-                try:
-                    header = facts[place].header if facts else None
-                    decoded[digest] = self._decode(image, tenant, check_wanted, header)
-                except ImageError as error:
-                    locate(error, request, place)
-                    raise
-                if not request.options.is_transient:  # frames of cameras would displace all others
-                    found = facts[place] if facts else self._read_facts(image, digest)
-                    known = ImageFacts(digest, found.num_bytes, found.num_kept_bytes, decoded[digest].size_px)
-                    self._known_images.put((namespace, digest), known)
+                decoded[digest] = self._decoded(request, place, digest, tenant, namespace, facts, check_wanted)
             own.pixels, own.size_px = decoded[digest]
         if shared is not None and decoded:
             facts = facts or [
@@ -407,6 +459,47 @@ class Preprocessor:
             sequence.decode_job = partial(self._decode_job, images, digests, facts)
         clock.prepared = time.monotonic()
         return sequence
+
+    def _may_decode_first(self, request: Request, facts: ImageFacts, namespace: str) -> bool:
+        """Returns True if another thread may make the prompt while the only image is decoded.
+
+        Only if the engine is idle: under load the other thread has other work. A quarantined request must not be
+        decoded.
+        """
+        known = None if facts.digest is None else self._known_images.get((namespace, facts.digest))
+        return (
+            len(request.images) == 1
+            and known is not None
+            and known.size_px is None
+            and not isinstance(request.images[0], RemoteImage)
+            and len(request.text) <= _MAX_TEXT_LENGTH_AT_ONCE
+            and request.constraint is None
+            and not self._poison_requests.are_any
+            and self._is_idle()
+        )
+
+    def _decoded(
+        self,
+        request: Request,
+        place: int,
+        digest: bytes,
+        tenant: str,
+        namespace: str,
+        facts: list[ImageFacts] | None,
+        check_wanted: Callable[[], None],
+    ) -> DecodedPixels:
+        """Returns the image at this place of a request decoded, whose size is known from now on."""
+        image = request.images[place]
+        try:
+            decoded = self._decode(image, tenant, check_wanted, facts[place].header if facts else None)
+        except ImageError as error:
+            locate(error, request, place)
+            raise
+        if not request.options.is_transient:  # frames of cameras would displace all others
+            found = facts[place] if facts else self._read_facts(image, digest)
+            known = ImageFacts(digest, found.num_bytes, found.num_kept_bytes, decoded.size_px)
+            self._known_images.put((namespace, digest), known)
+        return decoded
 
     def _prepared_at_once(
         self,

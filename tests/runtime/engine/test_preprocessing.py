@@ -4,6 +4,7 @@ import io
 import struct
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
@@ -554,3 +555,47 @@ class FakeWorkers:
 
     def submit(self, job: Any) -> Any:
         raise AssertionError("a worker was asked")
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+def test_another_thread_may_make_the_prompt_while_the_image_is_decoded(
+    loaded: LoadedModel, is_called: bool
+) -> None:
+    preprocessor = new_preprocessor(loaded, is_idle=lambda: True)
+    asked: list[Callable[[], None]] = []
+
+    def call_soon(make: Callable[[], None]) -> None:
+        asked.append(make)
+        if is_called:
+            make()
+
+    query = Query("hello", IMAGE, sampling=SamplingParams(seed=1))
+    sequence = submit(preprocessor, query, clock(), call_soon=call_soon).result()
+    expected = preprocessor.prepare(query, clock())
+    preprocessor.close()
+    assert len(asked) == 1
+    asked[0]()  # too late, and without effect
+    assert (sequence.tokens, sequence.spans, sequence.cache) == (expected.tokens, expected.spans, expected.cache)
+    assert sequence.images[0].size_px == expected.images[0].size_px
+    assert sequence.images[0].pixels is not None
+
+
+def test_an_error_of_the_text_comes_before_that_of_an_image_that_was_decoded_first(loaded: LoadedModel) -> None:
+    fitting = 2 + loaded.model.config.positions_per_image
+    preprocessor = new_preprocessor(loaded, is_idle=lambda: True, max_context=fitting)
+    damaged = IMAGE[: len(IMAGE) // 2]
+    with pytest.raises(ContextLengthExceeded):
+        submit(preprocessor, Query("hello", damaged), clock(), call_soon=lambda make: None).result()
+    preprocessor.close()
+
+
+def test_while_requests_are_quarantined_none_is_decoded_first(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison_requests = PoisonRequests()
+    preprocessor = new_preprocessor(loaded, poison_requests, is_idle=lambda: True)
+    poison_requests.quarantine(fingerprint_of(Caption(IMAGE)))
+    monkeypatch.setattr("kestrel_runtime.engine.preprocessing.decode_image", None)
+    with pytest.raises(RequestRefused):
+        submit(preprocessor, Caption(IMAGE), clock(), call_soon=lambda make: None).result()
+    preprocessor.close()
