@@ -12,12 +12,23 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from kestrel_grpc.process.bytecode import use_kept_bytecode
+from kestrel_grpc.process.bytecode import compile_ahead, use_kept_bytecode
 
 # gRPC's core writes lines in a format of its own to standard error, and reads this variable only while it is being
 # imported. Errors of calls are in their statuses; lines about clients are shown where an operator asks for them.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+_OF_A_START = (
+    "torch",
+    "kestrel_runtime.engine.engine",
+    "kestrel_grpc.multiprocess.supervision.core_process",
+    "kestrel_grpc.multiprocess.engine_channel.core_server",
+    "kestrel_grpc.multiprocess.supervision.frontend_process",
+    "kestrel_runtime.models.moondream.*",
+    "kestrel_ops.*",
+    *("triton", "triton.backends.nvidia.compiler", "triton.backends.nvidia.driver", "triton.experimental.gluon"),
+)
+"""The modules that a server imports, with all that they import."""
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it: 128 and the number of the signal."""
 
@@ -32,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             if is_server and argv is None:
+                compile_ahead(_OF_A_START)
                 use_kept_bytecode()
             # Imported within the `try`: Ctrl-C may be pressed during the import too.
             from kestrel_grpc.process.terminal import open_standard_streams

@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from kestrel_grpc.process.bytecode_writer import imported_by
+
 SCRIPT = """
-import sys
-from kestrel_grpc.process.bytecode import keep_bytecode, use_kept_bytecode
+import os, sys
+from kestrel_grpc.process.bytecode import compile_ahead, keep_bytecode, use_kept_bytecode
+if "AHEAD" in os.environ:
+    os.sched_getaffinity = lambda _: {0, 1, 2, 3}
+    compile_ahead(["torch"]).wait()
 use_kept_bytecode()
 prefix = sys.pycache_prefix
 import other, torch
@@ -25,7 +30,7 @@ class Libraries:
     """Two libraries, one of the name that counts, and a folder of kernels."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self.kernels = folder / "kernels"
         self.kept = self.kernels / "kestrel-bytecode"
         for name in ("torch", "other"):
@@ -33,12 +38,12 @@ class Libraries:
             (folder / name / "__init__.py").write_text("value = 1\n")
 
     def compile(self) -> None:
-        subprocess.run([sys.executable, "-m", "compileall", "-q", self._folder / "torch"], check=True)
+        subprocess.run([sys.executable, "-m", "compileall", "-q", self.folder / "torch"], check=True)
 
     def start(self, **environment: str) -> list[str]:
         """Where bytecode is found, that of the other library, and how writing it has ended."""
         own = {
-            "PYTHONPATH": os.pathsep.join((str(self._folder), os.getcwd())),
+            "PYTHONPATH": os.pathsep.join((str(self.folder), os.getcwd())),
             "TRITON_CACHE_DIR": str(self.kernels),
         }
         base = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -89,3 +94,34 @@ def test_a_folder_that_others_can_write_is_not_used(libraries: Libraries) -> Non
 def test_a_folder_that_cannot_be_made_costs_the_bytecode_alone(libraries: Libraries) -> None:
     libraries.kernels.write_text("a file")
     assert libraries.start(**NOT_WRITTEN)[::2] == ["None", "nothing"]
+
+
+def test_the_first_start_has_bytecode_compiled_ahead_of_its_imports(libraries: Libraries) -> None:
+    (libraries.folder / "torch" / "__init__.py").write_text("from other import part\n")
+    (libraries.folder / "other" / "part.py").write_text("value = 2\n")
+    prefix, cached, ended = libraries.start(**NOT_WRITTEN, AHEAD="1")
+    assert (prefix, ended) == (str(libraries.kept), "0")
+    assert Path(cached).exists()
+    assert list(libraries.kept.rglob("part.*.pyc"))
+    assert list(libraries.kept.rglob("*.kept"))
+
+
+def test_imports_at_the_top_level_are_found() -> None:
+    source = """
+from typing import TYPE_CHECKING
+from . import near
+from ..above.far import name, other
+try:
+    import a.b
+except ImportError:
+    from c import *
+if TYPE_CHECKING:
+    import for_types
+else:
+    import d
+def late():
+    import e
+"""
+    found = set(imported_by(compile(source, "", "exec"), "one.two"))
+    assert found >= {"one.two", "one.two.near", "one.above.far", "one.above.far.other", "a.b", "c", "d"}
+    assert not found & {"for_types", "e", "c.*"}
