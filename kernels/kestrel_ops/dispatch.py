@@ -193,6 +193,11 @@ class Kernels:
             tau_scales=reference.tau_scales,
         )
 
+    def compilations(self, model: ModelShape) -> list[Callable[[], object]]:
+        """Returns functions that compile kernels for a model which are not Triton's. They need no device."""
+        modules = [sys.modules[getattr(self, field.name).__module__] for field in fields(self)]
+        return [job for module in modules for job in getattr(module, "compilations", lambda _: [])(model)]
+
     def waiting_for_device(self) -> list[str]:
         """Returns the operations whose implementation synchronises with the device, so that no graph can capture
         them."""
@@ -256,18 +261,25 @@ def num_compilations() -> int:
 
 
 def compiled_together(
-    num_processors: int, limits: DeviceLimits, *, kept_in: Path | None = None
+    num_processors: int,
+    limits: DeviceLimits,
+    *,
+    kept_in: Path | None = None,
+    others: Sequence[Callable[[], object]] = (),
 ) -> AbstractContextManager[list[Any]]:
     """Compiles Triton kernels within the block, by so many processes for a device with these limits.
 
     Operations are given tensors of the device `meta`. At the end the kernels are loaded onto the current device, or
     with `kept_in`, where that device need not be here, they are in this folder. The list, which is empty before,
-    then has an entry for each, for `load_listed`.
+    then has an entry for each, for `load_listed`. Without `kept_in` the processes also call `others`, which keep
+    what they compile.
     """
     module = _compilations()
     if module is None:
         return nullcontext([])
-    return module.compiled_together(num_processors, limits, compiled_ahead=COMPILED_AHEAD, kept_in=kept_in)
+    return module.compiled_together(
+        num_processors, limits, compiled_ahead=COMPILED_AHEAD, kept_in=kept_in, others=others
+    )
 
 
 def kept_facts(identity: Iterable[object], packages: Iterable[ModuleType]) -> KeptFacts:
@@ -294,9 +306,8 @@ def load_listed(listed: Iterable[Sequence[str]]) -> int | None:
 
 def prepare_compilations() -> None:
     """Prepares what the first compilation would wait for. Takes half a second, in any thread."""
-    module = _compilations()
-    if module is not None:
-        module.prepare()
+    if _compilations() is not None:
+        importlib.import_module("kestrel_ops.compilation.triton_key").prepare()
 
 
 def use_libraries(device: torch.device) -> None:

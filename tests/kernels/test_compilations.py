@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -179,3 +180,22 @@ def test_a_process_has_one_count_of_its_compilations():
     counted._note(fn=None)
     assert counted.count == before + 1
     assert compilations() is counted
+
+
+def test_the_processes_also_compile_what_is_not_tritons(tmp_path):
+    def job(name):
+        (tmp_path / name).write_text(str(os.getpid()))
+
+    with compiled_together(2, HOPPER, compiled_ahead=tmp_path, others=[lambda: job("a"), lambda: job("b")]):
+        assert not list(tmp_path.iterdir())
+    assert str(os.getpid()) not in {(tmp_path / name).read_text() for name in "ab"}
+
+
+def test_triton_hashes_its_files_without_torch():
+    file = importlib.import_module("kestrel_ops.compilation.triton_key").__file__
+    script = (
+        f"import runpy, sys; runpy.run_path({file!r}, run_name='__main__'); "
+        "print('triton.runtime.cache' in sys.modules, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]

@@ -5,19 +5,21 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Callable
 from ctypes import c_float, c_int, c_void_p
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kestrel_ops.attention.library_crop_attention import crop_attention as library_crop_attention
-from kestrel_ops.compilation.cuda_program import Program
+from kestrel_ops.compilation.cuda_program import Program, compile_together
 from kestrel_ops.device_limits import HOPPER_SHARED_BYTES, DeviceLimits
 from kestrel_ops.shapes import ModelShape
 
 _ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}
-_HOPPER = (9, 0)
+_HOPPER, _ARCHITECTURE = (9, 0), "sm_90a"
 # The fastest sizes for heads of 72 dimensions, among those that fit into the registers of a multiprocessor.
 _TILE, _WARPGROUPS, _WIDEST_HEAD = 96, 3, 80
 # Pieces of one row must be in different banks.
@@ -74,6 +76,16 @@ def unsupported(model: ModelShape) -> str | None:
     return _misfit(model.capability, model.dtype, vision.num_patches, vision.dim // vision.num_heads)
 
 
+def compilations(model: ModelShape) -> list[Callable[[], None]]:
+    """Returns functions that compile what `crop_attention` needs for a model that it supports."""
+    vision = model.vision
+    if vision is None:
+        return []
+    sizes = vision.num_patches, vision.num_heads, vision.dim // vision.num_heads
+    sources = [_source(_ELEMENTS[model.dtype], *sizes, is_float8) for is_float8 in {False, vision.has_fixed_scales}]
+    return [partial(compile_together, [source], _ARCHITECTURE) for source in sources]
+
+
 def _misfit(capability: tuple[int, int] | None, dtype: torch.dtype, num_patches: int, head_dim: int) -> str | None:
     """Returns why the kernel does not support a device, a type or sizes; None if it does."""
     if capability != _HOPPER:
@@ -99,7 +111,7 @@ def _program(
     try:
         with torch.cuda.device(device):
             source = _source(_ELEMENTS[dtype], num_patches, num_heads, head_dim, is_float8)
-            return Program(source, "crop_attention", architecture="sm_90a", shared_bytes=HOPPER_SHARED_BYTES)
+            return Program(source, "crop_attention", architecture=_ARCHITECTURE, shared_bytes=HOPPER_SHARED_BYTES)
     except (OSError, RuntimeError) as error:
         _log.warning("attention within crops uses cuDNN: %s", error)
         return None

@@ -45,14 +45,6 @@ _MOST_SECONDS = 120.0
 _only_compiles: ContextVar[bool] = ContextVar("_only_compiles", default=False)
 
 
-def prepare() -> None:
-    """Has Triton hash its own files, which takes half a second, before the first kernel is needed."""
-    with suppress(ImportError):
-        from triton.runtime.cache import triton_key
-
-        triton_key()
-
-
 def folder_of(identity: Iterable[object]) -> Any:
     """Returns Triton's cache manager for files that depend on the `repr` of these values, and on the version of
     Triton.
@@ -165,7 +157,12 @@ def _listing(kernels: list[ListedKernel]) -> Iterator[None]:
 
 @contextmanager
 def compiled_together(
-    num_processors: int, limits: DeviceLimits, *, compiled_ahead: Path, kept_in: Path | None = None
+    num_processors: int,
+    limits: DeviceLimits,
+    *,
+    compiled_ahead: Path,
+    kept_in: Path | None = None,
+    others: Sequence[Callable[[], object]] = (),
 ) -> Iterator[list[ListedKernel]]:
     """Compiles and lists kernels within the block, for a device with these limits, instead of launching them.
 
@@ -175,7 +172,9 @@ def compiled_together(
     """
     if kept_in is None:
         take_over(compiled_ahead, Path(knobs.cache.dir))
-    compiling = _Compiling(min(num_processors, _MOST_PROCESSES), _MOST_SECONDS if kept_in is None else None)
+        compiling = _Compiling(min(num_processors, _MOST_PROCESSES), _MOST_SECONDS, others)
+    else:
+        compiling = _Compiling(min(num_processors, _MOST_PROCESSES), None)
     together = getattr(triton, "AsyncCompileMode", lambda _: nullcontext())
     listed: list[ListedKernel] = []
     with nullcontext() if kept_in is None else _as_if_here(limits, kept_in):
@@ -259,9 +258,12 @@ def _has_driver(library: Any) -> bool:
 class _Compiling(Executor):
     """Takes compilations, and does them all in `finish`."""
 
-    def __init__(self, num_processes: int, most_seconds: float | None) -> None:
+    def __init__(
+        self, num_processes: int, most_seconds: float | None, others: Sequence[Callable[[], object]] = ()
+    ) -> None:
         self._num_processes = num_processes
         self._most_seconds = most_seconds
+        self._others = others
         self._jobs: list[tuple[Callable[[], Any], Future[Any]]] = []
         self.kernels: list[Any] = []
 
@@ -273,7 +275,8 @@ class _Compiling(Executor):
     def finish(self) -> None:
         """Compiles in other processes what is not in the folder of compiled kernels, and reads all from there."""
         missing = [job for job, _ in self._jobs if not _is_kept(job)]
-        in_other_processes(missing, self._num_processes, self._most_seconds)
+        # The others are among those that take the longest.
+        in_other_processes([*self._others, *missing], self._num_processes, self._most_seconds)
         for job, future in self._jobs:
             try:
                 kernel = job()
@@ -317,7 +320,7 @@ def _is_kept(job: Callable[[], Any]) -> bool:
 
 
 def in_other_processes(
-    jobs: list[Callable[[], Any]], num_processes: int, most_seconds: float | None = _MOST_SECONDS
+    jobs: Sequence[Callable[[], Any]], num_processes: int, most_seconds: float | None = _MOST_SECONDS
 ) -> None:
     """Compiles kernels for what this leaves in files. What fails there, or takes too long, is left to the caller.
 
@@ -336,7 +339,7 @@ def in_other_processes(
         while (number := numbers.get()) is not None:
             with suppress(Exception):
                 kernel = jobs[number]()
-                # A C function that launches kernels with such arguments, which is compiled, too.
+                # A C function that launches kernels of Triton with such arguments, which is compiled, too.
                 triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
     processes = [context.Process(target=work, daemon=True) for _ in range(num_processes)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import runpy
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -37,13 +38,17 @@ class BackgroundLoad:
         self._meanwhile: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         """The functions that `result` calls before the model is loaded; None ends them."""
         self._using = threading.Thread(target=_use_device, name="kestrel-device", daemon=True)
+        self._hashing = threading.Thread(target=_hash_compiler, name="kestrel-compiler", daemon=True)
         if config.device != "cpu":
             self._using.start()
+            self._hashing.start()
         threading.Thread(target=self._run, name="kestrel-load", daemon=True).start()
 
     def result(self) -> LoadedModel:
         """Waits for the model, and prepares meanwhile what does not need its weights. Raises `CheckpointError`."""
         while not self._loaded.done() and (prepare := self._meanwhile.get()) is not None:
+            if self._hashing.is_alive():
+                self._hashing.join()
             prepare()
         loaded = self._loaded.result()
         if self._using.is_alive():  # the memory in use is measured next
@@ -86,6 +91,13 @@ def torch_has_cuda() -> bool:
     found = importlib.util.find_spec("torch")
     folders = () if found is None else found.submodule_search_locations or ()
     return any(next(Path(folder, "lib").glob("*torch_cuda*"), None) for folder in folders)
+
+
+def _hash_compiler() -> None:
+    """Has the compiler of kernels prepare itself. It needs no torch, which the package of kernels imports."""
+    found = importlib.util.find_spec("kestrel_ops") if torch_has_cuda() else None
+    for folder in () if found is None else found.submodule_search_locations or ():
+        runpy.run_path(str(Path(folder, "compilation", "triton_key.py")), run_name="__main__")
 
 
 def _use_device() -> None:

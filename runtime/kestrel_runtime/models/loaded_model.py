@@ -47,7 +47,7 @@ class LoadedModel:
         """
         device = _device(config)
         dtype = getattr(torch, config.resolved(device.type).dtype)
-        if device.type == "cuda":
+        if device.type == "cuda" and meanwhile is None:
             threading.Thread(target=prepare_compilations, daemon=True).start()
         if device.type == "cuda" and config.memory_limit is not None:
             total = torch.cuda.get_device_properties(device).total_memory

@@ -135,7 +135,9 @@ def model_shape(model: Moondream, config: EngineConfig, text_backend: str, visio
         capability=DeviceLimits.of(device).capability,
         dtype=model.dtype,
         text=None if text_backend == "plain" else _text(model, config, _weight_dtype(model, text_backend)),
-        vision=None if vision_backend == "plain" else _vision(model.config.vision, vision_backend, model.dtype),
+        vision=None
+        if vision_backend == "plain"
+        else vision_shape(model.config.vision, vision_backend, model.dtype),
     )
 
 
@@ -167,7 +169,8 @@ def _text(model: Moondream, config: EngineConfig, weight_dtype: torch.dtype) -> 
     )
 
 
-def _vision(vision: VisionConfig, backend: str, dtype: torch.dtype) -> VisionShape:
+def vision_shape(vision: VisionConfig, backend: str, dtype: torch.dtype) -> VisionShape:
+    """Returns the sizes and types of the vision part of a model of `dtype`, for this backend."""
     return VisionShape(
         dim=vision.enc_dim,
         ff_dim=vision.enc_ff_dim,

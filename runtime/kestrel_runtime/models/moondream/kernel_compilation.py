@@ -23,6 +23,7 @@ from kestrel_ops import (
     DeviceLimits,
     KeptFacts,
     Kernels,
+    ModelShape,
     compiled_together,
     kept_facts,
     load_listed,
@@ -37,7 +38,7 @@ from kestrel_runtime.memory.host_limits import available_processors
 from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs, RowAdapters
 from kestrel_runtime.models.moondream.backends import Backends
 from kestrel_runtime.models.moondream.config import MoondreamConfig
-from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
+from kestrel_runtime.models.moondream.execution_config import ExecutionConfig, vision_shape
 from kestrel_runtime.models.moondream.fused.weights import NUM_WIDE_BLOCKS
 from kestrel_runtime.models.moondream.memory import blank_prefill, cache_dtype
 from kestrel_runtime.models.moondream.model import Moondream
@@ -131,7 +132,11 @@ def compile_kernels(
     device = torch.device("meta" if kept_in else "cuda")
     model = outline(needs.config, needs.dtype, device, needs.expert_format)
     execution = replace(needs.execution, kernels=needs.execution.kernels.of_shapes())
-    with compiled_together(available_processors(), limits, kept_in=kept_in) as compiled:
+    vision = (
+        None if execution.vision == "plain" else vision_shape(needs.config.vision, execution.vision, needs.dtype)
+    )
+    others = needs.execution.kernels.compilations(ModelShape("cuda", limits.capability, needs.dtype, None, vision))
+    with compiled_together(available_processors(), limits, kept_in=kept_in, others=others) as compiled:
         _run(model, execution, needs)
     if kept_in is None:
         del model, execution
