@@ -18,7 +18,7 @@ import logging
 import mmap
 import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, BinaryIO
@@ -345,21 +345,19 @@ class _Frontend(Exchange):
         ended: list[_ForwardedStream] = []
         for stream, events, error in deliveries:
             assert isinstance(stream, _ForwardedStream)
+            last = events[-1] if events else None
             if error is not None:
-                ended.append(stream)
                 if isinstance(error, InternalError):
                     _log.error("a request failed", exc_info=error.__cause__)
                 items.append(messages.EventsOf(stream.id, events, encode_error(error)))
-                continue
-            last = events[-1] if events else None
-            if not isinstance(last, Finished):
+            elif not isinstance(last, Finished):
                 items.append(messages.EventsOf(stream.id, events))
                 continue
-            ended.append(stream)
-            if isinstance(last.output, EmbedOutput):
+            elif isinstance(last.output, EmbedOutput):
                 large += self._embeddings_of(stream.id, events, large)
             else:
                 (large if last.is_large else items).append(messages.EventsOf(stream.id, events))
+            ended.append(stream)
         for together in (items, *([item] for item in large)):
             if together and not self.is_gone:
                 self._server.send(self, messages.Events(together))
@@ -443,12 +441,8 @@ class _ForwardedStream(Stream):
     def __init__(self, frontend: _Frontend, id: int) -> None:
         super().__init__()
         self.id = id
-        self._frontend = frontend
+        self.destination = self._frontend = frontend
         frontend.streams[id] = self
-
-    @property
-    def destination(self) -> Hashable:
-        return self._frontend
 
     @staticmethod
     def post(destination: _Frontend, deliveries: list[Delivery]) -> None:
@@ -461,13 +455,13 @@ class _ForwardedStream(Stream):
 
     def deliver(self, events: list[Event], error: KestrelError | None = None) -> None:
         if not self.over.done():
-            self._frontend.post([Delivery(self, events, error)])
+            self._frontend.post([(self, events, error)])
             if error is not None:
                 self._end()
 
     def refuse(self, error: KestrelError) -> None:
         if not self.over.done():
-            self._frontend.post([Delivery(self, [], error)])
+            self._frontend.post([(self, [], error)])
             super().refuse(error)
 
     def end(self) -> None:

@@ -278,18 +278,20 @@ class Finished(_Value, frozen=True):
     @property
     def is_large(self) -> bool:
         """True if rendering the logprobs or the mask takes more than a few milliseconds."""
-        has_mask = isinstance(self.output, SegmentOutput) and self.output.mask_format in ("rle", "png")
-        return has_mask or self.num_logprobs > _MANY_LOGPROBS
+        if isinstance(self.output, SegmentOutput):
+            return self.output.mask_format in ("rle", "png")
+        return self.num_logprobs > _MANY_LOGPROBS
 
     @property
     def num_logprobs(self) -> int:
         """The number of tokens with a logprob: the generated ones, and the most likely ones in their places."""
         count = 0
         for each in (self, *self.alternatives):
-            if isinstance(each.output, QueryOutput | CaptionOutput):
-                count += _num_logprobs(each.output.logprobs)
-            if isinstance(each.output, QueryOutput) and each.output.reasoning is not None:
-                count += _num_logprobs(each.output.reasoning.logprobs)
+            if isinstance(output := each.output, QueryOutput):
+                count += _num_logprobs(output.logprobs)
+                count += 0 if output.reasoning is None else _num_logprobs(output.reasoning.logprobs)
+            elif isinstance(output, CaptionOutput):
+                count += _num_logprobs(output.logprobs)
         return count
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Event, Finished, TextDelta
@@ -26,17 +26,22 @@ class Stream:
     to the event loop that it was made on; only `fail` and `post` may be called from another thread.
     """
 
+    is_cancelled = False
+    wants_only_end = False
+    """True if the caller waits for `result`, so that earlier events need not be delivered."""
+    open_streams: set[Stream] | None = None
+    """A set that the stream leaves at its end."""
+    _error: KestrelError | None = None
+    _waiter: asyncio.Future[None] | None = None
+    _on_cancel: Callable[[], None] | None = None
+
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self.destination: Hashable = self.loop
+        """The key of this stream's destination: streams with equal keys are posted to together."""
         self.over: asyncio.Future[None] = self.loop.create_future()
         """Done once no further event follows: the request has finished, failed or been cancelled."""
-        self.is_cancelled = False
-        self.wants_only_end = False
-        """True if the caller waits for `result`, so that earlier events need not be delivered."""
         self._events: deque[Event] = deque()
-        self._error: KestrelError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._on_cancel: Callable[[], None] | None = None
 
     def __aiter__(self) -> Stream:
         return self
@@ -105,12 +110,7 @@ class Stream:
 
     def fail(self, error: KestrelError) -> None:
         """Ends the stream with an error. May be called from any thread."""
-        self.post(self.destination, [Delivery(self, [], error)])
-
-    @property
-    def destination(self) -> Hashable:
-        """The key of this stream's destination: streams with equal keys are posted to together."""
-        return self.loop
+        self.post(self.destination, [(self, [], error)])
 
     @staticmethod
     def post(destination: Any, deliveries: list[Delivery]) -> None:
@@ -143,16 +143,14 @@ class Stream:
         self.over.set_result(None)
         # The callback refers to the stream and the image: otherwise only the garbage collector would free them.
         self._on_cancel = None
+        if self.open_streams is not None:
+            self.open_streams.discard(self)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
-class Delivery(NamedTuple):
-    """The next events of a stream. No event follows an error."""
-
-    stream: Stream
-    events: list[Event]
-    error: KestrelError | None = None
+Delivery = tuple[Stream, list[Event], KestrelError | None]
+"""A stream with its next events. No event follows an error."""
 
 
 class Outbox:
@@ -163,13 +161,13 @@ class Outbox:
 
     def put(self, stream: Stream, events: list[Event]) -> None:
         """Adds a stream's events of this turn."""
-        self._pending.setdefault(stream.destination, []).append(Delivery(stream, events))
+        self._pending.setdefault(stream.destination, []).append((stream, events, None))
 
     def post(self) -> None:
         """Posts all collected events, once to each destination."""
         while self._pending:  # each entry is removed first: if posting raises, nothing is sent twice
             destination, deliveries = self._pending.popitem()
-            deliveries[0].stream.post(destination, deliveries)
+            deliveries[0][0].post(destination, deliveries)
 
 
 def _deliver_all(deliveries: list[Delivery]) -> None:

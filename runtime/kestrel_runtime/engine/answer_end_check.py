@@ -36,9 +36,9 @@ class EndCheck:
     def _deliver(self, stream: Stream, events: list[Event]) -> None:
         error = self._error_of(events[-1])
         if error is None:
-            deliveries = [Delivery(stream, events)]
+            deliveries: list[Delivery] = [(stream, events, None)]
         else:
-            deliveries = [Delivery(stream, events[:-1]), Delivery(stream, [], error)]
+            deliveries = [(stream, events[:-1], None), (stream, [], error)]
         stream.post(stream.destination, deliveries)
 
     def _error_of(self, end: Event) -> KestrelError | None:

@@ -615,8 +615,14 @@ class EngineLoop:
         for sequence in here:
             if sequence.tokens[-1].id == OVERFLOWED:
                 self._end_overflowed(sequence)
+                continue
+            try:
+                events = events_after(sequence, now)
+            except Exception as error:  # a bug of the parser, which the model's tokens revealed
+                _log.exception("the output parser of %s failed", sequence.request.fingerprint)
+                self._fail(sequence, InternalError(error))
             else:
-                self._emit(sequence, now)
+                self._deliver(sequence, events, now)
         return True
 
     def _abandon_in_flight(self) -> None:
@@ -632,15 +638,6 @@ class EngineLoop:
         if poison is not None:
             _log.error("%s fails by itself: it ends, and is refused from now on", poison.request.fingerprint)
             self._fail(poison, InternalError(error))
-
-    def _emit(self, sequence: TokenSequence, now: float) -> None:
-        try:
-            events = events_after(sequence, now)
-        except Exception as error:  # a bug of the parser, which the model's tokens revealed
-            _log.exception("the output parser of %s failed", sequence.request.fingerprint)
-            self._fail(sequence, InternalError(error))
-            return
-        self._deliver(sequence, events, now)
 
     def _end_with_embeddings(self, sequence: TokenSequence, embeddings: ImageEmbeddings, now: float) -> None:
         if not embeddings.is_finite:
@@ -711,10 +708,10 @@ def events_after(sequence: TokenSequence, now: float) -> list[Event]:
 
     Ends the answer if the context is full. Raises the errors of the parser.
     """
-    parser = sequence.request.parser
+    parser, clock = sequence.request.parser, sequence.clock
     events: list[Event] = list(parser.consume(sequence.tokens[-1]))
-    if sequence.clock.first_token is None:
-        sequence.clock.first_token = now
+    if clock.first_token is None:
+        clock.first_token = now
         events.insert(0, Started(_usage(sequence, num_output_tokens=0)))
     if parser.finish_reason is None and sequence.is_full:
         events += parser.truncate()
@@ -747,13 +744,16 @@ def _usage(sequence: TokenSequence, num_output_tokens: int) -> Usage:
 
 def _timing(sequence: TokenSequence, now: float) -> Timing:
     clock = sequence.clock
-    moments = (clock.preprocess_started, clock.prepared, clock.started, clock.first_token)
-    preprocess_started, prepared, started, first_token = (now if moment is None else moment for moment in moments)
+    submitted = clock.submitted
+    preprocess_started = now if clock.preprocess_started is None else clock.preprocess_started
+    prepared = now if clock.prepared is None else clock.prepared
+    started = now if clock.started is None else clock.started
+    first_token = now if clock.first_token is None else clock.first_token
     return Timing(
-        queue_s=(preprocess_started - clock.submitted) + (started - prepared),
+        queue_s=(preprocess_started - submitted) + (started - prepared),
         preprocess_s=prepared - preprocess_started,
         prefill_s=first_token - started,
-        time_to_first_token_s=first_token - clock.submitted,
+        time_to_first_token_s=first_token - submitted,
         decode_s=now - first_token,
     )
 

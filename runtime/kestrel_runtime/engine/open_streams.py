@@ -38,24 +38,17 @@ class OpenStreams:
         with self._lock:
             if self._is_closed:
                 raise EngineUnavailable("the engine has stopped")
-            if stream.loop not in self._streams:
+            of_loop = self._streams.get(stream.loop)
+            if of_loop is None:
                 # Streams of an event loop that is closed are never over.
                 self._streams = {
                     loop: streams
                     for loop, streams in self._streams.items()
-                    if any(not item.loop.is_closed() for item in streams)
+                    if any(not item.loop.is_closed() for item in list(streams))
                 }
-            self._streams.setdefault(stream.loop, set()).add(stream)
-        stream.over.add_done_callback(lambda _: self.discard(stream))
-
-    def discard(self, stream: Stream) -> None:
-        """Forget a stream, if it is kept."""
-        with self._lock:
-            streams = self._streams.get(stream.loop)
-            if streams is not None:
-                streams.discard(stream)
-                if not streams:
-                    del self._streams[stream.loop]
+                of_loop = self._streams[stream.loop] = set()
+            of_loop.add(stream)
+        stream.open_streams = of_loop
 
     def of(self, loop: Hashable) -> list[Stream]:
         """Returns the streams of an event loop."""
@@ -66,7 +59,7 @@ class OpenStreams:
         """End every stream with `EngineUnavailable` and accept no more. Events posted earlier arrive first."""
         with self._lock:
             self._is_closed = True
-            streams = [stream for of_loop in self._streams.values() for stream in of_loop]
+            streams = [stream for of_loop in self._streams.values() for stream in list(of_loop)]
         for stream in streams:
             stream.fail(EngineUnavailable("the engine has stopped"))
 

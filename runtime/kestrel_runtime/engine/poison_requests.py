@@ -50,6 +50,8 @@ class PoisonRequests:
 
     def __contains__(self, fingerprint: str) -> bool:
         """Returns True while the fingerprint is quarantined."""
+        if not self._entries:  # most often
+            return False
         with self._lock:
             entry = self._entries.get(fingerprint)
             return entry is not None and self._clock() < entry.expires

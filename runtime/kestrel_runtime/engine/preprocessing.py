@@ -32,7 +32,7 @@ from kestrel_runtime.api.errors import (
 from kestrel_runtime.api.images import DecodedPixels as SharedPixels
 from kestrel_runtime.api.images import Image as RequestImage
 from kestrel_runtime.api.images import RemoteImage, image_digest, is_hashed_at_once
-from kestrel_runtime.api.requests import CachePolicy, Chat, Request, locate
+from kestrel_runtime.api.requests import CachePolicy, Chat, Embed, Request, locate
 from kestrel_runtime.engine.answer_end_check import EndCheck
 from kestrel_runtime.engine.poison_requests import PoisonRequests, fingerprint_of
 from kestrel_runtime.engine.recent import LruCache, Matchers, Prompts
@@ -583,7 +583,10 @@ class Preprocessor:
             num_images_before = sum([place < end for place in prompt.image_places])
             answer_ends += (1 + end + num_images_before * image_size,)
         parser = skill.new_parser(request, self._tokenizer, config)
-        embeddings = parser.form if isinstance(parser, EmbeddingParser) else None
+        embeddings = None
+        if request.skill == Embed.skill:
+            assert isinstance(parser, EmbeddingParser), "nothing is sampled"
+            embeddings = parser.form
         keys = None
         if key_maker is not None and self._prefix_cache and embeddings is None:
             content = b"" if adapter is None else adapter.digest

@@ -122,6 +122,7 @@ class StagedCopies:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         """Allocates `num_bytes`, enough for the largest layout."""
         self._target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._device_index = self._target.device.index
         self._hosts = [host_buffer(num_bytes, device) for _ in range(_NUM_TURNS)]
         self._copied: list[torch.cuda.Event | None] = [None] * _NUM_TURNS
         self._turn = 0
@@ -152,7 +153,7 @@ class StagedCopies:
         views.target.copy_(views.hosts[turn], non_blocking=True)
         if self._target.is_cuda:
             copied = self._copied[turn] = copied or torch.cuda.Event()
-            copied.record()
+            copied.record(torch.cuda.current_stream(self._device_index))  # torch takes long to find the device
         self._turn = (turn + 1) % _NUM_TURNS
         return views.tensors
 

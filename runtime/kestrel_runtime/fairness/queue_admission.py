@@ -32,7 +32,7 @@ _RETRY_UNKNOWN_S = 1.0
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 60.0
 
 _Line = tuple[str, Priority, Priority]
-"""The requests that start one after the other: those of one tenant, priority and standing."""
+"""The requests that start one after the other, those of one tenant, priority and standing: `Cost[:3]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class QueueAdmission:
             if cost is None:
                 return
             self._pace.start(now)
-            self._line_pace(_line(cost), now).start(now)
+            self._line_pace(cost[:3], now).start(now)
             self.leave(key)
 
     def leave(self, key: Hashable) -> None:
@@ -105,7 +105,7 @@ class QueueAdmission:
                 self._book(cost, -1)
                 if not self._costs:
                     self._pace.pause()
-                line = _line(cost)
+                line = cost[:3]
                 if line not in self._lines and line in self._line_paces:
                     self._line_paces[line].pause()
 
@@ -122,7 +122,7 @@ class QueueAdmission:
             pace_s = self._pace.mean_s(now)
             if pace_s is None:
                 return None
-            line = _line(cost)
+            line = cost[:3]
             line_pace, num_in_line = self._line_paces.get(line), self._lines.get(line, 0)
             line_pace_s = None if line_pace is None else line_pace.mean_s(now)
             for (tenant, priority, standing), count in self._lines.items():
@@ -169,11 +169,11 @@ class QueueAdmission:
         return pace
 
     def _book(self, cost: Cost, sign: int) -> None:
-        tenant = cost.tenant
+        tenant, _, _, image_bytes, num_tokens = cost
         self._requests.count(tenant, sign)
-        self._image_bytes.count(tenant, sign * cost.image_bytes)
-        self._tokens.count(tenant, sign * cost.tokens)
-        line = _line(cost)
+        self._image_bytes.count(tenant, sign * image_bytes)
+        self._tokens.count(tenant, sign * num_tokens)
+        line = cost[:3]
         count = self._lines.get(line, 0) + sign
         if count:
             self._lines[line] = count
@@ -193,10 +193,10 @@ class _Pace:
         """Counts a start."""
         last_start, self._last_start = self._last_start, now
         if last_start is not None:
-            if len(self._intervals) == _MAX_STARTS:
-                self._intervals_s -= self._intervals.popleft()[1]
-            self._intervals.append((now, now - last_start))
-            self._intervals_s += now - last_start
+            intervals, interval_s = self._intervals, now - last_start
+            change_s = interval_s - intervals.popleft()[1] if len(intervals) == _MAX_STARTS else interval_s
+            intervals.append((now, interval_s))
+            self._intervals_s += change_s
 
     def pause(self) -> None:
         """Ends the current interval, since no request waits: the time until the next start does not count."""
@@ -213,7 +213,3 @@ class _Pace:
     def is_over(self, now: float) -> bool:
         """True once no request waits and no interval is recent."""
         return self._last_start is None and (not self._intervals or self._intervals[-1][0] < now - _WINDOW_S)
-
-
-def _line(cost: Cost) -> _Line:
-    return cost[:3]

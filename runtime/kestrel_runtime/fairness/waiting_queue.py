@@ -163,8 +163,11 @@ class WaitingQueue(Generic[Item]):
 
     def serve(self, items: Iterable[Item]) -> None:
         """Counts a token generated for each of these items, which have started."""
+        name = tenant = None
         for item in items:
-            tenant = self._tenants.get(item.tenant) or self._tenant(item.tenant)
+            if tenant is None or item.tenant != name:
+                name = item.tenant
+                tenant = self._tenants.get(name) or self._tenant(name)
             tenant.service += 1
 
     def service_of(self, tenant: str) -> float:

@@ -108,8 +108,12 @@ class OutputParser(ABC):
     def consume(self, token: Token) -> Sequence[Piece]:
         """Takes the next token; returns the pieces of the answer that it completes."""
         self.num_consumed += 1
-        is_exhausted = self.budget is not None and self.num_consumed >= self.budget
-        self.state = self.grammar.after(self.state, token.id, is_exhausted=is_exhausted)
+        _, then, on, exhausted = self.grammar.states[self.state]
+        if on is None and exhausted is None:  # most often
+            self.state = then
+        else:
+            is_exhausted = self.budget is not None and self.num_consumed >= self.budget
+            self.state = self.grammar.after(self.state, token.id, is_exhausted=is_exhausted)
         return self.parse(token)
 
     @abstractmethod

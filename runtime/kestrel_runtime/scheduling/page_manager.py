@@ -20,8 +20,9 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NewType, TypeAlias, cast
+
+from msgspec import Struct, field
 
 from kestrel_runtime.scheduling.cache_keys import EVERYBODY, CacheScope, Digest, PrefixKeys
 
@@ -64,7 +65,7 @@ class PrefixMatch(NamedTuple):
     def run(self) -> tuple[PageId, ...]:
         """The first of the shared pages, whose owners are counted together. Sequences about one image have the same
         run, also if some of them share a few pages of text behind it."""
-        return self.pages[: self.num_shared // _RUN_PAGES * _RUN_PAGES]
+        return self.pages[: (len(self.pages) - self.is_partial_last) // _RUN_PAGES * _RUN_PAGES]
 
 
 class PageCopy(NamedTuple):
@@ -81,8 +82,7 @@ class Allocation(NamedTuple):
     copies: tuple[PageCopy, ...]
 
 
-@dataclass(slots=True)
-class _Page:
+class _Page(Struct):
     references: int = 0
     """One for each run of pages that sequences share, for each sequence outside of its run, and for each copy."""
     keys: list[Digest] = field(default_factory=list)
@@ -96,8 +96,7 @@ class _Page:
     """Prefill steps in flight: the page is quarantined until they are complete."""
 
 
-@dataclass(slots=True)
-class _Owner:
+class _Owner(Struct):
     pages: list[PageId]
     num_shared: int
     """Leading pages that were found published: this sequence never writes them."""
@@ -160,23 +159,20 @@ class PageManager:
     def match(self, keys: PrefixKeys, max_positions: int) -> PrefixMatch:
         """Returns the longest published prefix of at most `max_positions` positions that splits no span."""
         # A prefix with an image has dozens of pages, so no loop goes over them.
-        found = list(map(self._index.get, keys.pages[: max_positions // self.page_size]))
+        page_size, boundaries = self.page_size, keys.boundaries
+        found = list(map(self._index.get, keys.pages[: max_positions // page_size]))
         pages = cast("list[PageId]", found[: found.index(None)] if None in found else found)
-        matched, share_points = len(pages) * self.page_size, sorted(keys.boundaries, reverse=True)
+        matched = len(pages) * page_size
         while True:
-            most = min(max_positions, matched + self.page_size - 1)
-            for share_point in share_points:
-                if (
-                    matched < share_point <= most
-                    and (page := self._index.get(keys.boundaries[share_point])) is not None
-                ):
-                    full_pages = pages[: matched // self.page_size]
-                    return PrefixMatch((*full_pages, page), share_point, is_partial_last=True)
+            most = min(max_positions, matched + page_size - 1)
+            for share_point in sorted(boundaries, reverse=True) if boundaries else ():
+                if matched < share_point <= most and (page := self._index.get(boundaries[share_point])) is not None:
+                    return PrefixMatch((*pages[: matched // page_size], page), share_point, is_partial_last=True)
             shareable = keys.shareable(matched)
             if shareable == matched:
-                return PrefixMatch(tuple(pages[: matched // self.page_size]), matched)
+                return PrefixMatch(tuple(pages[: matched // page_size]), matched)
             # The matched pages end inside a span: go back to a page end, or a share point, before the span.
-            matched = shareable // self.page_size * self.page_size
+            matched = shareable // page_size * page_size
 
     def num_needed(self, match: PrefixMatch, num_positions: int) -> int:
         """Returns how much of `num_available` an allocation takes: new pages, a copy, and cached pages that become
@@ -191,19 +187,19 @@ class PageManager:
         until `commit_copies` names the step that copies it and that step is complete.
         """
         assert owner not in self._owners, "a sequence is given its first pages once"
-        num_shared, run = match.num_shared, match.run
-        pages, sources = list(match.pages[:num_shared]), list(match.pages[num_shared:])
+        found, num_shared, run = match.pages, match.num_shared, match.run
+        pages, sources = list(found[:num_shared]), list(found[num_shared:])
         own = self._owners[owner] = _Owner(pages, num_shared, run, num_shared, sources)
         num_sharing = self._num_sharing.get(run, 0)
         self._num_sharing[run] = num_sharing + 1
-        for page in match.pages[len(run) :] if num_sharing else match.pages:
+        for page in found[len(run) :] if num_sharing else found:
             state = self._pages[page]
             if not state.references:
                 self._cached.pop(page, None)
             state.references += 1
         self._grow(own, num_positions)
-        copies = (PageCopy(own.sources[0], own.pages[num_shared]),) if match.is_partial_last else ()
-        return Allocation(tuple(own.pages), copies)
+        copies = (PageCopy(sources[0], pages[num_shared]),) if sources else ()
+        return Allocation(tuple(pages), copies)
 
     def append(self, owner: SequenceId, num_positions: int) -> list[PageId]:
         """Allocates further pages for a sequence, up to `num_positions` positions in all; returns the new ones.
@@ -255,14 +251,14 @@ class PageManager:
         """
         own = self._owners[owner]
         own.is_transient = is_transient
-        first = own.num_published * self.page_size
-        for place in range(own.num_published, min(num_positions // self.page_size, len(keys.pages))):
+        page_size, num_published = self.page_size, own.num_published
+        for place in range(num_published, min(num_positions // page_size, len(keys.pages))):
             page, key = own.pages[place], keys.pages[place]
             self._publish_page(page, key, keys.scope, now, replaces=replaces, is_transient=is_transient)
             own.num_published = place + 1
         for share_point, key in keys.boundaries.items():
-            if first <= share_point <= num_positions:
-                page = own.pages[share_point // self.page_size]
+            if num_published * page_size <= share_point <= num_positions:
+                page = own.pages[share_point // page_size]
                 self._publish_page(page, key, keys.scope, now, replaces=replaces, is_transient=is_transient)
 
     def release(self, owner: SequenceId, writing: Collection[StepId] = ()) -> None:
@@ -277,11 +273,12 @@ class PageManager:
             for page in own.pages[own.num_shared :]:
                 self._pages[page].writing.add(step)
                 self._steps[step].append(page)
-        num_sharing = self._num_sharing.pop(own.run) - 1
+        run = own.run
+        num_sharing = self._num_sharing.pop(run) - 1
         if num_sharing:
-            self._num_sharing[own.run] = num_sharing
+            self._num_sharing[run] = num_sharing
         # The end of the chain is cached first, so that it is evicted before the pages that it continues.
-        for page in (*reversed(own.pages[len(own.run) if num_sharing else 0 :]), *own.sources):
+        for page in (*own.pages[len(run) if num_sharing else 0 :][::-1], *own.sources):
             self._drop(page)
         if own.is_transient:  # again the end of the chain first
             for page in own.pages:
@@ -313,13 +310,12 @@ class PageManager:
 
     def _grow(self, own: _Owner, num_positions: int) -> list[PageId]:
         num_new = self.pages_for(num_positions) - len(own.pages)
-        if not num_new:
-            return []
         pages: list[PageId] = []
-        assert num_new <= self.num_available, "the caller checks num_available first"
+        free, states = self._free, self._pages
+        assert num_new <= len(free) + len(self._cached), "the caller checks num_available first"
         for _ in range(num_new):
-            page = self._free.pop() if self._free else self._evict()
-            state = self._pages[page]
+            page = free.pop() if free else self._evict()
+            state = states[page]
             assert not state.references, "a page that is allocated has no owner"
             assert not state.writing, "a page that is allocated is not quarantined"
             state.references = 1

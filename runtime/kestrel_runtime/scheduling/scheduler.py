@@ -48,7 +48,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -128,7 +128,7 @@ class Scheduler:
         ] = {}  # parked for their pixels; whether these have been asked for
         self._without_adapter: set[TokenSequence] = set()  # parked until they have a slot again
         self._active: list[TokenSequence] = []  # PREFILLING, PREFILLED and RUNNING, oldest first
-        self._num_active_of: Counter[str] = Counter()  # by tenant, without zeros
+        self._num_active_of: dict[str, int] = {}  # by tenant, without zeros
         self._several_until = 0.0  # until when prompts are computed as if several tenants were active
         self._start_numbers = itertools.count()
         self._isolated: deque[_Isolated] = deque()  # the first runs alone
@@ -233,19 +233,21 @@ class Scheduler:
                 item.image.is_encoded = True
                 self._embeddings.fill(_lease_id(item.sequence, item.image), step)
                 self._crops.release(_lease_id(item.sequence, item.image))  # later steps run behind this one
-        for chunk in batch.prefill:
-            chunk.sequence.cache.num_cached = chunk.end
-            chunk.sequence.cache.writing.add(step)
-            if chunk.sequence.cache.copies:
-                self._pages.commit_copies(chunk.sequence.id, step)
-                chunk.sequence.cache.copies = ()
-            if chunk.num_samples:
-                chunk.sequence.move_to(SequenceState.PREFILLED)
+        for sequence, _, end, num_samples, _ in batch.prefill:
+            cache = sequence.cache
+            cache.num_cached = end
+            cache.writing.add(step)
+            if cache.copies:
+                self._pages.commit_copies(sequence.id, step)
+                cache.copies = ()
+            if num_samples:
+                sequence.move_to(SequenceState.PREFILLED)
         for sequence in batch.read:
             sequence.move_to(SequenceState.PREFILLED)
         for sequence in batch.decode:
-            sequence.cache.num_cached += 1
-            sequence.cache.last_decode = step
+            cache = sequence.cache
+            cache.num_cached += 1
+            cache.last_decode = step
         for sequence in batch.sampled:
             sequence.num_pending += 1
 
@@ -280,19 +282,20 @@ class Scheduler:
         for chunk in batch.prefill:
             chunk.sequence.cache.writing.discard(step)
         here: list[TokenSequence] = []
-        finished, page_size = SequenceState.FINISHED, self._pages.page_size
+        finished, page_size, is_decode = SequenceState.FINISHED, self._pages.page_size, bool(batch.decode)
         for sequence, token in zip(batch.sampled, tokens, strict=True):
-            if sequence.state is not finished:
-                sequence.num_pending -= 1
-                sequence.tokens.append(token)
-                here.append(sequence)
-        self._waiting.serve(here)
-        for sequence in here:
-            if batch.decode:
-                if not sequence.num_written % page_size:
-                    self._publish(sequence, sequence.num_written, now)
+            if sequence.state is finished:
+                continue
+            sequence.num_pending -= 1
+            sequence.tokens.append(token)
+            here.append(sequence)
+            if is_decode:
+                num_written = len(sequence.tokens) + sequence.num_image_positions - 1
+                if not num_written % page_size:
+                    self._publish(sequence, num_written, now)
             elif len(sequence.images) > 1:  # its images are written; others may hold their entries
                 self._release_embeddings(sequence)
+        self._waiting.serve(here)
         if self._isolated and self._isolated[0].sequence in (*here, *batch.read):
             self._isolated.popleft()
         return here
@@ -419,8 +422,10 @@ class Scheduler:
         self._release_embeddings(probe)
 
     def _grow_running(self) -> None:
+        page_size = self._pages.page_size
         for sequence in list(self._active):
-            while self._needs_page(sequence) and sequence.has_room:
+            # Most often the last page has room.
+            while sequence.length > len(sequence.cache.pages) * page_size and sequence.has_room:
                 if self._pages.num_available:
                     # Decode steps run in the order of their launches, so this one runs after earlier writers.
                     sequence.cache.pages += self._pages.append(sequence.id, sequence.length)
@@ -440,9 +445,9 @@ class Scheduler:
 
     def _deactivate(self, sequence: TokenSequence) -> None:
         self._active.remove(sequence)
-        self._num_active_of[sequence.tenant] -= 1
-        if not self._num_active_of[sequence.tenant]:
-            del self._num_active_of[sequence.tenant]
+        num_left = self._num_active_of.pop(sequence.tenant) - 1
+        if num_left:
+            self._num_active_of[sequence.tenant] = num_left
         self._release(sequence)
 
     def _wait_again(self, sequence: TokenSequence) -> None:
@@ -450,10 +455,11 @@ class Scheduler:
         self._waiting.push_returning(sequence, sequence.start_number)
 
     def _allocate(self, sequence: TokenSequence, match: PrefixMatch) -> None:
-        allocation = self._pages.allocate(sequence.id, match, sequence.length)
-        sequence.cache.pages, sequence.cache.copies = list(allocation.pages), allocation.copies
-        sequence.cache.num_cached = sequence.cache.num_matched = match.num_positions
-        images = sequence.images_behind(match.num_positions)
+        cache, num_matched = sequence.cache, match.num_positions
+        pages, cache.copies = self._pages.allocate(sequence.id, match, sequence.length)
+        cache.pages = list(pages)
+        cache.num_cached = cache.num_matched = num_matched
+        images = sequence.images_behind(num_matched)
         if images:
             # Those without pixels first, since an entry to write may take the place of cached embeddings.
             for image in sorted(images[1:], key=_has_pixels):
@@ -510,12 +516,12 @@ class Scheduler:
 
     def _release(self, sequence: TokenSequence) -> None:
         self._stop_filling(sequence)
-        if sequence.cache.last_decode is not None and sequence.cache.last_decode in self._in_flight:
-            self._tail_steps.add(sequence.cache.last_decode)
-        self._pages.release(sequence.id, sequence.cache.writing)
-        sequence.cache.pages, sequence.cache.copies = [], ()
-        sequence.cache.num_cached = sequence.cache.num_matched = 0
-        sequence.cache.writing = set()
+        cache = sequence.cache
+        if cache.last_decode is not None and cache.last_decode in self._in_flight:
+            self._tail_steps.add(cache.last_decode)
+        self._pages.release(sequence.id, cache.writing)
+        cache.pages, cache.copies, cache.writing = [], (), set()
+        cache.num_cached = cache.num_matched = 0
 
     def _forget_step(self, step: StepId) -> None:
         self._in_flight.remove(step)
@@ -651,22 +657,24 @@ class Scheduler:
     def _start(self, sequence: TokenSequence, match: PrefixMatch) -> None:
         self._waiting.start(sequence)
         self._allocate(sequence, match)
-        if sequence.cache.num_cached_prompt is None:
-            sequence.cache.num_cached_prompt = match.num_positions
-            self.num_lookups += sequence.cache.keys is not None and not sequence.request.computes_anew
-            self.num_hits += match.num_positions > 0
-        share_point = sequence.missing_share_point(match.num_positions, self._pages.page_size)
+        cache, num_matched = sequence.cache, match.num_positions
+        if cache.num_cached_prompt is None:
+            cache.num_cached_prompt = num_matched
+            self.num_lookups += cache.keys is not None and not sequence.request.computes_anew
+            self.num_hits += num_matched > 0
+        share_point = sequence.missing_share_point(num_matched, self._pages.page_size)
         if share_point is not None:
             self._shared_prefills.begin(share_point, sequence)
         sequence.move_to(SequenceState.PREFILLING)
         sequence.num_tokens_at_start = len(sequence.tokens)
         if sequence.start_number is None:
             sequence.start_number = next(self._start_numbers)
-        if self._active and sequence.start_number < _start_number(self._active[-1]):  # it was preempted
-            insort(self._active, sequence, key=_start_number)
+        active, tenant = self._active, sequence.tenant
+        if active and sequence.start_number < _start_number(active[-1]):  # it was preempted
+            insort(active, sequence, key=_start_number)
         else:
-            self._active.append(sequence)
-        self._num_active_of[sequence.tenant] += 1
+            active.append(sequence)
+        self._num_active_of[tenant] = self._num_active_of.get(tenant, 0) + 1
 
     def _publish(self, sequence: TokenSequence, num_positions: int, now: float) -> None:
         """Publishes the first `num_positions` positions of a sequence, which completed steps have written."""

@@ -40,7 +40,7 @@ from kestrel_runtime.api.errors import (
 )
 from kestrel_runtime.api.events import Finished
 from kestrel_runtime.api.requests import Query
-from kestrel_runtime.api.stream import Delivery, Stream
+from kestrel_runtime.api.stream import Stream
 from kestrel_runtime.constraints.masks import MaskRequest
 from kestrel_runtime.engine import isolation, open_streams
 from kestrel_runtime.engine import loop as engine_loop
@@ -121,7 +121,7 @@ class Checks:
     """In place of the check of answers by a worker: it finds nothing."""
 
     def deliver(self, stream: Stream, events: list[Any]) -> None:
-        stream.post(stream.destination, [Delivery(stream, events)])
+        stream.post(stream.destination, [(stream, events, None)])
 
 
 class Preparations:

@@ -49,6 +49,11 @@ class Skill(ABC):
 class TextEmitter:
     """Turns text tokens into deltas on one channel. Joined, the deltas equal `text`."""
 
+    num_chars = 0
+    num_tokens = 0
+    _num_emitted = 0
+    _num_decoded = 0
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -61,20 +66,15 @@ class TextEmitter:
 
         With `num_logprobs` each delta has the logprobs of its tokens, and of this many of the most likely tokens.
         """
-        self._tokenizer = tokenizer
-        self._num_logprobs = num_logprobs
-        self._logprobs: list[TokenLogprob] = []
-        self._is_counting = stop is not None or num_logprobs is not None
-        self._stop = stop
+        self._tokenizer, self._channel = tokenizer, channel
+        self._stop, self._num_logprobs = stop, num_logprobs
         self._decoder = TextDecoder(tokenizer.token_bytes)
-        self._channel = channel
         self._parts: list[str] = []
-        self._num_emitted = 0
-        self._num_decoded = 0
-        # Tokens that are not emitted yet, each with its start in the text, if token numbers do not give the start.
-        self._pending: deque[tuple[int, Token]] = deque()
-        self.num_chars = 0
-        self.num_tokens = 0
+        self._is_counting = stop is not None or num_logprobs is not None
+        if self._is_counting:
+            self._logprobs: list[TokenLogprob] = []
+            # Tokens that are not emitted yet, each with its start in the text, if token numbers do not give it.
+            self._pending: deque[tuple[int, Token]] = deque()
 
     @property
     def text(self) -> str:
@@ -97,23 +97,25 @@ class TextEmitter:
         if self._is_counting:
             self._pending.append((self._num_decoded, token))
             self._num_decoded += len(text)
-        return self._emit(text if self._stop is None else self._stop.push(text))
+            if self._stop is not None:
+                text = self._stop.push(text)
+        return self._emit(text) if text else []
 
     def flush(self) -> list[TextDelta]:
         """Ends a run of text: the bytes of an incomplete character become U+FFFD."""
         text = self._decoder.flush()
         self._num_decoded += len(text)
-        return self._emit(text if self._stop is None else self._stop.push(text) + self._stop.flush())
+        if self._stop is not None:
+            text = self._stop.push(text) + self._stop.flush()
+        return self._emit(text) if text else []
 
     def _emit(self, text: str) -> list[TextDelta]:
-        if not text:
-            return []
         self._parts.append(text)
         self.num_chars += len(text)
         start = self._num_emitted
         if not self._is_counting:
-            self._num_emitted = self.num_tokens
-            return [TextDelta(text, self._channel, start, self._num_emitted - start)]
+            self._num_emitted = end = self.num_tokens
+            return [TextDelta(text, self._channel, start, end - start)]
         logprobs: list[TokenLogprob] = []
         while self._pending and self._pending[0][0] < self.num_chars:
             _, token = self._pending.popleft()
@@ -142,7 +144,7 @@ class AnswerParser(OutputParser):
     def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, sampling: SamplingParams) -> None:
         self.grammar = _answer_grammar(_suppressed_later(config))
         stop = StopMatcher(sampling.stop, includes_match=sampling.include_stop) if sampling.stop else None
-        self._emitter = TextEmitter(tokenizer, TextChannel.ANSWER, stop, sampling.logprobs)
+        self._stop, self._emitter = stop, TextEmitter(tokenizer, TextChannel.ANSWER, stop, sampling.logprobs)
         self.end_id = config.tokenizer.eos_id
         self._max_answer_tokens = self.max_tokens = sampling.max_tokens or DEFAULT_MAX_TOKENS
 
@@ -158,8 +160,9 @@ class AnswerParser(OutputParser):
     def parse(self, token: Token) -> list[TextDelta]:
         if token.id == self.end_id:
             return self._end(FinishReason.STOP)
-        deltas = self._emitter.push(token)
-        if self._emitter.stop_sequence is not None or self._emitter.num_tokens >= self._max_answer_tokens:
+        emitter, stop = self._emitter, self._stop
+        deltas = emitter.push(token)
+        if emitter.num_tokens >= self._max_answer_tokens or (stop is not None and stop.matched is not None):
             deltas += self.truncate()
         return deltas
 

@@ -13,7 +13,7 @@ from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.family import Prompt
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills.base import DEFAULT_MAX_TOKENS, Skill, text_tokens
-from kestrel_runtime.models.moondream.skills.query import ReasonedAnswerParser, opener
+from kestrel_runtime.models.moondream.skills.query import new_answer_parser, opener
 from kestrel_runtime.output.output_parser import OutputParser
 
 
@@ -68,4 +68,4 @@ class ChatSkill(Skill):
         return counts
 
     def new_parser(self, request: Chat, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
-        return ReasonedAnswerParser(request, tokenizer, config)
+        return new_answer_parser(request, tokenizer, config)

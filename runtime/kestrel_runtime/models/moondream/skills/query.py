@@ -17,6 +17,7 @@ from kestrel_runtime.api.events import (
     TextDelta,
 )
 from kestrel_runtime.api.requests import Chat, Query
+from kestrel_runtime.api.sampling_params import SamplingParams
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.family import Prompt
 from kestrel_runtime.models.moondream.config import MoondreamConfig, TokenizerConfig
@@ -44,7 +45,7 @@ class QuerySkill(Skill):
         return framed_prompt(template, request.spatial_refs, question, config)
 
     def new_parser(self, request: Query, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
-        return ReasonedAnswerParser(request, tokenizer, config)
+        return new_answer_parser(request, tokenizer, config)
 
 
 def opener(config: MoondreamConfig, *, reasoning: bool = False) -> tuple[int, ...]:
@@ -55,32 +56,39 @@ def opener(config: MoondreamConfig, *, reasoning: bool = False) -> tuple[int, ..
     return suffix + end if config.generation == 2 else end
 
 
-class ReasonedAnswerParser(AnswerParser):
-    """Parses reasoning if the request asks for it, then the answer."""
+def new_answer_parser(request: Query | Chat, tokenizer: Tokenizer, config: MoondreamConfig) -> OutputParser:
+    """Returns the parser of an answer, and of the reasoning before it if the request asks for it."""
+    kind = _ReasonedAnswerParser if request.reasoning else _QueryParser
+    return kind(tokenizer, config, request.sampling)
 
-    def __init__(self, request: Query | Chat, tokenizer: Tokenizer, config: MoondreamConfig) -> None:
-        super().__init__(tokenizer, config, request.sampling)
-        self._reasoning: _ReasoningParser | None = None
-        if request.reasoning:
-            self._reasoning = _ReasoningParser(tokenizer, config, request.sampling.logprobs)
-            self.grammar = Grammar(_reasoning_states(config))
-            self.budget = self._max_answer_tokens
-            self.max_tokens = self.budget + 1 + self._max_answer_tokens  # and one token that begins the answer
-            self.opens_answer = config.tokenizer.answer_id
+
+class _QueryParser(AnswerParser):
+    """Parses an answer without reasoning."""
+
+    def output(self) -> QueryOutput:
+        return QueryOutput(self.text, None, self.logprobs)
+
+
+class _ReasonedAnswerParser(AnswerParser):
+    """Parses reasoning, then the answer."""
+
+    def __init__(self, tokenizer: Tokenizer, config: MoondreamConfig, sampling: SamplingParams) -> None:
+        super().__init__(tokenizer, config, sampling)
+        self._reasoning = _ReasoningParser(tokenizer, config, sampling.logprobs)
+        self.grammar = Grammar(_reasoning_states(config))
+        self.budget = self._max_answer_tokens
+        self.max_tokens = self.budget + 1 + self._max_answer_tokens  # and one token that begins the answer
+        self.opens_answer = config.tokenizer.answer_id
 
     def parse(self, token: Token) -> list[TextDelta]:
-        if self._reasoning is None or self._reasoning.is_over:
-            return super().parse(token)
-        return self._reasoning.consume(token)
+        return super().parse(token) if self._reasoning.is_over else self._reasoning.consume(token)
 
     def truncate(self) -> list[TextDelta]:
-        deltas: list[TextDelta] = []
-        if self._reasoning is not None and not self._reasoning.is_over:
-            deltas = self._reasoning.end()
+        deltas = [] if self._reasoning.is_over else self._reasoning.end()
         return deltas + super().truncate()
 
     def output(self) -> QueryOutput:
-        return QueryOutput(self.text, None if self._reasoning is None else self._reasoning.output(), self.logprobs)
+        return QueryOutput(self.text, self._reasoning.output(), self.logprobs)
 
 
 def _reasoning_states(config: MoondreamConfig) -> tuple[GrammarState, ...]:
