@@ -256,27 +256,28 @@ def _has_driver(library: Any) -> bool:
 
 
 class _Compiling(Executor):
-    """Takes compilations, and does them all in `finish`."""
+    """Has other processes compile what is submitted, from the submission on, and takes all of it in `finish`."""
 
     def __init__(
         self, num_processes: int, most_seconds: float | None, others: Sequence[Callable[[], object]] = ()
     ) -> None:
-        self._num_processes = num_processes
+        self._processes = OtherProcesses(num_processes)
         self._most_seconds = most_seconds
-        self._others = others
         self._jobs: list[tuple[Callable[[], Any], Future[Any]]] = []
         self.kernels: list[Any] = []
+        for other in others:
+            self._processes.start(other)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._jobs.append((partial(fn, *args, **kwargs), future))
+        job, future = partial(fn, *args, **kwargs), Future[Any]()
+        self._jobs.append((job, future))
+        if not _is_kept(job):
+            self._processes.start(job)
         return future
 
     def finish(self) -> None:
-        """Compiles in other processes what is not in the folder of compiled kernels, and reads all from there."""
-        missing = [job for job, _ in self._jobs if not _is_kept(job)]
-        # The others are among those that take the longest.
-        in_other_processes([*self._others, *missing], self._num_processes, self._most_seconds)
+        """Waits for the other processes, and reads all kernels from the folder of compiled kernels."""
+        self._processes.join(self._most_seconds)
         for job, future in self._jobs:
             try:
                 kernel = job()
@@ -319,36 +320,40 @@ def _is_kept(job: Callable[[], Any]) -> bool:
     return True
 
 
-def in_other_processes(
-    jobs: Sequence[Callable[[], Any]], num_processes: int, most_seconds: float | None = _MOST_SECONDS
-) -> None:
+class OtherProcesses:
     """Compiles kernels for what this leaves in files. What fails there, or takes too long, is left to the caller.
 
-    Forked processes know the jobs, which cannot be sent to others. They use no device.
+    A forked process knows its job, which cannot be sent to another one. It uses no device.
     """
-    num_processes = min(num_processes, len(jobs))
-    if num_processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
-        return
-    context = multiprocessing.get_context("fork")
-    numbers: Any = context.SimpleQueue()
-    for number in (*range(len(jobs)), *[None] * num_processes):
-        numbers.put(number)
 
-    def work() -> None:
+    def __init__(self, most_at_once: int) -> None:
+        """With one process at once, the work is left to the caller."""
+        has_fork = most_at_once > 1 and "fork" in multiprocessing.get_all_start_methods()
+        self._context = multiprocessing.get_context("fork") if has_fork else None
+        self._places = None if self._context is None else self._context.Semaphore(most_at_once)
+        self._started: list[Any] = []
+
+    def start(self, job: Callable[[], Any]) -> None:
+        """Compiles a kernel as soon as fewer than the most processes do."""
+        if self._context is not None:
+            process = self._context.Process(target=partial(self._work, job), daemon=True)
+            process.start()
+            self._started.append(process)
+
+    def join(self, most_seconds: float | None) -> None:
+        """Waits for all processes; None: as long as it takes."""
+        until = time.monotonic() + (most_seconds or 0.0)
+        for process in self._started:
+            process.join(None if most_seconds is None else max(0.0, until - time.monotonic()))
+            process.kill()  # without effect where it has ended
+
+    def _work(self, job: Callable[[], Any]) -> None:
+        assert self._places is not None
         logging.getLogger("triton").setLevel(logging.ERROR)  # of what is compiled for a device that is not here
-        while (number := numbers.get()) is not None:
-            with suppress(Exception):
-                kernel = jobs[number]()
-                # A C function that launches kernels of Triton with such arguments, which is compiled, too.
-                triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
-
-    processes = [context.Process(target=work, daemon=True) for _ in range(num_processes)]
-    for process in processes:
-        process.start()
-    until = time.monotonic() + (most_seconds or 0.0)
-    for process in processes:
-        process.join(None if most_seconds is None else max(0.0, until - time.monotonic()))
-        process.kill()  # without effect where it has ended
+        with self._places, suppress(Exception):
+            kernel = job()
+            # A C function that launches kernels of Triton with such arguments, which is compiled, too.
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 class Compilations:
