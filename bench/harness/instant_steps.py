@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from unittest import mock
 
-import torch
-
 import kestrel_grpc.__main__
 from kestrel_grpc.multiprocess.supervision import supervisor
 from kestrel_grpc.multiprocess.supervision.__main__ import run as run_child
@@ -28,8 +26,6 @@ _launch = StepRunner.launch
 class _InstantHandle(StepHandle):
     def __init__(self, num_sampled: int) -> None:
         self._num_sampled = num_sampled
-        self.done: torch.cuda.Event | None = None
-        self.encoded = None
 
     def is_complete(self) -> bool:
         return True

@@ -13,18 +13,6 @@ from kestrel_runtime.scheduling.sequence import TokenSequence
 TOKEN = Token(5)
 
 
-class FakeEvent:
-    """The end of a step's images, if it has any."""
-
-    def __init__(self, runner: FakeRunner) -> None:
-        self._runner = runner
-
-    def query(self) -> bool:
-        return self._runner.are_images_over()
-
-    def synchronize(self) -> None: ...
-
-
 class FakeHandle:
     """A step in flight."""
 
@@ -33,7 +21,6 @@ class FakeHandle:
     def __init__(self, runner: FakeRunner, batch: Batch) -> None:
         self.batch = batch
         self._runner = runner
-        self.encoded: Any = FakeEvent(runner) if batch.kind == "prefill" else None
 
     def is_complete(self) -> bool:
         return self._runner.are_prompts_over()
@@ -53,8 +40,8 @@ class FakeHandle:
 class FakeRunner:
     """Stands in for `StepRunner`. The hooks may block or raise, as a device does.
 
-    `are_prompts_over` and `are_images_over` answer for a step that the loop asks about; `on_launch` and `on_wait`
-    run in the engine thread, the first before a step begins, the second where the loop waits for its end.
+    `are_prompts_over` answers for a step that the loop asks about; `on_launch` and `on_wait` run in the engine
+    thread, the first before a step begins, the second where the loop waits for its end.
     """
 
     is_asynchronous = True
@@ -63,7 +50,6 @@ class FakeRunner:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.are_prompts_over: Callable[[], bool] = lambda: True
-        self.are_images_over: Callable[[], bool] = lambda: True
         self.on_launch: Callable[[Batch], None] = lambda batch: None
         self.on_wait: Callable[[FakeHandle], None] = lambda handle: None
         self.token_of: Callable[[TokenSequence], Token] = lambda sequence: TOKEN

@@ -79,8 +79,8 @@ from kestrel_runtime.scheduling.sequence import AdapterLease, PreparedImage, Tok
 _MAX_PREFILLS = 2
 """The most prefill steps in flight: one that runs, and one that begins when it ends."""
 _NUM_TOGETHER = 4
-"""So many waiting requests begin at once. Fewer wait for others, which cost less together, as long as the step that
-runs encodes its images: its prompts leave time enough to launch the next one."""
+"""So many waiting requests begin at once. Fewer wait for the end of a step with images: together they cost less,
+and meanwhile the answers to that step's prompts have the device for themselves."""
 _MAX_DECODES, _MAX_DECODES_BEFORE_PREFILL = 2, 5
 """The most decode steps in flight, the running one included; the second if a prefill step follows at once."""
 _RATE_INTERVAL_S, _RATE_INTERVALS = 0.1, 50
@@ -333,17 +333,8 @@ class EngineLoop:
         """Returns whether another prefill step may begin."""
         if not self._prefills:
             return True
-        begins_now = self._scheduler.num_waiting >= _NUM_TOGETHER or not self._is_encoding(self._prefills[0])
+        begins_now = not self._prefills[0].batch.encode or self._scheduler.num_waiting >= _NUM_TOGETHER
         return begins_now and len(self._prefills) < _MAX_PREFILLS
-
-    @staticmethod
-    def _is_encoding(prefill: InFlightStep) -> bool:
-        """Returns True if the device encodes images, and prompts follow in the same step."""
-        encoded = prefill.handle.encoded
-        try:
-            return bool(prefill.batch.prefill) and encoded is not None and not encoded.query()
-        except Exception:  # the device reports an error to its first caller; `_complete` gets it again
-            return False
 
     def _record_flight(self, batch: Batch) -> None:
         if self._record is not None:
@@ -387,8 +378,6 @@ class EngineLoop:
     def _have_awaited(self, prefill: InFlightStep) -> None:
         if self._awaited_prefill < prefill.id:
             self._awaited_prefill = prefill.id
-            if prefill.handle.encoded is not None:
-                self._step_waiter.call_after(prefill.handle.encoded, partial(self._inbox.put, None))
             self._step_waiter.call_after(prefill.handle.done, partial(self._inbox.put, _PrefillOver(prefill.id)))
 
     def _capture_wanted(self) -> None:

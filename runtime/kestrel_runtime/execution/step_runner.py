@@ -92,8 +92,6 @@ class StepHandle:
         self._output: Tensor | None = None
         self._embeddings: list[EmbeddingsInFlight] = []
         self._num_columns = 3 + values_per_token
-        self.encoded: torch.cuda.Event | None = None
-        """After the images of the step, before its prompts; None where it has none, or where they are over."""
         self.add(output, stream)
 
     def add(self, output: Tensor | None, stream: CudaStream) -> None:
@@ -223,7 +221,6 @@ class StepRunner:
             for handle in after:
                 stream.wait_for(handle.done)
             inputs = self._launch_images_and_lay_out(batch)
-            encoded = stream.record_event() if batch.encode else None
             embeddings = [self._read_embeddings(sequence) for sequence in batch.read]
             if inputs is None:
                 handle = StepHandle(None, stream, self._shape.values_per_token)
@@ -233,7 +230,6 @@ class StepRunner:
             else:
                 handle = StepHandle(self._run_whole(inputs), stream, self._shape.values_per_token)
             handle.add_embeddings(embeddings)
-            handle.encoded = encoded
             return handle
 
     @torch.inference_mode()

@@ -149,7 +149,6 @@ class Device(FakeRunner):
         self.on_second_launch: Callable[[], None] = lambda: None
         self._counts: Counter[str] = Counter()
         self.are_prompts_over = self._answer
-        self.are_images_over = self._answer_for_images
         self.on_launch = self._launching
         self.on_wait = self._waiting
         self.on_sample = self._sampling
@@ -165,12 +164,6 @@ class Device(FakeRunner):
         if self._counts["answer"] == 12:
             raise RuntimeError("the device reports an error where it is asked first")
         return self._counts["answer"] > 8 and self._counts["answer"] % 3 == 0
-
-    def _answer_for_images(self) -> bool:
-        self._counts["image answer"] += 1
-        if self._counts["image answer"] == 2:
-            raise RuntimeError("the device reports an error where it is asked first")
-        return False
 
     def _launching(self, batch: Batch) -> None:
         self._counts["launch"] += 1

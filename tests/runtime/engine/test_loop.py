@@ -385,31 +385,21 @@ async def test_a_prefill_step_waits_for_the_tail_steps_and_for_no_other_decode_s
     assert sum(not tails for _, _, tails in runner.seen) > 5
 
 
-class HeldEvent:
-    """A place in the work of a device that is reached when the test says so."""
-
-    def __init__(self) -> None:
-        self._reached = threading.Event()
-        self.set = self._reached.set
-        self.query = self._reached.is_set
-
-    def synchronize(self) -> None:
-        assert self._reached.wait(60.0)
-
-
 class HeldHandle(FakeHandle):
-    """A prompt on its way until the test says so, behind its images, if it has any."""
+    """A prompt on its way until the test says so."""
 
     def __init__(self, runner: FakeRunner, batch: Batch) -> None:
         super().__init__(runner, batch)
-        self.done = HeldEvent()
-        self.encoded = HeldEvent() if batch.encode else None
+        self._over = threading.Event()
+        self.is_complete = self._over.is_set
+        self.end = self._over.set
+        self.done = self
 
-    def is_complete(self) -> bool:
-        return self.done.query()
+    def synchronize(self) -> None:
+        assert self._over.wait(60.0)
 
     def wait(self) -> list[Token]:
-        self.done.synchronize()
+        self.synchronize()
         return super().wait()
 
 
@@ -432,9 +422,12 @@ class HoldingRunner(FakeRunner):
         return await asyncio.to_thread(self._begun.get, timeout=60.0)
 
 
-def ask_for(loop: EngineLoop, num_tokens: int, **properties: Any) -> asyncio.Future[None]:
+def ask_for(
+    loop: EngineLoop, num_tokens: int, *, deadline: float | None = None, **properties: Any
+) -> asyncio.Future[None]:
     """Sends a request for so many tokens; the future ends with its answer."""
     sequence, stream = new_sequence(6, **properties), Stream()
+    sequence.clock.deadline = deadline
     sequence.request.parser = ShortParser(num_tokens)
     loop.add(sequence, stream)
     return stream.over
@@ -448,10 +441,10 @@ async def test_a_prompt_on_its_way_holds_up_neither_a_new_request_nor_an_answer_
     first_step = await runner.begun()
     second = ask_for(loop, 3)
     second_step = await runner.begun()
-    first_step.done.set()
+    first_step.end()
     await asyncio.wait_for(first, 60.0)
     assert not second.done()
-    second_step.done.set()
+    second_step.end()
     await asyncio.wait_for(second, 60.0)
     loop.stop()
     assert loop.join(60.0)
@@ -465,13 +458,12 @@ async def test_few_requests_that_come_while_images_are_encoded_begin_together() 
     first_step = await runner.begun()
     for _ in range(2):
         answers.append(ask_for(loop, 3))
-        for _ in range(2):  # a whole turn is over
-            await asyncio.wrap_future(loop.forget_cached("nobody"))
-    first_step.encoded.set()
+        for _ in range(2):  # dropped by the turn that takes it, and so the turn that took the request is over
+            await asyncio.wait_for(ask_for(loop, 3, deadline=0.0), 60.0)
+    first_step.end()
     second_step = await runner.begun()
     assert len(second_step.batch.prefill) == 2
-    first_step.done.set()
-    second_step.done.set()
+    second_step.end()
     await asyncio.wait_for(asyncio.gather(*answers), 60.0)
     loop.stop()
     assert loop.join(60.0)
