@@ -410,7 +410,8 @@ class _Frontend(Exchange):
         try:
             if (file := self._file) is None:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            # Nothing is written; tensors of memory that must not be are warned about.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             _log.warning("the pixels of an image cannot be mapped: %s", error)
             arrival.set_exception(EngineUnavailable(f"an image cannot be shared: {error.strerror}"))

@@ -9,6 +9,7 @@ thread of the loop and watches it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
@@ -258,16 +259,22 @@ def _preprocessor(
     max_decoded_bytes: int,
 ) -> Preprocessor:
     config, model, model_config = info.config, loaded.model, config_of(loaded.model)
-    make_crops, keep_pixels = cropping.make_crops, None
+    make_crops, keep_pixels, on_thread = cropping.make_crops, None, contextlib.nullcontext
     if on_device is not None:
         # Urgent: an image has a few short kernels, and steps wait for its crops and their digests.
         on_stream, digest = CudaStream(model.device, is_urgent=True).entered, None
         if crop_cache:
             digest = CropHash(cropping.crop_bytes, model.device, on_device.hash_words)
         make_crops = DeviceCropper(
-            cropping, on_device.crop, on_stream, max_images=info.max_batch_size, digest=digest, is_idle=is_idle
+            cropping,
+            on_device.crop,
+            on_stream,
+            max_images=info.max_batch_size,
+            digest=digest,
+            crop_now=on_device.crop_now,
+            is_idle=is_idle,
         )
-        keep_pixels = make_crops.keep
+        keep_pixels, on_thread = make_crops.keep, make_crops.on_thread
     elif crop_cache:
         make_crops = partial(_crops_with_digests, cropping)
     checkpoint = (loaded.checkpoint.name, loaded.checkpoint.revision)
@@ -286,6 +293,7 @@ def _preprocessor(
         matchers=Matchers(compiler),
         keep_pixels=keep_pixels,
         is_idle=is_idle,
+        on_thread=on_thread,
         prefix_cache=config.prefix_cache,
         image_cache=image_cache,
         crop_cache=crop_cache,

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Generic, NamedTuple
 
@@ -228,6 +229,7 @@ class Preprocessor:
         matchers: Matchers | None = None,
         keep_pixels: Callable[[SharedPixels], DecodedImage | None] | None = None,
         is_idle: Callable[[], bool] = lambda: False,
+        on_thread: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
         prefix_cache: bool = True,
         image_cache: bool = True,
         crop_cache: bool = False,
@@ -242,7 +244,7 @@ class Preprocessor:
         caches they use. An image is not decoded where `is_cached` says that its pages or embeddings are; it gets
         the key of the image's end.
         Without `matchers` answers have no constraints. `keep_pixels` does what `make_crops` does for pixels in the
-        memory of another process, or returns None if they must be copied first.
+        memory of another process, or returns None if they must be copied first. Workers run within `on_thread`.
 
         `max_decoded_bytes` bounds the memory of all images together, from the start of their decoding until their
         crops are freed.
@@ -273,7 +275,9 @@ class Preprocessor:
         # the duration of a request reveals a hit.
         self._known_images: LruCache[tuple[str, bytes], ImageFacts] = LruCache(_MAX_KNOWN_IMAGES)
         self._budget = MemoryBudget(max_decoded_bytes)
-        self._workers = Workers(num_threads, "kestrel-preprocess", self._budget, ageing_s=ageing_s)
+        self._workers = Workers(
+            num_threads, "kestrel-preprocess", self._budget, ageing_s=ageing_s, on_thread=on_thread
+        )
 
     @property
     def decoded_bytes(self) -> int:

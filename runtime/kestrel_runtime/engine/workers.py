@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -73,10 +74,20 @@ class Job(Generic[Result]):
 class Workers:
     """Bounds the memory of decoded images: runs jobs in a pool of threads, within a `MemoryBudget`."""
 
-    def __init__(self, num_threads: int, name: str, budget: MemoryBudget, *, ageing_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        name: str,
+        budget: MemoryBudget,
+        *,
+        ageing_s: float = 10.0,
+        on_thread: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Each thread runs its jobs within `on_thread`."""
         self._num_threads = num_threads
         self._name = name
         self._budget = budget
+        self._on_thread = on_thread
         self._lock = threading.Lock()
         self._queue: WaitingQueue[Job[Any]] = WaitingQueue(ageing_s=ageing_s)
         self._futures: dict[Job[Any], _JobFuture[Any]] = {}  # of the jobs in the queue
@@ -157,14 +168,15 @@ class Workers:
         self._threads.append(thread)
 
     def _run(self) -> None:
-        while not self._is_closing:
-            with self._lock:
-                taken = self._take()
-            if taken is None:
-                self._wake_ups.get()
-            else:
-                self._do(*taken)
-            del taken  # the job refers to its request's image
+        with self._on_thread():
+            while not self._is_closing:
+                with self._lock:
+                    taken = self._take()
+                if taken is None:
+                    self._wake_ups.get()
+                else:
+                    self._do(*taken)
+                del taken  # the job refers to its request's image
         self._wake_one()
 
     def _take(self) -> tuple[Job[Any], _JobFuture[Any]] | None:

@@ -9,7 +9,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -31,6 +31,8 @@ class DeviceOperations(NamedTuple):
 
     crop: Callable[[DecodedImage], Tensor]
     """Makes on the device what `Cropping.make_crops` makes on the host: uint8 [crops, side, side, 3]."""
+    crop_now: Callable[[DecodedImage], Tensor]
+    """Does the same sooner, and has the thread wait for the copy of the pixels."""
     hash_words: Callable[[Tensor, Tensor], Tensor]
     """The operation `hash_words`."""
 
@@ -158,6 +160,7 @@ class DeviceCropper:
         *,
         max_images: int,
         digest: Callable[[Tensor], Tensor] | None = None,
+        crop_now: Callable[[DecodedImage], Tensor] | None = None,
         is_idle: Callable[[], bool] = lambda: False,
     ) -> None:
         """Takes `crop`, which makes all crops of an image on the device, and runs it within `on_stream`, which
@@ -165,16 +168,29 @@ class DeviceCropper:
 
         `max_images` bounds the images whose crops are on the device and not claimed. `digest` computes the digests
         int64 [crops, words] of uint8 crops [crops, side, side, 3]; None computes none. While `is_idle` returns
-        True, `PrefetchedCrops.make` is left to later, so that the engine plans its step meanwhile.
+        True, `PrefetchedCrops.make` is left to later, so that the engine plans its step meanwhile, and uses
+        `crop_now`.
         """
         self._cropping = cropping
         self._crop = crop
         self._on_stream = on_stream
         self._max_images = max_images
         self._digest = digest
+        self._crop_now = crop_now or crop
         self._is_idle = is_idle
+        self._thread = threading.local()
         self._kept: weakref.WeakSet[PrefetchedCrops] = weakref.WeakSet()  # until their requests end
         self._keeping, self._lock = threading.Lock(), threading.Lock()
+
+    @contextmanager
+    def on_thread(self) -> Iterator[None]:
+        """Within the context the thread stays on the stream. Entering it takes longer than to launch the crops."""
+        with torch.inference_mode(), self._on_stream():
+            self._thread.is_on_stream = True
+            try:
+                yield
+            finally:
+                self._thread.is_on_stream = False
 
     def __call__(self, image: Image.Image) -> Crops | DecodedImage:
         """Returns an RGB image with its crops on the device.
@@ -195,21 +211,25 @@ class DeviceCropper:
         return self._prefetched(DecodedImage(pixels, *grid))
 
     def _prefetched(self, prepared: DecodedImage) -> DecodedImage:
-        crops = PrefetchedCrops(partial(self._make, prepared), None if self._digest is None else self._digests_of)
+        is_idle = self._is_idle()
+        make = partial(self._make, self._crop_now if is_idle else self._crop, prepared)
+        crops = PrefetchedCrops(make, None if self._digest is None else self._digests_of)
         with self._keeping:
             if sum(not crops.is_claimed for crops in self._kept) >= self._max_images:
                 return prepared
             self._kept.add(crops)
-        if not self._is_idle():
+        if not is_idle:
             crops.hash()
             crops.make()
             if crops.is_claimed:
                 return prepared
         return PrefetchedImage(prepared.pixels, prepared.rows, prepared.columns, prefetched=crops)
 
-    def _make(self, image: DecodedImage) -> tuple[Tensor, torch.cuda.Event | None]:
-        with self._lock, torch.inference_mode(), self._on_stream():
-            crops = self._crop(image)
+    def _make(
+        self, crop: Callable[[DecodedImage], Tensor], image: DecodedImage
+    ) -> tuple[Tensor, torch.cuda.Event | None]:
+        with self._lock, self._entered():
+            crops = crop(image)
             if not crops.is_cuda:
                 return crops, None
             ready = torch.cuda.Event()
@@ -218,8 +238,11 @@ class DeviceCropper:
 
     def _digests_of(self, crops: Tensor) -> CropDigests:
         assert self._digest is not None, "called only with it"
-        with self._lock, torch.inference_mode(), self._on_stream():
+        with self._lock, self._entered():
             return CropDigests(self._digest(crops))
+
+    def _entered(self) -> AbstractContextManager[object]:
+        return nullcontext() if getattr(self._thread, "is_on_stream", False) else self.on_thread()
 
     def _with_digests(self, made: Crops) -> Crops:
         """Returns crops of the host with digests by the device: equal pixels have equal ones, wherever they were

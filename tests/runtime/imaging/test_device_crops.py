@@ -1,5 +1,5 @@
 import gc
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -25,13 +25,14 @@ def refuse(_):
     raise torch.OutOfMemoryError("no memory")
 
 
-def device_cropper(crop=crop, max_images=1, digest=None, is_idle=False):
+def device_cropper(crop=crop, max_images=1, digest=None, is_idle=False, on_stream=None):
     stream = torch.cuda.Stream() if CUDA else None
 
-    def on_stream():
+    def on_own_stream():
         return torch.cuda.stream(stream) if stream else nullcontext()
 
-    return DeviceCropper(CROPPING, crop, on_stream, max_images=max_images, digest=digest, is_idle=lambda: is_idle)
+    options = {"max_images": max_images, "digest": digest, "is_idle": lambda: is_idle}
+    return DeviceCropper(CROPPING, crop, on_stream or on_own_stream, **options)
 
 
 def test_prefetched_crops_are_those_of_the_image():
@@ -155,6 +156,23 @@ def test_other_pixels_are_copied(size, is_idle):
     width_px, height_px = size
     shared = DecodedPixels(memoryview(bytes(4 * width_px * height_px)), width_px, height_px)
     assert device_cropper(is_idle=is_idle).keep(shared) is None
+
+
+def test_a_thread_that_stays_on_the_stream_enters_it_once():
+    entered = []
+
+    @contextmanager
+    def on_stream():
+        entered.append("in")
+        yield
+        entered.append("out")
+
+    cropper = device_cropper(digest=sums, on_stream=on_stream, max_images=2)
+    with cropper.on_thread():
+        cropper(PICTURE)
+        assert entered == ["in"]
+    cropper(PICTURE)
+    assert entered == ["in", "out"] * 3, "for crops and for digests"
 
 
 def test_crops_that_are_not_needed_are_freed_unused():

@@ -65,9 +65,8 @@ class PreparedMoondream:
             return None
         cropping = MoondreamCropping(self._model.config.vision)
         kernels = self._execution.kernels
-        return DeviceOperations(
-            Cropper(cropping, self._model.device, kernels.resample).make_crops, kernels.hash_words
-        )
+        cropper = Cropper(cropping, self._model.device, kernels.resample)
+        return DeviceOperations(cropper.make_crops, cropper.make_crops_now, kernels.hash_words)
 
     def plan_cache(self, host_image_bytes: int) -> tuple[int, MemoryPlan]:
         """Returns the number of pages of the cache, and the plan of all memory."""

@@ -235,3 +235,11 @@ def test_the_image_itself_stays_as_it_was():
     crops = cropper(SMALL).make_crops(image)
     crops.zero_()
     np.testing.assert_array_equal(image.pixels, before)
+
+
+@pytest.mark.parametrize("writeable", [True, False])
+def test_crops_that_are_made_now_are_the_same(writeable):
+    image = kept_decoded(noise(100, 300), VISION)
+    image.pixels.setflags(write=writeable)
+    own = cropper(VISION)
+    assert torch.equal(own.make_crops_now(image), own.make_crops(image))
