@@ -327,7 +327,7 @@ class OtherProcesses:
     """
 
     def __init__(self, most_at_once: int) -> None:
-        """With one process at once, the work is left to the caller."""
+        """Takes the number of processes that compile at once; if it is one, the work is left to the caller."""
         has_fork = most_at_once > 1 and "fork" in multiprocessing.get_all_start_methods()
         self._context = multiprocessing.get_context("fork") if has_fork else None
         self._places = None if self._context is None else self._context.Semaphore(most_at_once)
