@@ -205,9 +205,12 @@ def _read(file: io.BytesIO, header: ImageHeader) -> Image.Image:
 def _turn(image: Image.Image) -> Image.Transpose | None:
     # Pillow's `getexif` would also take the orientation from XMP and from a text of a PNG, which other decoders
     # ignore. A TIFF, whose orientation is a tag of its own, is upright by now.
+    block = image.info.get("exif")
+    if not block:
+        return None
     exif = Image.Exif()
     try:
-        exif.load(image.info.get("exif", b""))
+        exif.load(block)
         orientation = exif.get(ExifTags.Base.Orientation)
     except Exception:  # the pixels are valid although the metadata is not
         return None
