@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,6 @@ class Supervisor:
         self.lock = lock
         self.config = config
         self.instance_id = secrets.token_hex(8)
-        self.build = messages.build_id()
         self.num_cores = len(layout.cores)
         self.num_frontends = layout.num_frontends
         self.is_ending = False
@@ -125,6 +125,11 @@ class Supervisor:
         self._reservations: list[socket.socket] = []
         self._keeping: list[asyncio.Task[None]] = []
         self._probe_port: ProbePort | None = None
+
+    @cached_property
+    def build(self) -> str:
+        """Returns the digest of the code that every process must run. Read first once a process is on its way."""
+        return messages.build_id()
 
     def end_because(self, reason: str) -> None:
         """End the server, for the first reason that is given."""
