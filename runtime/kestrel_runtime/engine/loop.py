@@ -48,6 +48,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from operator import attrgetter
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -93,6 +94,7 @@ _STARTING_S = 2.0
 """The time, in seconds, after its start in which the thread captures nothing: the port opens meanwhile, and the
 first requests arrive at once."""
 
+_fingerprint_of = attrgetter("request.fingerprint")
 _log = logging.getLogger(__name__)
 
 
@@ -129,6 +131,8 @@ class InFlightStep(NamedTuple):
     id: StepId
     batch: Batch
     handle: StepHandle
+    fingerprints: frozenset[str] = frozenset()
+    """The fingerprints of its sequences."""
 
     def __str__(self) -> str:
         return f"step {self.id}, a {describe(self.batch)}"
@@ -336,10 +340,12 @@ class EngineLoop:
         begins_now = not self._prefills[0].batch.encode or self._scheduler.num_waiting >= _NUM_TOGETHER
         return begins_now and len(self._prefills) < _MAX_PREFILLS
 
-    def _record_flight(self, batch: Batch) -> None:
+    def _record_flight(self, batch: Batch) -> frozenset[str]:
+        """Records the fingerprints of a batch and of the steps in flight; returns those of the batch."""
+        own = frozenset(map(_fingerprint_of, batch.sequences))
         if self._record is not None:
-            batches = (batch, *(step.batch for step in (*self._prefills, *self._decodes)))
-            self._record({sequence.request.fingerprint for each in batches for sequence in each.sequences})
+            self._record(own.union(*[step.fingerprints for step in (*self._prefills, *self._decodes)]))
+        return own
 
     def _run(self) -> None:
         try:
@@ -510,7 +516,7 @@ class EngineLoop:
         self._num_marks += 1
         self._may_want_captures = True
         self._launching = batch
-        self._record_flight(batch)
+        fingerprints = self._record_flight(batch)
         try:
             handle = self._runner.launch(batch, self._handles_of(batch.after | batch.depends_on))
         except Exception as error:
@@ -519,7 +525,7 @@ class EngineLoop:
             return False
         finally:
             self._launching = None
-        step = InFlightStep(StepId(next(self._step_ids)), batch, handle)
+        step = InFlightStep(StepId(next(self._step_ids)), batch, handle, fingerprints)
         self._scheduler.commit(step.id, batch)
         steps.append(step)
         return not batch.is_restricted or self._sample(step, steps)

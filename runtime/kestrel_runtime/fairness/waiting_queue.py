@@ -24,7 +24,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
+
+from msgspec import Struct
 
 from kestrel_runtime.api.requests import Priority
 
@@ -119,6 +121,8 @@ class WaitingQueue(Generic[Item]):
         `shares` makes a function that returns the share of a tenant (W3); it is called if several tenants wait.
         With `may_start`, only an item for which it returns True is returned.
         """
+        if not self._num_waiting:
+            return None
         if self.has_one_tenant:
             for tenant in self._tenants.values():
                 position = self._first_of(tenant, now, may_start)
@@ -185,9 +189,12 @@ class WaitingQueue(Generic[Item]):
         first = _first_in(tenant.returning, may_start)
         if first is not None:
             return first
+        lines = [(priority, line) for priority, line in enumerate(tenant.lines) if line]
+        if len(lines) == 1:
+            return _first_in(lines[0][1], may_start)
         first_level = _LAST
-        for priority, line in enumerate(tenant.lines):
-            position = _first_in(line, may_start) if line else None
+        for priority, line in lines:
+            position = _first_in(line, may_start)
             if position is None:
                 continue
             level = self._level(priority, position.item, now)
@@ -233,7 +240,7 @@ class WaitingQueue(Generic[Item]):
         return False
 
 
-class _Position(NamedTuple, Generic[Item]):
+class _Position(Struct, Generic[Item], order=True):
     """A position in a tenant's line: by arrival or, for items that return, by start.
 
     Numbers begin with 1, and no two positions have the same, so that items themselves are never compared.

@@ -63,7 +63,10 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """Returns the bytes of this id in a text: empty for a control token or an unknown id."""
-        return self._bytes_of_token[token] if token < len(self._bytes_of_token) else b""
+        try:
+            return self._bytes_of_token[token]
+        except IndexError:
+            return b""
 
 
 def _bytes_of_token(library: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> tuple[bytes, ...]:

@@ -7,12 +7,20 @@ records at its creation which sequences get a token and which steps it waits for
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from kestrel_runtime.scheduling.crop_cache import PlaceId
 from kestrel_runtime.scheduling.embedding_cache import EntryId
 from kestrel_runtime.scheduling.page_manager import PageCopy, StepId
 from kestrel_runtime.scheduling.sequence import PreparedImage, SequenceImage, TokenSequence
+
+# In every step, for every sequence: several times as fast as comprehensions.
+_sequence_of, _writing_of, _matcher_of = (
+    attrgetter("sequence"),
+    attrgetter("cache.writing"),
+    attrgetter("request.matcher"),
+)
 
 
 class EncodeItem(NamedTuple):
@@ -116,15 +124,14 @@ class Batch(NamedTuple):
         """Returns a decode step, in which each sequence gets a token. It depends on the prefill steps that still
         write the sequences' prompts."""
         running = tuple(sequences)
-        writing = [sequence.cache.writing for sequence in running if sequence.cache.writing]
-        depends_on = frozenset[StepId]().union(*writing)
+        depends_on = frozenset[StepId]().union(*filter(None, map(_writing_of, running)))
         return cls("decode", (), (), running, running, (), frozenset(), depends_on, _is_restricted(running))
 
     @property
     def sequences(self) -> list[TokenSequence]:
         """All sequences of the step, each once."""
         parts = (*self.encode, *self.prefill)
-        return list(dict.fromkeys([*(part.sequence for part in parts), *self.read, *self.decode]))
+        return list(dict.fromkeys((*map(_sequence_of, parts), *self.read, *self.decode)))
 
     @property
     def is_empty(self) -> bool:
@@ -132,7 +139,7 @@ class Batch(NamedTuple):
 
 
 def _is_restricted(sampled: tuple[TokenSequence, ...]) -> bool:
-    return any(sequence.request.matcher is not None for sequence in sampled)
+    return any(map(_matcher_of, sampled))
 
 
 class Plan(NamedTuple):

@@ -48,7 +48,7 @@ def first_value(index: Mapping[Any, int]) -> int | None:
             continue
 
 
-class PrefixMatch(NamedTuple):
+class PrefixMatch(Struct, frozen=True):
     """Published pages that hold the first `num_positions` positions of a prompt."""
 
     pages: tuple[PageId, ...] = ()

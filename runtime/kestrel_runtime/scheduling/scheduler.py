@@ -53,6 +53,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from kestrel_runtime.fairness.preemption import TenantShares
 from kestrel_runtime.fairness.waiting_queue import WaitingQueue
 from kestrel_runtime.output.output_parser import Token
@@ -69,7 +71,7 @@ _MAX_READ = 8
 """The most sequences whose embeddings one step copies to the host, some megabytes each."""
 
 
-class _Start(NamedTuple):
+class _Start(Struct):
     """A way for a waiting sequence to start: the cached pages that it uses, and the active sequences that yield to
     it."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kestrel_runtime.scheduling.cache_keys import ImageContent, PrefixKeyMaker
 from kestrel_runtime.scheduling.crop_cache import CropCache, CropKey
@@ -89,7 +90,7 @@ class WritesIntoASharedPage(PageManager):
     """The page at a share point is shared in place."""
 
     def allocate(self, owner, match, num_positions):
-        return super().allocate(owner, match._replace(is_partial_last=False), num_positions)
+        return super().allocate(owner, replace(match, is_partial_last=False), num_positions)
 
 
 class FreesWhatOthersHold(PageManager):
