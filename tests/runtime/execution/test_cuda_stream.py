@@ -33,6 +33,28 @@ def test_a_lane_waits_for_a_mark_of_another_one():
 
 
 @needs_cuda
+def test_a_lane_is_entered_within_itself_and_left_after_an_error():
+    device = torch.device("cuda")
+    outer, inner, before = CudaStream(device), CudaStream(device), torch.cuda.current_stream()
+
+    def current() -> int:
+        return torch.cuda.current_stream().cuda_stream
+
+    def fail() -> None:
+        with inner.entered():
+            raise KeyError
+
+    for _ in range(2):
+        with outer.entered(), inner.entered():
+            with outer.entered():
+                with pytest.raises(KeyError):
+                    fail()
+                assert current() == outer.handle
+            assert current() == inner.handle
+        assert torch.cuda.current_stream() == before
+
+
+@needs_cuda
 def test_lanes_work_beside_each_other():
     device = torch.device("cuda")
     slow, quick = CudaStream(device), CudaStream(device, is_urgent=True)
