@@ -23,6 +23,9 @@ from torch import Tensor
 from kestrel_runtime.api.images import DecodedPixels
 from kestrel_runtime.imaging.crops import Cropping, Crops, DecodedImage, keep_decoded, may_stay_decoded
 
+_MAX_AWAITED_BYTES = 2**23
+"""The most pixels for whose copy the engine thread waits: about 2 ms."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -211,7 +214,7 @@ class DeviceCropper:
         return self._prefetched(DecodedImage(pixels, *grid))
 
     def _prefetched(self, prepared: DecodedImage) -> DecodedImage:
-        is_idle = self._is_idle()
+        is_idle = self._is_idle() and prepared.pixels.nbytes <= _MAX_AWAITED_BYTES
         make = partial(self._make, self._crop_now if is_idle else self._crop, prepared)
         crops = PrefetchedCrops(make, None if self._digest is None else self._digests_of)
         with self._keeping:

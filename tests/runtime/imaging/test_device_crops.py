@@ -131,6 +131,12 @@ def test_an_idle_engine_gets_an_image_before_its_crops_are_made():
     assert image.crop_digests(waits=True) == tuple(row.tobytes() for row in sums(crops.cpu()).numpy())
 
 
+def test_an_idle_engine_does_not_await_the_copy_of_a_large_image():
+    made = []
+    device_cropper(lambda image: made.append(image) or crop(image), is_idle=True)(Image.new("RGB", (2000, 1100)))
+    assert len(made) == 1
+
+
 def test_crops_that_an_idle_engine_awaits_and_that_cannot_be_made_are_made_by_its_own_step():
     image = device_cropper(refuse, digest=sums, is_idle=True)(PICTURE)
     assert isinstance(image, PrefetchedImage)
