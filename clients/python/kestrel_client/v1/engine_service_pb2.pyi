@@ -26,15 +26,6 @@ class GetServerInfoRequest(_message.Message):
 
 class GetServerInfoResponse(_message.Message):
     __slots__ = ("server_version", "instance_id", "capabilities", "limits", "memory_plan", "model", "engines", "frontend_count", "settings")
-    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
-    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
-    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
-    LIMITS_FIELD_NUMBER: _ClassVar[int]
-    MEMORY_PLAN_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    ENGINES_FIELD_NUMBER: _ClassVar[int]
-    FRONTEND_COUNT_FIELD_NUMBER: _ClassVar[int]
-    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     instance_id: str
     capabilities: _containers.RepeatedScalarFieldContainer[str]
@@ -48,20 +39,12 @@ class GetServerInfoResponse(_message.Message):
 
 class Setting(_message.Message):
     __slots__ = ("name", "value")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    VALUE_FIELD_NUMBER: _ClassVar[int]
     name: str
     value: str
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
     __slots__ = ("index", "device", "device_uuid", "max_running_requests", "memory_plan", "device_name")
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
-    MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    MEMORY_PLAN_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_NAME_FIELD_NUMBER: _ClassVar[int]
     index: int
     device: str
     device_uuid: str
@@ -72,19 +55,6 @@ class EngineInfo(_message.Message):
 
 class MemoryPlan(_message.Message):
     __slots__ = ("total_bytes", "utilization", "weight_bytes", "cache_bytes", "activation_bytes", "graph_bytes", "image_bytes", "other_bytes", "margin_bytes", "free_bytes", "image_cache_bytes", "adapter_bytes", "crop_cache_bytes")
-    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
-    UTILIZATION_FIELD_NUMBER: _ClassVar[int]
-    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    ACTIVATION_BYTES_FIELD_NUMBER: _ClassVar[int]
-    GRAPH_BYTES_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    OTHER_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MARGIN_BYTES_FIELD_NUMBER: _ClassVar[int]
-    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CROP_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     total_bytes: int
     utilization: float
     weight_bytes: int
@@ -102,11 +72,6 @@ class MemoryPlan(_message.Message):
 
 class Limits(_message.Message):
     __slots__ = ("max_message_bytes", "max_image_bytes", "max_image_pixels", "max_queued_requests", "max_running_requests")
-    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MAX_IMAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MAX_IMAGE_PIXELS_FIELD_NUMBER: _ClassVar[int]
-    MAX_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     max_message_bytes: int
     max_image_bytes: int
     max_image_pixels: int
@@ -120,21 +85,11 @@ class ListModelsRequest(_message.Message):
 
 class ListModelsResponse(_message.Message):
     __slots__ = ("models",)
-    MODELS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[Model]
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("name", "revision", "architecture", "skills", "device", "dtype", "max_context_token_count", "parameter_count", "defaults")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    REVISION_FIELD_NUMBER: _ClassVar[int]
-    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
-    SKILLS_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    MAX_CONTEXT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
-    PARAMETER_COUNT_FIELD_NUMBER: _ClassVar[int]
-    DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     revision: str
     architecture: str
@@ -148,12 +103,6 @@ class Model(_message.Message):
 
 class SkillDefaults(_message.Message):
     __slots__ = ("skill", "temperature", "top_p", "max_tokens", "max_objects", "reasoning")
-    SKILL_FIELD_NUMBER: _ClassVar[int]
-    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
-    TOP_P_FIELD_NUMBER: _ClassVar[int]
-    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
-    REASONING_FIELD_NUMBER: _ClassVar[int]
     skill: str
     temperature: float
     top_p: float
@@ -168,9 +117,6 @@ class GetLoadRequest(_message.Message):
 
 class GetLoadResponse(_message.Message):
     __slots__ = ("load", "engines", "frontends")
-    LOAD_FIELD_NUMBER: _ClassVar[int]
-    ENGINES_FIELD_NUMBER: _ClassVar[int]
-    FRONTENDS_FIELD_NUMBER: _ClassVar[int]
     load: Load
     engines: _containers.RepeatedCompositeFieldContainer[EngineLoad]
     frontends: _containers.RepeatedCompositeFieldContainer[FrontendLoad]
@@ -178,11 +124,6 @@ class GetLoadResponse(_message.Message):
 
 class EngineLoad(_message.Message):
     __slots__ = ("index", "device", "status", "process_id", "load")
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
-    STATUS_FIELD_NUMBER: _ClassVar[int]
-    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
-    LOAD_FIELD_NUMBER: _ClassVar[int]
     index: int
     device: str
     status: EngineStatus
@@ -192,9 +133,6 @@ class EngineLoad(_message.Message):
 
 class FrontendLoad(_message.Message):
     __slots__ = ("name", "process_id", "open_request_count")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
-    OPEN_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
     name: str
     process_id: int
     open_request_count: int
@@ -202,13 +140,6 @@ class FrontendLoad(_message.Message):
 
 class Load(_message.Message):
     __slots__ = ("running_request_count", "waiting_request_count", "preprocessing_request_count", "used_page_count", "page_count", "output_tokens_per_second", "requests_per_second")
-    RUNNING_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
-    WAITING_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
-    PREPROCESSING_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
-    USED_PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
-    PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
-    OUTPUT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
-    REQUESTS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     running_request_count: int
     waiting_request_count: int
     preprocessing_request_count: int
@@ -224,19 +155,11 @@ class GetUsageRequest(_message.Message):
 
 class GetUsageResponse(_message.Message):
     __slots__ = ("callers",)
-    CALLERS_FIELD_NUMBER: _ClassVar[int]
     callers: _containers.RepeatedCompositeFieldContainer[CallerUsage]
     def __init__(self, callers: _Optional[_Iterable[_Union[CallerUsage, _Mapping]]] = ...) -> None: ...
 
 class CallerUsage(_message.Message):
     __slots__ = ("token", "answered_request_count", "failed_request_count", "refused_request_count", "input_token_count", "cached_token_count", "output_token_count")
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
-    ANSWERED_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
-    FAILED_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
-    REFUSED_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
-    INPUT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
-    OUTPUT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     token: str
     answered_request_count: int
     failed_request_count: int
@@ -248,17 +171,12 @@ class CallerUsage(_message.Message):
 
 class ClearCacheRequest(_message.Message):
     __slots__ = ("token", "namespace")
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     token: str
     namespace: str
     def __init__(self, token: _Optional[str] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class ClearCacheResponse(_message.Message):
     __slots__ = ("page_count", "image_count", "crop_count")
-    PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
-    CROP_COUNT_FIELD_NUMBER: _ClassVar[int]
     page_count: int
     image_count: int
     crop_count: int
@@ -266,15 +184,12 @@ class ClearCacheResponse(_message.Message):
 
 class CancelRequestsRequest(_message.Message):
     __slots__ = ("request_id", "token")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token: str
     def __init__(self, request_id: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
 
 class CancelRequestsResponse(_message.Message):
     __slots__ = ("cancelled_request_count",)
-    CANCELLED_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
     cancelled_request_count: int
     def __init__(self, cancelled_request_count: _Optional[int] = ...) -> None: ...
 
@@ -284,9 +199,6 @@ class ListAdaptersRequest(_message.Message):
 
 class ListAdaptersResponse(_message.Message):
     __slots__ = ("adapters", "slot_count", "available_names")
-    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
-    SLOT_COUNT_FIELD_NUMBER: _ClassVar[int]
-    AVAILABLE_NAMES_FIELD_NUMBER: _ClassVar[int]
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
     slot_count: int
     available_names: _containers.RepeatedScalarFieldContainer[str]
@@ -294,10 +206,6 @@ class ListAdaptersResponse(_message.Message):
 
 class Adapter(_message.Message):
     __slots__ = ("name", "digest", "request_count", "is_current")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
-    IS_CURRENT_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     request_count: int
@@ -306,43 +214,32 @@ class Adapter(_message.Message):
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterResponse(_message.Message):
     __slots__ = ("adapter",)
-    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     adapter: Adapter
     def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class UnloadAdapterRequest(_message.Message):
     __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class UnloadAdapterResponse(_message.Message):
     __slots__ = ("adapter",)
-    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     adapter: Adapter
     def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class UploadAdapterRequest(_message.Message):
     __slots__ = ("header", "chunk")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
     header: AdapterHeader
     chunk: bytes
     def __init__(self, header: _Optional[_Union[AdapterHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
 class AdapterHeader(_message.Message):
     __slots__ = ("name", "size_bytes", "sha256", "config", "replace")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
-    CONFIG_FIELD_NUMBER: _ClassVar[int]
-    REPLACE_FIELD_NUMBER: _ClassVar[int]
     name: str
     size_bytes: int
     sha256: str
@@ -352,9 +249,6 @@ class AdapterHeader(_message.Message):
 
 class UploadAdapterResponse(_message.Message):
     __slots__ = ("name", "digest", "replaced")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    REPLACED_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     replaced: bool
@@ -362,12 +256,10 @@ class UploadAdapterResponse(_message.Message):
 
 class DeleteAdapterRequest(_message.Message):
     __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class DeleteAdapterResponse(_message.Message):
     __slots__ = ("request_count",)
-    REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
     request_count: int
     def __init__(self, request_count: _Optional[int] = ...) -> None: ...

@@ -57,20 +57,6 @@ TEXT_CHANNEL_REASONING: TextChannel
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "max_tokens", "seed", "stop", "include_stop", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "n")
-    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
-    TOP_P_FIELD_NUMBER: _ClassVar[int]
-    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
-    STOP_FIELD_NUMBER: _ClassVar[int]
-    INCLUDE_STOP_FIELD_NUMBER: _ClassVar[int]
-    TOP_K_FIELD_NUMBER: _ClassVar[int]
-    MIN_P_FIELD_NUMBER: _ClassVar[int]
-    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
-    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    N_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     max_tokens: int
@@ -89,9 +75,6 @@ class SamplingParams(_message.Message):
 
 class Constraint(_message.Message):
     __slots__ = ("choices", "regex", "json_schema")
-    CHOICES_FIELD_NUMBER: _ClassVar[int]
-    REGEX_FIELD_NUMBER: _ClassVar[int]
-    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     choices: Choices
     regex: str
     json_schema: str
@@ -99,25 +82,17 @@ class Constraint(_message.Message):
 
 class Choices(_message.Message):
     __slots__ = ("values",)
-    VALUES_FIELD_NUMBER: _ClassVar[int]
     values: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, values: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LogitBias(_message.Message):
     __slots__ = ("token_id", "bias")
-    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    BIAS_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     bias: float
     def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class RequestOptions(_message.Message):
     __slots__ = ("model", "adapter", "priority", "cache", "max_queue_duration")
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    CACHE_FIELD_NUMBER: _ClassVar[int]
-    MAX_QUEUE_DURATION_FIELD_NUMBER: _ClassVar[int]
     model: str
     adapter: str
     priority: Priority
@@ -127,10 +102,6 @@ class RequestOptions(_message.Message):
 
 class Usage(_message.Message):
     __slots__ = ("input_token_count", "output_token_count", "cached_token_count", "image_token_count")
-    INPUT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
-    OUTPUT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     input_token_count: int
     output_token_count: int
     cached_token_count: int
@@ -139,11 +110,6 @@ class Usage(_message.Message):
 
 class Timing(_message.Message):
     __slots__ = ("queue_duration", "preprocess_duration", "prefill_duration", "time_to_first_token", "decode_duration")
-    QUEUE_DURATION_FIELD_NUMBER: _ClassVar[int]
-    PREPROCESS_DURATION_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_DURATION_FIELD_NUMBER: _ClassVar[int]
-    TIME_TO_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    DECODE_DURATION_FIELD_NUMBER: _ClassVar[int]
     queue_duration: _duration_pb2.Duration
     preprocess_duration: _duration_pb2.Duration
     prefill_duration: _duration_pb2.Duration
@@ -153,14 +119,6 @@ class Timing(_message.Message):
 
 class ResponseInfo(_message.Message):
     __slots__ = ("request_id", "model", "finish_reason", "usage", "timing", "stop_sequence", "image_width_px", "image_height_px")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    USAGE_FIELD_NUMBER: _ClassVar[int]
-    TIMING_FIELD_NUMBER: _ClassVar[int]
-    STOP_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_WIDTH_PX_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_HEIGHT_PX_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     finish_reason: FinishReason
@@ -173,9 +131,6 @@ class ResponseInfo(_message.Message):
 
 class StreamStarted(_message.Message):
     __slots__ = ("request_id", "model", "usage")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    USAGE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     usage: Usage
@@ -183,11 +138,6 @@ class StreamStarted(_message.Message):
 
 class TextDelta(_message.Message):
     __slots__ = ("text", "channel", "token_index", "token_count", "logprobs")
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    CHANNEL_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     text: str
     channel: TextChannel
     token_index: int
@@ -197,11 +147,6 @@ class TextDelta(_message.Message):
 
 class TokenLogprob(_message.Message):
     __slots__ = ("text", "bytes", "logprob", "top", "token_id")
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    LOGPROB_FIELD_NUMBER: _ClassVar[int]
-    TOP_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     text: str
     bytes: bytes
     logprob: float
@@ -211,10 +156,6 @@ class TokenLogprob(_message.Message):
 
 class TopLogprob(_message.Message):
     __slots__ = ("text", "bytes", "logprob", "token_id")
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    LOGPROB_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     text: str
     bytes: bytes
     logprob: float
@@ -223,9 +164,6 @@ class TopLogprob(_message.Message):
 
 class Grounding(_message.Message):
     __slots__ = ("start_char", "end_char", "points")
-    START_CHAR_FIELD_NUMBER: _ClassVar[int]
-    END_CHAR_FIELD_NUMBER: _ClassVar[int]
-    POINTS_FIELD_NUMBER: _ClassVar[int]
     start_char: int
     end_char: int
     points: _containers.RepeatedCompositeFieldContainer[_media_pb2.NormalizedPoint]
@@ -233,9 +171,6 @@ class Grounding(_message.Message):
 
 class Reasoning(_message.Message):
     __slots__ = ("text", "groundings", "logprobs")
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    GROUNDINGS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     text: str
     groundings: _containers.RepeatedCompositeFieldContainer[Grounding]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]

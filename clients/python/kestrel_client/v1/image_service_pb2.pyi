@@ -11,18 +11,12 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 class UploadImageRequest(_message.Message):
     __slots__ = ("header", "chunk")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
     header: UploadHeader
     chunk: bytes
     def __init__(self, header: _Optional[_Union[UploadHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
 class UploadHeader(_message.Message):
     __slots__ = ("sha256", "size_bytes", "ttl", "pin")
-    SHA256_FIELD_NUMBER: _ClassVar[int]
-    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    TTL_FIELD_NUMBER: _ClassVar[int]
-    PIN_FIELD_NUMBER: _ClassVar[int]
     sha256: str
     size_bytes: int
     ttl: _duration_pb2.Duration
@@ -31,16 +25,11 @@ class UploadHeader(_message.Message):
 
 class UploadImageResponse(_message.Message):
     __slots__ = ("image",)
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
     image: StoredImage
     def __init__(self, image: _Optional[_Union[StoredImage, _Mapping]] = ...) -> None: ...
 
 class PutImageRequest(_message.Message):
     __slots__ = ("data", "sha256", "ttl", "pin")
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
-    TTL_FIELD_NUMBER: _ClassVar[int]
-    PIN_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     sha256: str
     ttl: _duration_pb2.Duration
@@ -49,29 +38,23 @@ class PutImageRequest(_message.Message):
 
 class PutImageResponse(_message.Message):
     __slots__ = ("image",)
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
     image: StoredImage
     def __init__(self, image: _Optional[_Union[StoredImage, _Mapping]] = ...) -> None: ...
 
 class GetImageRequest(_message.Message):
     __slots__ = ("image_id", "include_data")
-    IMAGE_ID_FIELD_NUMBER: _ClassVar[int]
-    INCLUDE_DATA_FIELD_NUMBER: _ClassVar[int]
     image_id: str
     include_data: bool
     def __init__(self, image_id: _Optional[str] = ..., include_data: bool = ...) -> None: ...
 
 class GetImageResponse(_message.Message):
     __slots__ = ("image", "data")
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
     image: StoredImage
     data: bytes
     def __init__(self, image: _Optional[_Union[StoredImage, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class DeleteImageRequest(_message.Message):
     __slots__ = ("image_id",)
-    IMAGE_ID_FIELD_NUMBER: _ClassVar[int]
     image_id: str
     def __init__(self, image_id: _Optional[str] = ...) -> None: ...
 
@@ -81,13 +64,6 @@ class DeleteImageResponse(_message.Message):
 
 class StoredImage(_message.Message):
     __slots__ = ("image_id", "size_bytes", "media_type", "width_px", "height_px", "expire_time", "pinned")
-    IMAGE_ID_FIELD_NUMBER: _ClassVar[int]
-    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MEDIA_TYPE_FIELD_NUMBER: _ClassVar[int]
-    WIDTH_PX_FIELD_NUMBER: _ClassVar[int]
-    HEIGHT_PX_FIELD_NUMBER: _ClassVar[int]
-    EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
-    PINNED_FIELD_NUMBER: _ClassVar[int]
     image_id: str
     size_bytes: int
     media_type: str

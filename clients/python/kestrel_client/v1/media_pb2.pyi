@@ -21,10 +21,6 @@ PIXEL_FORMAT_GRAY8: PixelFormat
 
 class Image(_message.Message):
     __slots__ = ("data", "image_id", "uri", "raw")
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_ID_FIELD_NUMBER: _ClassVar[int]
-    URI_FIELD_NUMBER: _ClassVar[int]
-    RAW_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     image_id: str
     uri: str
@@ -33,11 +29,6 @@ class Image(_message.Message):
 
 class RawImage(_message.Message):
     __slots__ = ("pixels", "width_px", "height_px", "format", "row_stride_bytes")
-    PIXELS_FIELD_NUMBER: _ClassVar[int]
-    WIDTH_PX_FIELD_NUMBER: _ClassVar[int]
-    HEIGHT_PX_FIELD_NUMBER: _ClassVar[int]
-    FORMAT_FIELD_NUMBER: _ClassVar[int]
-    ROW_STRIDE_BYTES_FIELD_NUMBER: _ClassVar[int]
     pixels: bytes
     width_px: int
     height_px: int
@@ -47,18 +38,12 @@ class RawImage(_message.Message):
 
 class NormalizedPoint(_message.Message):
     __slots__ = ("x", "y")
-    X_FIELD_NUMBER: _ClassVar[int]
-    Y_FIELD_NUMBER: _ClassVar[int]
     x: float
     y: float
     def __init__(self, x: _Optional[float] = ..., y: _Optional[float] = ...) -> None: ...
 
 class NormalizedBox(_message.Message):
     __slots__ = ("x_min", "y_min", "x_max", "y_max")
-    X_MIN_FIELD_NUMBER: _ClassVar[int]
-    Y_MIN_FIELD_NUMBER: _ClassVar[int]
-    X_MAX_FIELD_NUMBER: _ClassVar[int]
-    Y_MAX_FIELD_NUMBER: _ClassVar[int]
     x_min: float
     y_min: float
     x_max: float
@@ -67,8 +52,6 @@ class NormalizedBox(_message.Message):
 
 class SpatialRef(_message.Message):
     __slots__ = ("point", "box")
-    POINT_FIELD_NUMBER: _ClassVar[int]
-    BOX_FIELD_NUMBER: _ClassVar[int]
     point: NormalizedPoint
     box: NormalizedBox
     def __init__(self, point: _Optional[_Union[NormalizedPoint, _Mapping]] = ..., box: _Optional[_Union[NormalizedBox, _Mapping]] = ...) -> None: ...

@@ -58,13 +58,6 @@ CHAT_ROLE_ASSISTANT: ChatRole
 
 class QueryRequest(_message.Message):
     __slots__ = ("question", "image", "reasoning", "spatial_refs", "sampling", "options", "constraint")
-    QUESTION_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    REASONING_FIELD_NUMBER: _ClassVar[int]
-    SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     question: str
     image: _media_pb2.Image
     reasoning: bool
@@ -76,9 +69,6 @@ class QueryRequest(_message.Message):
 
 class QueryResponse(_message.Message):
     __slots__ = ("started", "delta", "completed")
-    STARTED_FIELD_NUMBER: _ClassVar[int]
-    DELTA_FIELD_NUMBER: _ClassVar[int]
-    COMPLETED_FIELD_NUMBER: _ClassVar[int]
     started: _generation_pb2.StreamStarted
     delta: _generation_pb2.TextDelta
     completed: QueryResult
@@ -86,13 +76,6 @@ class QueryResponse(_message.Message):
 
 class CompleteQueryRequest(_message.Message):
     __slots__ = ("question", "image", "reasoning", "spatial_refs", "sampling", "options", "constraint")
-    QUESTION_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    REASONING_FIELD_NUMBER: _ClassVar[int]
-    SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     question: str
     image: _media_pb2.Image
     reasoning: bool
@@ -104,19 +87,12 @@ class CompleteQueryRequest(_message.Message):
 
 class CompleteQueryResponse(_message.Message):
     __slots__ = ("result", "alternatives")
-    RESULT_FIELD_NUMBER: _ClassVar[int]
-    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     result: QueryResult
     alternatives: _containers.RepeatedCompositeFieldContainer[QueryAlternative]
     def __init__(self, result: _Optional[_Union[QueryResult, _Mapping]] = ..., alternatives: _Optional[_Iterable[_Union[QueryAlternative, _Mapping]]] = ...) -> None: ...
 
 class QueryAlternative(_message.Message):
     __slots__ = ("answer", "reasoning", "logprobs", "finish_reason", "stop_sequence")
-    ANSWER_FIELD_NUMBER: _ClassVar[int]
-    REASONING_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    STOP_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     answer: str
     reasoning: _generation_pb2.Reasoning
     logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
@@ -126,10 +102,6 @@ class QueryAlternative(_message.Message):
 
 class QueryResult(_message.Message):
     __slots__ = ("answer", "reasoning", "logprobs", "info")
-    ANSWER_FIELD_NUMBER: _ClassVar[int]
-    REASONING_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    INFO_FIELD_NUMBER: _ClassVar[int]
     answer: str
     reasoning: _generation_pb2.Reasoning
     logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
@@ -138,10 +110,6 @@ class QueryResult(_message.Message):
 
 class CaptionRequest(_message.Message):
     __slots__ = ("image", "length", "sampling", "options")
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    LENGTH_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
     image: _media_pb2.Image
     length: CaptionLength
     sampling: _generation_pb2.SamplingParams
@@ -150,9 +118,6 @@ class CaptionRequest(_message.Message):
 
 class CaptionResponse(_message.Message):
     __slots__ = ("started", "delta", "completed")
-    STARTED_FIELD_NUMBER: _ClassVar[int]
-    DELTA_FIELD_NUMBER: _ClassVar[int]
-    COMPLETED_FIELD_NUMBER: _ClassVar[int]
     started: _generation_pb2.StreamStarted
     delta: _generation_pb2.TextDelta
     completed: CaptionResult
@@ -160,10 +125,6 @@ class CaptionResponse(_message.Message):
 
 class CompleteCaptionRequest(_message.Message):
     __slots__ = ("image", "length", "sampling", "options")
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    LENGTH_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
     image: _media_pb2.Image
     length: CaptionLength
     sampling: _generation_pb2.SamplingParams
@@ -172,18 +133,12 @@ class CompleteCaptionRequest(_message.Message):
 
 class CompleteCaptionResponse(_message.Message):
     __slots__ = ("result", "alternatives")
-    RESULT_FIELD_NUMBER: _ClassVar[int]
-    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     result: CaptionResult
     alternatives: _containers.RepeatedCompositeFieldContainer[CaptionAlternative]
     def __init__(self, result: _Optional[_Union[CaptionResult, _Mapping]] = ..., alternatives: _Optional[_Iterable[_Union[CaptionAlternative, _Mapping]]] = ...) -> None: ...
 
 class CaptionAlternative(_message.Message):
     __slots__ = ("caption", "logprobs", "finish_reason", "stop_sequence")
-    CAPTION_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    STOP_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     caption: str
     logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
     finish_reason: _generation_pb2.FinishReason
@@ -192,9 +147,6 @@ class CaptionAlternative(_message.Message):
 
 class CaptionResult(_message.Message):
     __slots__ = ("caption", "logprobs", "info")
-    CAPTION_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    INFO_FIELD_NUMBER: _ClassVar[int]
     caption: str
     logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
     info: _generation_pb2.ResponseInfo
@@ -202,14 +154,6 @@ class CaptionResult(_message.Message):
 
 class PointRequest(_message.Message):
     __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects", "min_score")
-    OBJECT_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
-    SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    OBJECTS_FIELD_NUMBER: _ClassVar[int]
-    MIN_SCORE_FIELD_NUMBER: _ClassVar[int]
     object: str
     image: _media_pb2.Image
     max_objects: int
@@ -222,9 +166,6 @@ class PointRequest(_message.Message):
 
 class ObjectError(_message.Message):
     __slots__ = ("code", "reason", "message")
-    CODE_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
     code: int
     reason: str
     message: str
@@ -232,19 +173,12 @@ class ObjectError(_message.Message):
 
 class PointedObject(_message.Message):
     __slots__ = ("point", "score")
-    POINT_FIELD_NUMBER: _ClassVar[int]
-    SCORE_FIELD_NUMBER: _ClassVar[int]
     point: _media_pb2.NormalizedPoint
     score: float
     def __init__(self, point: _Optional[_Union[_media_pb2.NormalizedPoint, _Mapping]] = ..., score: _Optional[float] = ...) -> None: ...
 
 class PointGroup(_message.Message):
     __slots__ = ("object", "points", "finish_reason", "error", "objects")
-    OBJECT_FIELD_NUMBER: _ClassVar[int]
-    POINTS_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    OBJECTS_FIELD_NUMBER: _ClassVar[int]
     object: str
     points: _containers.RepeatedCompositeFieldContainer[_media_pb2.NormalizedPoint]
     finish_reason: _generation_pb2.FinishReason
@@ -254,10 +188,6 @@ class PointGroup(_message.Message):
 
 class DetectGroup(_message.Message):
     __slots__ = ("object", "objects", "finish_reason", "error")
-    OBJECT_FIELD_NUMBER: _ClassVar[int]
-    OBJECTS_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
     object: str
     objects: _containers.RepeatedCompositeFieldContainer[DetectedObject]
     finish_reason: _generation_pb2.FinishReason
@@ -266,10 +196,6 @@ class DetectGroup(_message.Message):
 
 class PointResponse(_message.Message):
     __slots__ = ("points", "groups", "objects", "info")
-    POINTS_FIELD_NUMBER: _ClassVar[int]
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
-    OBJECTS_FIELD_NUMBER: _ClassVar[int]
-    INFO_FIELD_NUMBER: _ClassVar[int]
     points: _containers.RepeatedCompositeFieldContainer[_media_pb2.NormalizedPoint]
     groups: _containers.RepeatedCompositeFieldContainer[PointGroup]
     objects: _containers.RepeatedCompositeFieldContainer[PointedObject]
@@ -278,14 +204,6 @@ class PointResponse(_message.Message):
 
 class StreamPointRequest(_message.Message):
     __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects", "min_score")
-    OBJECT_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
-    SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    OBJECTS_FIELD_NUMBER: _ClassVar[int]
-    MIN_SCORE_FIELD_NUMBER: _ClassVar[int]
     object: str
     image: _media_pb2.Image
     max_objects: int
@@ -298,10 +216,6 @@ class StreamPointRequest(_message.Message):
 
 class StreamPointResponse(_message.Message):
     __slots__ = ("started", "found", "completed", "object_index")
-    STARTED_FIELD_NUMBER: _ClassVar[int]
-    FOUND_FIELD_NUMBER: _ClassVar[int]
-    COMPLETED_FIELD_NUMBER: _ClassVar[int]
-    OBJECT_INDEX_FIELD_NUMBER: _ClassVar[int]
     started: _generation_pb2.StreamStarted
     found: PointedObject
     completed: PointResponse
@@ -310,14 +224,6 @@ class StreamPointResponse(_message.Message):
 
 class DetectRequest(_message.Message):
     __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects", "min_score")
-    OBJECT_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
-    SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    OBJECTS_FIELD_NUMBER: _ClassVar[int]
-    MIN_SCORE_FIELD_NUMBER: _ClassVar[int]
     object: str
     image: _media_pb2.Image
     max_objects: int
@@ -330,9 +236,6 @@ class DetectRequest(_message.Message):
 
 class DetectedObject(_message.Message):
     __slots__ = ("box", "score", "track_id")
-    BOX_FIELD_NUMBER: _ClassVar[int]
-    SCORE_FIELD_NUMBER: _ClassVar[int]
-    TRACK_ID_FIELD_NUMBER: _ClassVar[int]
     box: _media_pb2.NormalizedBox
     score: float
     track_id: int
@@ -340,9 +243,6 @@ class DetectedObject(_message.Message):
 
 class DetectResponse(_message.Message):
     __slots__ = ("objects", "groups", "info")
-    OBJECTS_FIELD_NUMBER: _ClassVar[int]
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
-    INFO_FIELD_NUMBER: _ClassVar[int]
     objects: _containers.RepeatedCompositeFieldContainer[DetectedObject]
     groups: _containers.RepeatedCompositeFieldContainer[DetectGroup]
     info: _generation_pb2.ResponseInfo
@@ -350,14 +250,6 @@ class DetectResponse(_message.Message):
 
 class StreamDetectRequest(_message.Message):
     __slots__ = ("object", "image", "max_objects", "spatial_refs", "sampling", "options", "objects", "min_score")
-    OBJECT_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    MAX_OBJECTS_FIELD_NUMBER: _ClassVar[int]
-    SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    OBJECTS_FIELD_NUMBER: _ClassVar[int]
-    MIN_SCORE_FIELD_NUMBER: _ClassVar[int]
     object: str
     image: _media_pb2.Image
     max_objects: int
@@ -370,10 +262,6 @@ class StreamDetectRequest(_message.Message):
 
 class StreamDetectResponse(_message.Message):
     __slots__ = ("started", "found", "completed", "object_index")
-    STARTED_FIELD_NUMBER: _ClassVar[int]
-    FOUND_FIELD_NUMBER: _ClassVar[int]
-    COMPLETED_FIELD_NUMBER: _ClassVar[int]
-    OBJECT_INDEX_FIELD_NUMBER: _ClassVar[int]
     started: _generation_pb2.StreamStarted
     found: DetectedObject
     completed: DetectResponse
@@ -382,12 +270,6 @@ class StreamDetectResponse(_message.Message):
 
 class SegmentRequest(_message.Message):
     __slots__ = ("object", "image", "spatial_refs", "sampling", "options", "mask_format")
-    OBJECT_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    MASK_FORMAT_FIELD_NUMBER: _ClassVar[int]
     object: str
     image: _media_pb2.Image
     spatial_refs: _containers.RepeatedCompositeFieldContainer[_media_pb2.SpatialRef]
@@ -398,15 +280,11 @@ class SegmentRequest(_message.Message):
 
 class Polygon(_message.Message):
     __slots__ = ("points",)
-    POINTS_FIELD_NUMBER: _ClassVar[int]
     points: _containers.RepeatedCompositeFieldContainer[_media_pb2.NormalizedPoint]
     def __init__(self, points: _Optional[_Iterable[_Union[_media_pb2.NormalizedPoint, _Mapping]]] = ...) -> None: ...
 
 class RunLengthMask(_message.Message):
     __slots__ = ("width_px", "height_px", "counts")
-    WIDTH_PX_FIELD_NUMBER: _ClassVar[int]
-    HEIGHT_PX_FIELD_NUMBER: _ClassVar[int]
-    COUNTS_FIELD_NUMBER: _ClassVar[int]
     width_px: int
     height_px: int
     counts: str
@@ -414,12 +292,6 @@ class RunLengthMask(_message.Message):
 
 class Segment(_message.Message):
     __slots__ = ("svg_path", "box", "is_partial", "polygons", "run_length", "png")
-    SVG_PATH_FIELD_NUMBER: _ClassVar[int]
-    BOX_FIELD_NUMBER: _ClassVar[int]
-    IS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
-    POLYGONS_FIELD_NUMBER: _ClassVar[int]
-    RUN_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    PNG_FIELD_NUMBER: _ClassVar[int]
     svg_path: str
     box: _media_pb2.NormalizedBox
     is_partial: bool
@@ -430,20 +302,12 @@ class Segment(_message.Message):
 
 class SegmentResponse(_message.Message):
     __slots__ = ("segments", "info")
-    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
-    INFO_FIELD_NUMBER: _ClassVar[int]
     segments: _containers.RepeatedCompositeFieldContainer[Segment]
     info: _generation_pb2.ResponseInfo
     def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
 
 class StreamSegmentRequest(_message.Message):
     __slots__ = ("object", "image", "spatial_refs", "sampling", "options", "mask_format")
-    OBJECT_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    SPATIAL_REFS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    MASK_FORMAT_FIELD_NUMBER: _ClassVar[int]
     object: str
     image: _media_pb2.Image
     spatial_refs: _containers.RepeatedCompositeFieldContainer[_media_pb2.SpatialRef]
@@ -454,9 +318,6 @@ class StreamSegmentRequest(_message.Message):
 
 class PathDelta(_message.Message):
     __slots__ = ("text", "token_index", "token_count")
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_index: int
     token_count: int
@@ -464,10 +325,6 @@ class PathDelta(_message.Message):
 
 class StreamSegmentResponse(_message.Message):
     __slots__ = ("started", "box", "path_delta", "completed")
-    STARTED_FIELD_NUMBER: _ClassVar[int]
-    BOX_FIELD_NUMBER: _ClassVar[int]
-    PATH_DELTA_FIELD_NUMBER: _ClassVar[int]
-    COMPLETED_FIELD_NUMBER: _ClassVar[int]
     started: _generation_pb2.StreamStarted
     box: _media_pb2.NormalizedBox
     path_delta: PathDelta
@@ -476,10 +333,6 @@ class StreamSegmentResponse(_message.Message):
 
 class GazeRequest(_message.Message):
     __slots__ = ("image", "eye", "sampling", "options")
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    EYE_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
     image: _media_pb2.Image
     eye: _media_pb2.NormalizedPoint
     sampling: _generation_pb2.SamplingParams
@@ -488,17 +341,12 @@ class GazeRequest(_message.Message):
 
 class GazeResponse(_message.Message):
     __slots__ = ("target", "info")
-    TARGET_FIELD_NUMBER: _ClassVar[int]
-    INFO_FIELD_NUMBER: _ClassVar[int]
     target: _media_pb2.NormalizedPoint
     info: _generation_pb2.ResponseInfo
     def __init__(self, target: _Optional[_Union[_media_pb2.NormalizedPoint, _Mapping]] = ..., info: _Optional[_Union[_generation_pb2.ResponseInfo, _Mapping]] = ...) -> None: ...
 
 class EmbedImageRequest(_message.Message):
     __slots__ = ("image", "normalize", "options")
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
     image: _media_pb2.Image
     normalize: bool
     options: _generation_pb2.RequestOptions
@@ -506,9 +354,6 @@ class EmbedImageRequest(_message.Message):
 
 class EmbedImageResponse(_message.Message):
     __slots__ = ("mean", "patch_count", "info")
-    MEAN_FIELD_NUMBER: _ClassVar[int]
-    PATCH_COUNT_FIELD_NUMBER: _ClassVar[int]
-    INFO_FIELD_NUMBER: _ClassVar[int]
     mean: _containers.RepeatedScalarFieldContainer[float]
     patch_count: int
     info: _generation_pb2.ResponseInfo
@@ -516,10 +361,6 @@ class EmbedImageResponse(_message.Message):
 
 class StreamEmbedImageRequest(_message.Message):
     __slots__ = ("image", "normalize", "options", "type")
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    TYPE_FIELD_NUMBER: _ClassVar[int]
     image: _media_pb2.Image
     normalize: bool
     options: _generation_pb2.RequestOptions
@@ -528,9 +369,6 @@ class StreamEmbedImageRequest(_message.Message):
 
 class PatchEmbeddings(_message.Message):
     __slots__ = ("first_patch", "patch_count", "data")
-    FIRST_PATCH_FIELD_NUMBER: _ClassVar[int]
-    PATCH_COUNT_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
     first_patch: int
     patch_count: int
     data: bytes
@@ -538,9 +376,6 @@ class PatchEmbeddings(_message.Message):
 
 class StreamEmbedImageResponse(_message.Message):
     __slots__ = ("started", "patches", "completed")
-    STARTED_FIELD_NUMBER: _ClassVar[int]
-    PATCHES_FIELD_NUMBER: _ClassVar[int]
-    COMPLETED_FIELD_NUMBER: _ClassVar[int]
     started: _generation_pb2.StreamStarted
     patches: PatchEmbeddings
     completed: EmbedImageResponse
@@ -548,27 +383,18 @@ class StreamEmbedImageResponse(_message.Message):
 
 class ChatPart(_message.Message):
     __slots__ = ("text", "image")
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
     text: str
     image: _media_pb2.Image
     def __init__(self, text: _Optional[str] = ..., image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "parts")
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    PARTS_FIELD_NUMBER: _ClassVar[int]
     role: ChatRole
     parts: _containers.RepeatedCompositeFieldContainer[ChatPart]
     def __init__(self, role: _Optional[_Union[ChatRole, str]] = ..., parts: _Optional[_Iterable[_Union[ChatPart, _Mapping]]] = ...) -> None: ...
 
 class ChatRequest(_message.Message):
     __slots__ = ("messages", "reasoning", "sampling", "options", "constraint")
-    MESSAGES_FIELD_NUMBER: _ClassVar[int]
-    REASONING_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     reasoning: bool
     sampling: _generation_pb2.SamplingParams
@@ -578,9 +404,6 @@ class ChatRequest(_message.Message):
 
 class ChatResponse(_message.Message):
     __slots__ = ("started", "delta", "completed")
-    STARTED_FIELD_NUMBER: _ClassVar[int]
-    DELTA_FIELD_NUMBER: _ClassVar[int]
-    COMPLETED_FIELD_NUMBER: _ClassVar[int]
     started: _generation_pb2.StreamStarted
     delta: _generation_pb2.TextDelta
     completed: QueryResult
@@ -588,11 +411,6 @@ class ChatResponse(_message.Message):
 
 class CompleteChatRequest(_message.Message):
     __slots__ = ("messages", "reasoning", "sampling", "options", "constraint")
-    MESSAGES_FIELD_NUMBER: _ClassVar[int]
-    REASONING_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     reasoning: bool
     sampling: _generation_pb2.SamplingParams
@@ -602,25 +420,18 @@ class CompleteChatRequest(_message.Message):
 
 class CompleteChatResponse(_message.Message):
     __slots__ = ("result", "alternatives")
-    RESULT_FIELD_NUMBER: _ClassVar[int]
-    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     result: QueryResult
     alternatives: _containers.RepeatedCompositeFieldContainer[QueryAlternative]
     def __init__(self, result: _Optional[_Union[QueryResult, _Mapping]] = ..., alternatives: _Optional[_Iterable[_Union[QueryAlternative, _Mapping]]] = ...) -> None: ...
 
 class Frame(_message.Message):
     __slots__ = ("image", "read_response_count")
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    READ_RESPONSE_COUNT_FIELD_NUMBER: _ClassVar[int]
     image: _media_pb2.Image
     read_response_count: int
     def __init__(self, image: _Optional[_Union[_media_pb2.Image, _Mapping]] = ..., read_response_count: _Optional[int] = ...) -> None: ...
 
 class FrameError(_message.Message):
     __slots__ = ("code", "reason", "message")
-    CODE_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
     code: int
     reason: str
     message: str
@@ -628,17 +439,12 @@ class FrameError(_message.Message):
 
 class DetectFramesRequest(_message.Message):
     __slots__ = ("settings", "frame")
-    SETTINGS_FIELD_NUMBER: _ClassVar[int]
-    FRAME_FIELD_NUMBER: _ClassVar[int]
     settings: DetectFramesSettings
     frame: Frame
     def __init__(self, settings: _Optional[_Union[DetectFramesSettings, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ...) -> None: ...
 
 class DetectFramesSettings(_message.Message):
     __slots__ = ("request", "every_frame", "track")
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
-    EVERY_FRAME_FIELD_NUMBER: _ClassVar[int]
-    TRACK_FIELD_NUMBER: _ClassVar[int]
     request: DetectRequest
     every_frame: bool
     track: bool
@@ -646,11 +452,6 @@ class DetectFramesSettings(_message.Message):
 
 class DetectFramesResponse(_message.Message):
     __slots__ = ("frame_index", "dropped_frame_count", "waiting_duration", "result", "error")
-    FRAME_INDEX_FIELD_NUMBER: _ClassVar[int]
-    DROPPED_FRAME_COUNT_FIELD_NUMBER: _ClassVar[int]
-    WAITING_DURATION_FIELD_NUMBER: _ClassVar[int]
-    RESULT_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
     frame_index: int
     dropped_frame_count: int
     waiting_duration: _duration_pb2.Duration
@@ -660,27 +461,18 @@ class DetectFramesResponse(_message.Message):
 
 class PointFramesRequest(_message.Message):
     __slots__ = ("settings", "frame")
-    SETTINGS_FIELD_NUMBER: _ClassVar[int]
-    FRAME_FIELD_NUMBER: _ClassVar[int]
     settings: PointFramesSettings
     frame: Frame
     def __init__(self, settings: _Optional[_Union[PointFramesSettings, _Mapping]] = ..., frame: _Optional[_Union[Frame, _Mapping]] = ...) -> None: ...
 
 class PointFramesSettings(_message.Message):
     __slots__ = ("request", "every_frame")
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
-    EVERY_FRAME_FIELD_NUMBER: _ClassVar[int]
     request: PointRequest
     every_frame: bool
     def __init__(self, request: _Optional[_Union[PointRequest, _Mapping]] = ..., every_frame: bool = ...) -> None: ...
 
 class PointFramesResponse(_message.Message):
     __slots__ = ("frame_index", "dropped_frame_count", "waiting_duration", "result", "error")
-    FRAME_INDEX_FIELD_NUMBER: _ClassVar[int]
-    DROPPED_FRAME_COUNT_FIELD_NUMBER: _ClassVar[int]
-    WAITING_DURATION_FIELD_NUMBER: _ClassVar[int]
-    RESULT_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
     frame_index: int
     dropped_frame_count: int
     waiting_duration: _duration_pb2.Duration

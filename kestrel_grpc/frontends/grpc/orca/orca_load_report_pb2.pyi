@@ -10,15 +10,9 @@ class OrcaLoadReport(_message.Message):
     __slots__ = ("cpu_utilization", "rps_fractional", "named_metrics", "application_utilization")
     class NamedMetricsEntry(_message.Message):
         __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    CPU_UTILIZATION_FIELD_NUMBER: _ClassVar[int]
-    RPS_FRACTIONAL_FIELD_NUMBER: _ClassVar[int]
-    NAMED_METRICS_FIELD_NUMBER: _ClassVar[int]
-    APPLICATION_UTILIZATION_FIELD_NUMBER: _ClassVar[int]
     cpu_utilization: float
     rps_fractional: float
     named_metrics: _containers.ScalarMap[str, float]

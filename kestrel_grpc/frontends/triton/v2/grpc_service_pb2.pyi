@@ -46,7 +46,6 @@ class ServerLiveRequest(_message.Message):
 
 class ServerLiveResponse(_message.Message):
     __slots__ = ("live",)
-    LIVE_FIELD_NUMBER: _ClassVar[int]
     live: bool
     def __init__(self, live: bool = ...) -> None: ...
 
@@ -56,21 +55,17 @@ class ServerReadyRequest(_message.Message):
 
 class ServerReadyResponse(_message.Message):
     __slots__ = ("ready",)
-    READY_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     def __init__(self, ready: bool = ...) -> None: ...
 
 class ModelReadyRequest(_message.Message):
     __slots__ = ("name", "version")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class ModelReadyResponse(_message.Message):
     __slots__ = ("ready",)
-    READY_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     def __init__(self, ready: bool = ...) -> None: ...
 
@@ -80,9 +75,6 @@ class ServerMetadataRequest(_message.Message):
 
 class ServerMetadataResponse(_message.Message):
     __slots__ = ("name", "version", "extensions")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    EXTENSIONS_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     extensions: _containers.RepeatedScalarFieldContainer[str]
@@ -90,8 +82,6 @@ class ServerMetadataResponse(_message.Message):
 
 class ModelMetadataRequest(_message.Message):
     __slots__ = ("name", "version")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
@@ -100,18 +90,10 @@ class ModelMetadataResponse(_message.Message):
     __slots__ = ("name", "versions", "platform", "inputs", "outputs")
     class TensorMetadata(_message.Message):
         __slots__ = ("name", "datatype", "shape")
-        NAME_FIELD_NUMBER: _ClassVar[int]
-        DATATYPE_FIELD_NUMBER: _ClassVar[int]
-        SHAPE_FIELD_NUMBER: _ClassVar[int]
         name: str
         datatype: str
         shape: _containers.RepeatedScalarFieldContainer[int]
         def __init__(self, name: _Optional[str] = ..., datatype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    PLATFORM_FIELD_NUMBER: _ClassVar[int]
-    INPUTS_FIELD_NUMBER: _ClassVar[int]
-    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     versions: _containers.RepeatedScalarFieldContainer[str]
     platform: str
@@ -121,11 +103,6 @@ class ModelMetadataResponse(_message.Message):
 
 class InferParameter(_message.Message):
     __slots__ = ("bool_param", "int64_param", "string_param", "double_param", "uint64_param")
-    BOOL_PARAM_FIELD_NUMBER: _ClassVar[int]
-    INT64_PARAM_FIELD_NUMBER: _ClassVar[int]
-    STRING_PARAM_FIELD_NUMBER: _ClassVar[int]
-    DOUBLE_PARAM_FIELD_NUMBER: _ClassVar[int]
-    UINT64_PARAM_FIELD_NUMBER: _ClassVar[int]
     bool_param: bool
     int64_param: int
     string_param: str
@@ -135,14 +112,6 @@ class InferParameter(_message.Message):
 
 class InferTensorContents(_message.Message):
     __slots__ = ("bool_contents", "int_contents", "int64_contents", "uint_contents", "uint64_contents", "fp32_contents", "fp64_contents", "bytes_contents")
-    BOOL_CONTENTS_FIELD_NUMBER: _ClassVar[int]
-    INT_CONTENTS_FIELD_NUMBER: _ClassVar[int]
-    INT64_CONTENTS_FIELD_NUMBER: _ClassVar[int]
-    UINT_CONTENTS_FIELD_NUMBER: _ClassVar[int]
-    UINT64_CONTENTS_FIELD_NUMBER: _ClassVar[int]
-    FP32_CONTENTS_FIELD_NUMBER: _ClassVar[int]
-    FP64_CONTENTS_FIELD_NUMBER: _ClassVar[int]
-    BYTES_CONTENTS_FIELD_NUMBER: _ClassVar[int]
     bool_contents: _containers.RepeatedScalarFieldContainer[bool]
     int_contents: _containers.RepeatedScalarFieldContainer[int]
     int64_contents: _containers.RepeatedScalarFieldContainer[int]
@@ -159,16 +128,9 @@ class ModelInferRequest(_message.Message):
         __slots__ = ("name", "datatype", "shape", "parameters", "contents")
         class ParametersEntry(_message.Message):
             __slots__ = ("key", "value")
-            KEY_FIELD_NUMBER: _ClassVar[int]
-            VALUE_FIELD_NUMBER: _ClassVar[int]
             key: str
             value: InferParameter
             def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[InferParameter, _Mapping]] = ...) -> None: ...
-        NAME_FIELD_NUMBER: _ClassVar[int]
-        DATATYPE_FIELD_NUMBER: _ClassVar[int]
-        SHAPE_FIELD_NUMBER: _ClassVar[int]
-        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
-        CONTENTS_FIELD_NUMBER: _ClassVar[int]
         name: str
         datatype: str
         shape: _containers.RepeatedScalarFieldContainer[int]
@@ -179,30 +141,17 @@ class ModelInferRequest(_message.Message):
         __slots__ = ("name", "parameters")
         class ParametersEntry(_message.Message):
             __slots__ = ("key", "value")
-            KEY_FIELD_NUMBER: _ClassVar[int]
-            VALUE_FIELD_NUMBER: _ClassVar[int]
             key: str
             value: InferParameter
             def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[InferParameter, _Mapping]] = ...) -> None: ...
-        NAME_FIELD_NUMBER: _ClassVar[int]
-        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
         name: str
         parameters: _containers.MessageMap[str, InferParameter]
         def __init__(self, name: _Optional[str] = ..., parameters: _Optional[_Mapping[str, InferParameter]] = ...) -> None: ...
     class ParametersEntry(_message.Message):
         __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: InferParameter
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[InferParameter, _Mapping]] = ...) -> None: ...
-    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
-    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    ID_FIELD_NUMBER: _ClassVar[int]
-    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
-    INPUTS_FIELD_NUMBER: _ClassVar[int]
-    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
-    RAW_INPUT_CONTENTS_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     model_version: str
     id: str
@@ -218,16 +167,9 @@ class ModelInferResponse(_message.Message):
         __slots__ = ("name", "datatype", "shape", "parameters", "contents")
         class ParametersEntry(_message.Message):
             __slots__ = ("key", "value")
-            KEY_FIELD_NUMBER: _ClassVar[int]
-            VALUE_FIELD_NUMBER: _ClassVar[int]
             key: str
             value: InferParameter
             def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[InferParameter, _Mapping]] = ...) -> None: ...
-        NAME_FIELD_NUMBER: _ClassVar[int]
-        DATATYPE_FIELD_NUMBER: _ClassVar[int]
-        SHAPE_FIELD_NUMBER: _ClassVar[int]
-        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
-        CONTENTS_FIELD_NUMBER: _ClassVar[int]
         name: str
         datatype: str
         shape: _containers.RepeatedScalarFieldContainer[int]
@@ -236,17 +178,9 @@ class ModelInferResponse(_message.Message):
         def __init__(self, name: _Optional[str] = ..., datatype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Mapping[str, InferParameter]] = ..., contents: _Optional[_Union[InferTensorContents, _Mapping]] = ...) -> None: ...
     class ParametersEntry(_message.Message):
         __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: InferParameter
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[InferParameter, _Mapping]] = ...) -> None: ...
-    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
-    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    ID_FIELD_NUMBER: _ClassVar[int]
-    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
-    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
-    RAW_OUTPUT_CONTENTS_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     model_version: str
     id: str
@@ -257,26 +191,18 @@ class ModelInferResponse(_message.Message):
 
 class ModelStreamInferResponse(_message.Message):
     __slots__ = ("error_message", "infer_response")
-    ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    INFER_RESPONSE_FIELD_NUMBER: _ClassVar[int]
     error_message: str
     infer_response: ModelInferResponse
     def __init__(self, error_message: _Optional[str] = ..., infer_response: _Optional[_Union[ModelInferResponse, _Mapping]] = ...) -> None: ...
 
 class ModelConfigRequest(_message.Message):
     __slots__ = ("name", "version")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class ModelInput(_message.Message):
     __slots__ = ("name", "data_type", "dims", "optional")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
-    DIMS_FIELD_NUMBER: _ClassVar[int]
-    OPTIONAL_FIELD_NUMBER: _ClassVar[int]
     name: str
     data_type: DataType
     dims: _containers.RepeatedScalarFieldContainer[int]
@@ -285,9 +211,6 @@ class ModelInput(_message.Message):
 
 class ModelOutput(_message.Message):
     __slots__ = ("name", "data_type", "dims")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
-    DIMS_FIELD_NUMBER: _ClassVar[int]
     name: str
     data_type: DataType
     dims: _containers.RepeatedScalarFieldContainer[int]
@@ -295,19 +218,11 @@ class ModelOutput(_message.Message):
 
 class ModelTransactionPolicy(_message.Message):
     __slots__ = ("decoupled",)
-    DECOUPLED_FIELD_NUMBER: _ClassVar[int]
     decoupled: bool
     def __init__(self, decoupled: bool = ...) -> None: ...
 
 class ModelConfig(_message.Message):
     __slots__ = ("name", "platform", "max_batch_size", "input", "output", "backend", "model_transaction_policy")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    PLATFORM_FIELD_NUMBER: _ClassVar[int]
-    MAX_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
-    INPUT_FIELD_NUMBER: _ClassVar[int]
-    OUTPUT_FIELD_NUMBER: _ClassVar[int]
-    BACKEND_FIELD_NUMBER: _ClassVar[int]
-    MODEL_TRANSACTION_POLICY_FIELD_NUMBER: _ClassVar[int]
     name: str
     platform: str
     max_batch_size: int
@@ -319,34 +234,23 @@ class ModelConfig(_message.Message):
 
 class ModelConfigResponse(_message.Message):
     __slots__ = ("config",)
-    CONFIG_FIELD_NUMBER: _ClassVar[int]
     config: ModelConfig
     def __init__(self, config: _Optional[_Union[ModelConfig, _Mapping]] = ...) -> None: ...
 
 class ModelStatisticsRequest(_message.Message):
     __slots__ = ("name", "version")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class StatisticDuration(_message.Message):
     __slots__ = ("count", "ns")
-    COUNT_FIELD_NUMBER: _ClassVar[int]
-    NS_FIELD_NUMBER: _ClassVar[int]
     count: int
     ns: int
     def __init__(self, count: _Optional[int] = ..., ns: _Optional[int] = ...) -> None: ...
 
 class InferStatistics(_message.Message):
     __slots__ = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
-    SUCCESS_FIELD_NUMBER: _ClassVar[int]
-    FAIL_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_FIELD_NUMBER: _ClassVar[int]
-    COMPUTE_INPUT_FIELD_NUMBER: _ClassVar[int]
-    COMPUTE_INFER_FIELD_NUMBER: _ClassVar[int]
-    COMPUTE_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     success: StatisticDuration
     fail: StatisticDuration
     queue: StatisticDuration
@@ -357,12 +261,6 @@ class InferStatistics(_message.Message):
 
 class ModelStatistics(_message.Message):
     __slots__ = ("name", "version", "last_inference", "inference_count", "execution_count", "inference_stats")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    LAST_INFERENCE_FIELD_NUMBER: _ClassVar[int]
-    INFERENCE_COUNT_FIELD_NUMBER: _ClassVar[int]
-    EXECUTION_COUNT_FIELD_NUMBER: _ClassVar[int]
-    INFERENCE_STATS_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     last_inference: int
@@ -373,16 +271,11 @@ class ModelStatistics(_message.Message):
 
 class ModelStatisticsResponse(_message.Message):
     __slots__ = ("model_stats",)
-    MODEL_STATS_FIELD_NUMBER: _ClassVar[int]
     model_stats: _containers.RepeatedCompositeFieldContainer[ModelStatistics]
     def __init__(self, model_stats: _Optional[_Iterable[_Union[ModelStatistics, _Mapping]]] = ...) -> None: ...
 
 class ModelRepositoryParameter(_message.Message):
     __slots__ = ("bool_param", "int64_param", "string_param", "bytes_param")
-    BOOL_PARAM_FIELD_NUMBER: _ClassVar[int]
-    INT64_PARAM_FIELD_NUMBER: _ClassVar[int]
-    STRING_PARAM_FIELD_NUMBER: _ClassVar[int]
-    BYTES_PARAM_FIELD_NUMBER: _ClassVar[int]
     bool_param: bool
     int64_param: int
     string_param: str
@@ -391,8 +284,6 @@ class ModelRepositoryParameter(_message.Message):
 
 class RepositoryIndexRequest(_message.Message):
     __slots__ = ("repository_name", "ready")
-    REPOSITORY_NAME_FIELD_NUMBER: _ClassVar[int]
-    READY_FIELD_NUMBER: _ClassVar[int]
     repository_name: str
     ready: bool
     def __init__(self, repository_name: _Optional[str] = ..., ready: bool = ...) -> None: ...
@@ -401,16 +292,11 @@ class RepositoryIndexResponse(_message.Message):
     __slots__ = ("models",)
     class ModelIndex(_message.Message):
         __slots__ = ("name", "version", "state", "reason")
-        NAME_FIELD_NUMBER: _ClassVar[int]
-        VERSION_FIELD_NUMBER: _ClassVar[int]
-        STATE_FIELD_NUMBER: _ClassVar[int]
-        REASON_FIELD_NUMBER: _ClassVar[int]
         name: str
         version: str
         state: str
         reason: str
         def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
-    MODELS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[RepositoryIndexResponse.ModelIndex]
     def __init__(self, models: _Optional[_Iterable[_Union[RepositoryIndexResponse.ModelIndex, _Mapping]]] = ...) -> None: ...
 
@@ -418,14 +304,9 @@ class RepositoryModelLoadRequest(_message.Message):
     __slots__ = ("repository_name", "model_name", "parameters")
     class ParametersEntry(_message.Message):
         __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: ModelRepositoryParameter
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[ModelRepositoryParameter, _Mapping]] = ...) -> None: ...
-    REPOSITORY_NAME_FIELD_NUMBER: _ClassVar[int]
-    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
-    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     repository_name: str
     model_name: str
     parameters: _containers.MessageMap[str, ModelRepositoryParameter]
@@ -439,14 +320,9 @@ class RepositoryModelUnloadRequest(_message.Message):
     __slots__ = ("repository_name", "model_name", "parameters")
     class ParametersEntry(_message.Message):
         __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: ModelRepositoryParameter
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[ModelRepositoryParameter, _Mapping]] = ...) -> None: ...
-    REPOSITORY_NAME_FIELD_NUMBER: _ClassVar[int]
-    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
-    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     repository_name: str
     model_name: str
     parameters: _containers.MessageMap[str, ModelRepositoryParameter]
@@ -458,7 +334,6 @@ class RepositoryModelUnloadResponse(_message.Message):
 
 class SystemSharedMemoryStatusRequest(_message.Message):
     __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
@@ -466,10 +341,6 @@ class SystemSharedMemoryStatusResponse(_message.Message):
     __slots__ = ("regions",)
     class RegionStatus(_message.Message):
         __slots__ = ("name", "key", "offset", "byte_size")
-        NAME_FIELD_NUMBER: _ClassVar[int]
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        OFFSET_FIELD_NUMBER: _ClassVar[int]
-        BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
         name: str
         key: str
         offset: int
@@ -477,21 +348,14 @@ class SystemSharedMemoryStatusResponse(_message.Message):
         def __init__(self, name: _Optional[str] = ..., key: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ...) -> None: ...
     class RegionsEntry(_message.Message):
         __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: SystemSharedMemoryStatusResponse.RegionStatus
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[SystemSharedMemoryStatusResponse.RegionStatus, _Mapping]] = ...) -> None: ...
-    REGIONS_FIELD_NUMBER: _ClassVar[int]
     regions: _containers.MessageMap[str, SystemSharedMemoryStatusResponse.RegionStatus]
     def __init__(self, regions: _Optional[_Mapping[str, SystemSharedMemoryStatusResponse.RegionStatus]] = ...) -> None: ...
 
 class SystemSharedMemoryRegisterRequest(_message.Message):
     __slots__ = ("name", "key", "offset", "byte_size")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
     key: str
     offset: int
@@ -504,7 +368,6 @@ class SystemSharedMemoryRegisterResponse(_message.Message):
 
 class SystemSharedMemoryUnregisterRequest(_message.Message):
     __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
@@ -514,7 +377,6 @@ class SystemSharedMemoryUnregisterResponse(_message.Message):
 
 class CudaSharedMemoryStatusRequest(_message.Message):
     __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
@@ -522,30 +384,20 @@ class CudaSharedMemoryStatusResponse(_message.Message):
     __slots__ = ("regions",)
     class RegionStatus(_message.Message):
         __slots__ = ("name", "device_id", "byte_size")
-        NAME_FIELD_NUMBER: _ClassVar[int]
-        DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
-        BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
         name: str
         device_id: int
         byte_size: int
         def __init__(self, name: _Optional[str] = ..., device_id: _Optional[int] = ..., byte_size: _Optional[int] = ...) -> None: ...
     class RegionsEntry(_message.Message):
         __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: CudaSharedMemoryStatusResponse.RegionStatus
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[CudaSharedMemoryStatusResponse.RegionStatus, _Mapping]] = ...) -> None: ...
-    REGIONS_FIELD_NUMBER: _ClassVar[int]
     regions: _containers.MessageMap[str, CudaSharedMemoryStatusResponse.RegionStatus]
     def __init__(self, regions: _Optional[_Mapping[str, CudaSharedMemoryStatusResponse.RegionStatus]] = ...) -> None: ...
 
 class CudaSharedMemoryRegisterRequest(_message.Message):
     __slots__ = ("name", "raw_handle", "device_id", "byte_size")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    RAW_HANDLE_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
-    BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
     raw_handle: bytes
     device_id: int
@@ -558,7 +410,6 @@ class CudaSharedMemoryRegisterResponse(_message.Message):
 
 class CudaSharedMemoryUnregisterRequest(_message.Message):
     __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
@@ -570,18 +421,13 @@ class TraceSettingRequest(_message.Message):
     __slots__ = ("settings", "model_name")
     class SettingValue(_message.Message):
         __slots__ = ("value",)
-        VALUE_FIELD_NUMBER: _ClassVar[int]
         value: _containers.RepeatedScalarFieldContainer[str]
         def __init__(self, value: _Optional[_Iterable[str]] = ...) -> None: ...
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: TraceSettingRequest.SettingValue
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[TraceSettingRequest.SettingValue, _Mapping]] = ...) -> None: ...
-    SETTINGS_FIELD_NUMBER: _ClassVar[int]
-    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     settings: _containers.MessageMap[str, TraceSettingRequest.SettingValue]
     model_name: str
     def __init__(self, settings: _Optional[_Mapping[str, TraceSettingRequest.SettingValue]] = ..., model_name: _Optional[str] = ...) -> None: ...
@@ -590,17 +436,13 @@ class TraceSettingResponse(_message.Message):
     __slots__ = ("settings",)
     class SettingValue(_message.Message):
         __slots__ = ("value",)
-        VALUE_FIELD_NUMBER: _ClassVar[int]
         value: _containers.RepeatedScalarFieldContainer[str]
         def __init__(self, value: _Optional[_Iterable[str]] = ...) -> None: ...
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: TraceSettingResponse.SettingValue
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[TraceSettingResponse.SettingValue, _Mapping]] = ...) -> None: ...
-    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     settings: _containers.MessageMap[str, TraceSettingResponse.SettingValue]
     def __init__(self, settings: _Optional[_Mapping[str, TraceSettingResponse.SettingValue]] = ...) -> None: ...
 
@@ -608,21 +450,15 @@ class LogSettingsRequest(_message.Message):
     __slots__ = ("settings",)
     class SettingValue(_message.Message):
         __slots__ = ("bool_param", "uint32_param", "string_param")
-        BOOL_PARAM_FIELD_NUMBER: _ClassVar[int]
-        UINT32_PARAM_FIELD_NUMBER: _ClassVar[int]
-        STRING_PARAM_FIELD_NUMBER: _ClassVar[int]
         bool_param: bool
         uint32_param: int
         string_param: str
         def __init__(self, bool_param: bool = ..., uint32_param: _Optional[int] = ..., string_param: _Optional[str] = ...) -> None: ...
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: LogSettingsRequest.SettingValue
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[LogSettingsRequest.SettingValue, _Mapping]] = ...) -> None: ...
-    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     settings: _containers.MessageMap[str, LogSettingsRequest.SettingValue]
     def __init__(self, settings: _Optional[_Mapping[str, LogSettingsRequest.SettingValue]] = ...) -> None: ...
 
@@ -630,20 +466,14 @@ class LogSettingsResponse(_message.Message):
     __slots__ = ("settings",)
     class SettingValue(_message.Message):
         __slots__ = ("bool_param", "uint32_param", "string_param")
-        BOOL_PARAM_FIELD_NUMBER: _ClassVar[int]
-        UINT32_PARAM_FIELD_NUMBER: _ClassVar[int]
-        STRING_PARAM_FIELD_NUMBER: _ClassVar[int]
         bool_param: bool
         uint32_param: int
         string_param: str
         def __init__(self, bool_param: bool = ..., uint32_param: _Optional[int] = ..., string_param: _Optional[str] = ...) -> None: ...
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: LogSettingsResponse.SettingValue
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[LogSettingsResponse.SettingValue, _Mapping]] = ...) -> None: ...
-    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     settings: _containers.MessageMap[str, LogSettingsResponse.SettingValue]
     def __init__(self, settings: _Optional[_Mapping[str, LogSettingsResponse.SettingValue]] = ...) -> None: ...
