@@ -15,8 +15,8 @@ target=${1:-"$root/clients/python/kestrel_client/v1"}
 compat=${2:-"$root/kestrel_grpc/frontends/triton/v2"}
 orca=${3:-"$root/kestrel_grpc/frontends/grpc/orca"}
 comments=${4:-"$root/kestrel_grpc/frontends/grpc/comments.binpb.zlib"}
-# Nothing reads the constants with the numbers of fields, a quarter of what is said about types.
-without_numbers='/_FIELD_NUMBER: _ClassVar\[int\]$/d'
+# Nothing uses the constants with the numbers of fields, and the experimental classes at the ends of files of stubs.
+unused='/_FIELD_NUMBER: _ClassVar\[int\]$/d; /^ # This class is part of an EXPERIMENTAL API\.$/,$d'
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
@@ -30,7 +30,7 @@ for file in "$scratch"/kestrel/v1/*; do
     # A file without a service has no stubs.
     *_pb2_grpc.py) grep -q '^class ' "$file" || continue ;;
     esac
-    sed -e 's/^from kestrel\.v1 import /from kestrel_client.v1 import /' -e "$without_numbers" "$file" >"$target/$(basename "$file")"
+    sed -e 's/^from kestrel\.v1 import /from kestrel_client.v1 import /' -e "$unused" "$file" >"$target/$(basename "$file")"
 done
 
 "${PYTHON:-python3}" -m grpc_tools.protoc --proto_path="$root/proto/compat" \
@@ -42,7 +42,7 @@ with_own_pool() {
     mkdir -p "$2"
     rm -f "$2"/*_pb2.py "$2"/*_pb2.pyi
     for file in "$1"/*; do
-        sed -e 's/_descriptor_pool\.Default()/_descriptor_pool.DescriptorPool()/' -e "$without_numbers" "$file" >"$2/$(basename "$file")"
+        sed -e 's/_descriptor_pool\.Default()/_descriptor_pool.DescriptorPool()/' -e "$unused" "$file" >"$2/$(basename "$file")"
     done
 }
 with_own_pool "$scratch/inference" "$compat"
