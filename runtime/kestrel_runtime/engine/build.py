@@ -262,7 +262,7 @@ def _preprocessor(
     make_crops, keep_pixels, on_thread = cropping.make_crops, None, contextlib.nullcontext
     if on_device is not None:
         # Urgent: an image has a few short kernels, and steps wait for its crops and their digests.
-        on_stream, digest = CudaStream(model.device, is_urgent=True).entered, None
+        on_stream, digest = CudaStream(model.device, is_urgent=True).entered_by_threads, None
         if crop_cache:
             digest = CropHash(cropping.crop_bytes, model.device, on_device.hash_words)
         make_crops = DeviceCropper(
