@@ -1,7 +1,12 @@
 """Turns requests into sequences: decodes the image and divides it into crops, builds and tokenises the prompt.
 
 Worker threads do this. If the image is known and cached, and small or stored, little work is left, and the thread
-that submits the request does it at once.
+that submits the request does it at once. While the engine is idle, that thread makes the prompt of a request as a
+worker decodes its image, and the engine thread plans its step as the worker makes its crops:
+
+    submitting thread  │read header│        │prompt│
+    worker                         │decode─────────────│pixels to the device, crops│
+    engine thread                                      │plan│ …wait… │encode │hash crops
 """
 
 from __future__ import annotations
