@@ -337,8 +337,9 @@ class OtherProcesses:
         """Compiles a kernel as soon as fewer than the most processes do."""
         if self._context is not None:
             process = self._context.Process(target=partial(self._work, job), daemon=True)
-            process.start()
-            self._started.append(process)
+            with suppress(OSError):  # there are as many processes as the system allows
+                process.start()
+                self._started.append(process)
 
     def join(self, most_seconds: float | None) -> None:
         """Waits for all processes; None: as long as it takes."""
