@@ -289,7 +289,9 @@ class CropSource:
             self._kept[image_id] = made
         if is_last and isinstance(image, PrefetchedImage):
             image.prefetched.free()
-        return [] if made is None else [made[start:end] for start, end in _runs(crops)]
+        if made is None or len(crops) == len(made):  # usually all, for which a view is made in vain
+            return [] if made is None else [made]
+        return [made[start:end] for start, end in _runs(crops)]
 
     def release(self, image_id: Hashable) -> None:
         """Frees the crops that are kept of an image."""

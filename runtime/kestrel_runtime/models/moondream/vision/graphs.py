@@ -40,13 +40,16 @@ class EncodeGraphs:
         # Input and output buffers, which all graphs share.
         self._crops = torch.zeros(self._max_crops, *crop_shape, dtype=torch.uint8, device=device)
         self._features: Tensor | None = None
+        self._places: dict[int, Tensor] = {}  # views of `_crops`, by the number of crops
 
     def __call__(self, crops: Tensor) -> Tensor:
         """Returns the result of `encode` for `crops`; without a graph for their number, by the next larger one."""
         count = len(crops)
         if count > self._max_crops:  # several graphs, rather than none
             return torch.cat([self(part) for part in crops.split(self._max_crops)])
-        self._crops[:count].copy_(crops)
+        if count not in self._places:
+            self._places[count] = self._crops[:count]
+        self._places[count].copy_(crops)
         own = count
         if own not in self.captured:
             held_by = [other for other in self.captured if isinstance(other, int) and other > count]
