@@ -236,6 +236,7 @@ class _Frontend(Exchange):
     def __init__(self, stream: socket.socket, server: CoreServer) -> None:
         super().__init__("a new front end")
         self.is_gone = False
+        self.loop = asyncio.get_running_loop()
         self.connection = Connection(
             stream,
             lambda data, file: server.receive(self, data, file),
@@ -280,11 +281,11 @@ class _Frontend(Exchange):
         self.handle(message)
 
     def _submit(self, message: messages.Submit) -> None:
-        streams: list[Stream] = [_ForwardedStream(self, id) for id in message.ids]
-        numbers = itertools.count()
+        ids, numbers = message.ids, itertools.count()
+        streams: list[Stream] = [_ForwardedStream(self, id) for id in ids]
         try:
             request = decode_request(
-                message.request, lambda summary: _FetchedImage(self, message.ids[0], next(numbers), summary)
+                message.request, lambda summary: _FetchedImage(self, ids[0], next(numbers), summary)
             )
         except Exception as error:  # a fault of ours must not keep the caller waiting
             for stream in streams:
@@ -311,7 +312,7 @@ class _Frontend(Exchange):
 
     def _expect(self, asked: messages.Expect) -> Awaitable[None]:
         """Returns a future that is done once the front end has a place in the queue, which a task then holds."""
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        granted: asyncio.Future[None] = self.loop.create_future()
         # Known before the next message is handled, which may release it.
         self._places[asked.place] = holding = self._server.run(self._hold_place(asked, granted))
 
@@ -440,7 +441,7 @@ class _ForwardedStream(Stream):
     """A stream whose events go to a front end."""
 
     def __init__(self, frontend: _Frontend, id: int) -> None:
-        super().__init__()
+        super().__init__(frontend.loop)
         self.id = id
         self.destination = self._frontend = frontend
         frontend.streams[id] = self

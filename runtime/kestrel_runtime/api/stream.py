@@ -35,8 +35,9 @@ class Stream:
     _waiter: asyncio.Future[None] | None = None
     _on_cancel: Callable[[], None] | None = None
 
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """`loop`: the running event loop, if the caller has it at hand."""
+        self.loop = loop or asyncio.get_running_loop()
         self.destination: Hashable = self.loop
         """The key of this stream's destination: streams with equal keys are posted to together."""
         self.over: asyncio.Future[None] = self.loop.create_future()
