@@ -9,6 +9,8 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -206,3 +208,22 @@ def test_triton_hashes_its_files_without_torch():
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=own)
     assert done.stdout.split() == ["True", "False"]
+
+
+def test_equal_functions_that_launch_kernels_are_compiled_once(tmp_path):
+    def kernel(kind):
+        return SimpleNamespace(src=SimpleNamespace(signature={"x": kind}), metadata=None)
+
+    def compiled(source, metadata):
+        (tmp_path / f"{source.signature['x']}-{os.getpid()}").touch()
+
+    drivers: Any = triton.runtime.driver
+    drivers.set_active(SimpleNamespace(launcher_cls=compiled))
+    try:
+        processes = OtherProcesses(3)
+        for kind in ("*bf16", "*bf16", "i32"):
+            processes.start(partial(kernel, kind))
+        processes.join(None)
+    finally:
+        drivers.set_active(None)
+    assert sorted(file.name.partition("-")[0] for file in tmp_path.iterdir()) == ["*bf16", "i32"]

@@ -332,6 +332,8 @@ class OtherProcesses:
         self._context = multiprocessing.get_context("fork") if has_fork else None
         self._places = None if self._context is None else self._context.Semaphore(most_at_once)
         self._started: list[Any] = []
+        self._claims = tempfile.TemporaryDirectory()
+        """Its files say which functions that launch kernels a process has begun to compile."""
 
     def start(self, job: Callable[[], Any]) -> None:
         """Compiles a kernel as soon as fewer than the most processes do."""
@@ -347,13 +349,16 @@ class OtherProcesses:
         for process in self._started:
             process.join(None if most_seconds is None else max(0.0, until - time.monotonic()))
             process.kill()  # without effect where it has ended
+        self._claims.cleanup()
 
     def _work(self, job: Callable[[], Any]) -> None:
         assert self._places is not None
         logging.getLogger("triton").setLevel(logging.ERROR)  # of what is compiled for a device that is not here
         with self._places, suppress(Exception):
             kernel = job()
-            # A C function that launches kernels of Triton with such arguments, which is compiled, too.
+            # A C function that launches kernels of Triton with such arguments, which is compiled, too, but once.
+            claim = hashlib.sha256(repr([*kernel.src.signature.values()]).encode()).hexdigest()
+            Path(self._claims.name, claim).touch(exist_ok=False)
             triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
