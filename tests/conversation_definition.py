@@ -526,9 +526,10 @@ def write(folder: Path) -> None:
         tensors[f"{number}.last_hidden"] = found.hidden
         tensors[f"{number}.logits_every_9th"] = found.logits[::EVERY].clone()
         print(f"{folder.name} {conversation['name']}: margin {found.margin:.4f}, {found.expect}")
-    lines = ",\n  ".join(json.dumps(conversation) for conversation in fixture["conversations"])
-    head = json.dumps({key: value for key, value in fixture.items() if key != "conversations"})
-    path.write_text(f'{head[:-1]}, "conversations": [\n  {lines}\n]}}\n', encoding="utf-8")
+    compact = json.JSONEncoder(separators=(",", ":")).encode
+    lines = ",\n".join(map(compact, fixture["conversations"]))
+    head = compact({key: value for key, value in fixture.items() if key != "conversations"})
+    path.write_text(f'{head[:-1]},"conversations":[\n{lines}\n]}}\n', encoding="utf-8")
     save_file(tensors, tensor_path)
 
 

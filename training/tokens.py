@@ -40,7 +40,7 @@ def train_tokenizer(texts: Iterable[str], file: Path) -> None:
     for number in PATH_NUMBERS:
         vocabulary[number] = len(vocabulary)
     assert len(vocabulary) <= VOCAB_SIZE, f"{len(vocabulary)} tokens"
-    file.write_text(json.dumps(data, ensure_ascii=False))
+    file.write_text(json.dumps(data, ensure_ascii=False, separators=(",", ":")))
 
 
 def templates(encode: Tokenizer) -> dict[str, dict[str, list[int]]]:
