@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,13 +17,13 @@ from torch import Tensor
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize
 from kestrel_runtime.execution.request_state import RequestState, SampleNeeds
 from kestrel_runtime.execution.transfer import PackedLayout, StagedCopies, host_buffer
+from kestrel_runtime.output.output_parser import Token
 from kestrel_runtime.scheduling.batch import Chunk
 from kestrel_runtime.scheduling.sequence import SequenceImage, TokenSequence
 
 _A = TypeVar("_A")
 
-_MAX_PAGES_IN_TURN = 4
-"""Pages of a chunk that are laid out one by one, which is faster for the few pages behind a known image."""
+_id_of, _values_of = attrgetter("id"), attrgetter("value")
 
 
 class DecodeFields(NamedTuple, Generic[_A]):
@@ -220,29 +222,45 @@ def fill_prefill(
 
     `first_embedding` returns the first row of an image among the embeddings of all entries.
     """
-    num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
-    for array, padding in ((fields.token_ids, 0), (fields.num_values, 0), (fields.embedding_rows, -1)):
+    # What all chunks have is computed for all at once, since a step may begin many prompts behind known images.
+    count, lengths = len(chunks), [chunk.end - chunk.start for chunk in chunks]
+    *firsts, num_tokens = itertools.accumulate(lengths, initial=0)
+    for array, padding in ((fields.num_values, 0), (fields.embedding_rows, -1)):
         array[:] = padding
     fields.token_values[:] = 0
-    fields.positions[num_tokens:], fields.kv_slots[num_tokens:], fields.visible_until[num_tokens:] = 0, -1, 0
-    fields.query_starts[:] = num_tokens
-    fields.context_lengths[len(chunks) :] = 0
-    fields.rows[len(chunks) :] = state.padding_row
+    fields.token_ids[num_tokens:] = fields.positions[num_tokens:] = fields.visible_until[num_tokens:] = 0
+    fields.kv_slots[num_tokens:] = -1
+    fields.query_starts[:count], fields.query_starts[count:] = firsts, num_tokens
+    fields.context_lengths[:count], fields.context_lengths[count:] = [chunk.end for chunk in chunks], 0
+    fields.rows[:count], fields.rows[count:] = state.rows([chunk.sequence for chunk in chunks]), state.padding_row
     fields.sample_tokens[len(sampled) :], fields.sample_rows[len(sampled) :] = 0, state.padding_row
-    fields.sample_rows[: len(sampled)] = [state.row(sequence) for sequence in sampled]
-    first, last_token = 0, dict[int, int]()
-    for place, chunk in enumerate(chunks):
-        sequence, start, end = chunk.sequence, chunk.start, chunk.end
-        own = slice(first, first + end - start)
-        fields.positions[own] = np.arange(start, end)
-        _fill_slots(fields.kv_slots[own], sequence.cache.pages, start, end, page_size)
-        _fill_visible(fields.visible_until[own], sequence.spans, start, end)
-        fields.query_starts[place] = first
-        fields.context_lengths[place] = end
-        fields.rows[place] = state.row(sequence)
-        _fill_tokens(fields, own, sequence, start, end, first_embedding)
-        first = own.stop
-        last_token[sequence.id] = first - 1
+    fields.sample_rows[: len(sampled)] = state.rows(sampled)
+    offsets = [chunk.start - first for chunk, first in zip(chunks, firsts, strict=True)]
+    positions = np.arange(num_tokens) + _of_tokens(offsets, lengths)
+    fields.positions[:num_tokens] = positions
+    fields.visible_until[:num_tokens] = positions + 1
+    pages, page_offsets = list[int](), list[int]()
+    token_ids, last_token = list[int](), dict[int, int]()
+    for (sequence, start, end, _, _), first in zip(chunks, firsts, strict=True):
+        first_page = start // page_size
+        page_offsets.append(len(pages) - first_page)
+        pages += sequence.cache.pages[first_page : -(-end // page_size)]
+        for position, tokens in sequence.text_runs(start, end):
+            place = first + position - start
+            token_ids += [0] * (place - len(token_ids))
+            token_ids += map(_id_of, tokens)
+            if any(map(_values_of, tokens)):
+                _fill_values(fields, place, tokens)
+        if sequence.spans and start < sequence.spans[-1][1]:
+            own = slice(first, first + end - start)
+            _fill_images(
+                fields.visible_until[own], fields.embedding_rows[own], sequence, start, end, first_embedding
+            )
+        last_token[sequence.id] = first + end - start - 1
+    fields.token_ids[:num_tokens] = token_ids + [0] * (num_tokens - len(token_ids))
+    numbers, places = np.divmod(positions, page_size)
+    numbers += _of_tokens(page_offsets, lengths)
+    fields.kv_slots[:num_tokens] = np.array(pages)[numbers] * page_size + places
     fields.sample_tokens[: len(sampled)] = [last_token[sequence.id] for sequence in sampled]
 
 
@@ -269,55 +287,38 @@ def value_counts(chunks: Sequence[Chunk]) -> Iterator[int]:
     """Returns how many values each token of the chunks carries, for tokens with any."""
     for chunk in chunks:
         for _, tokens in chunk.sequence.text_runs(chunk.start, chunk.end):
-            for token in tokens:
-                if token.value:
-                    yield len(token.value)
+            yield from map(len, filter(None, map(_values_of, tokens)))
 
 
-def _fill_tokens(
-    fields: PrefillFields[NDArray[Any]],
-    own: slice,
+def _of_tokens(values: list[int], lengths: list[int]) -> NDArray[Any] | int:
+    """Returns a value of each chunk for each of its tokens."""
+    return values[0] if len(values) == 1 else np.repeat(values, lengths)
+
+
+def _fill_values(fields: PrefillFields[NDArray[Any]], first: int, tokens: Sequence[Token]) -> None:
+    for place, token in enumerate(tokens, first):
+        if token.value:
+            fields.num_values[place] = len(token.value)
+            fields.token_values[place, : len(token.value)] = token.value
+
+
+def _fill_images(
+    visible: NDArray[Any],
+    embedding_rows: NDArray[Any],
     sequence: TokenSequence,
     start: int,
     end: int,
     first_embedding: Callable[[SequenceImage], int],
 ) -> None:
+    """Lays out the images among positions [start, end), which attend up to the ends of their spans."""
     for image in sequence.images:
         image_start, image_end = max(start, image.start), min(end, image.end)
         if image_start < image_end:
             first = first_embedding(image) + image_start - image.start
-            place = own.start + image_start - start
-            fields.embedding_rows[place : place + image_end - image_start] = np.arange(
+            embedding_rows[image_start - start : image_end - start] = np.arange(
                 first, first + image_end - image_start
             )
-    for position, tokens in sequence.text_runs(start, end):
-        first = own.start + position - start
-        fields.token_ids[first : first + len(tokens)] = [token.id for token in tokens]
-        for place, token in enumerate(tokens, first):
-            if token.value:
-                fields.num_values[place] = len(token.value)
-                fields.token_values[place, : len(token.value)] = token.value
-
-
-def _fill_slots(slots: NDArray[Any], pages: Sequence[int], start: int, end: int, page_size: int) -> None:
-    """Lays out the slots of positions [start, end)."""
-    first_page, end_page = start // page_size, -(-end // page_size)
-    if end_page - first_page > _MAX_PAGES_IN_TURN:
-        own = np.array(pages[first_page:end_page]) * page_size
-        numbers = np.arange(start - first_page * page_size, end - first_page * page_size)
-        slots[:] = own[numbers // page_size] + numbers % page_size
-        return
-    for number in range(first_page, end_page):
-        page_start = number * page_size
-        begin, stop = max(start, page_start), min(end, page_start + page_size)
-        first = pages[number] * page_size + begin - page_start
-        slots[begin - start : stop - start] = np.arange(first, first + stop - begin)
-
-
-def _fill_visible(visible: NDArray[Any], spans: Sequence[tuple[int, int]], start: int, end: int) -> None:
-    """Lays out up to where each of the positions [start, end) attends: itself, or the end of its span."""
-    visible[:] = np.arange(start + 1, end + 1)
-    for span_start, span_end in spans:
+    for span_start, span_end in sequence.spans:
         is_whole = start <= span_start and span_end <= end
         assert is_whole or span_end <= start or end <= span_start, "no step divides a span"
         visible[max(span_start - start, 0) : max(span_end - start, 0)] = span_end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum, auto
 from functools import lru_cache
 from operator import itemgetter
@@ -352,9 +352,12 @@ class TokenSequence(Struct, eq=False):
         """Returns the images that the first `num_positions` do not cover."""
         return [image for image in self.images if image.end > num_positions]
 
-    def text_runs(self, start: int, end: int) -> Iterator[tuple[int, Sequence[Token]]]:
-        """Yields the known tokens at positions [start, end), in runs between images: the first position of each
+    def text_runs(self, start: int, end: int) -> Iterable[tuple[int, Sequence[Token]]]:
+        """Returns the known tokens at positions [start, end), in runs between images: the first position of each
         run, and its tokens."""
+        if self.spans and start >= self.spans[-1][1]:  # most often: behind the last image
+            num_images = self.num_image_positions
+            return ((start, self.tokens[start - num_images : end - num_images]),)
         return text_runs(self.tokens, self.images, start, end)
 
     def missing_share_point(self, num_positions: int, page_size: int) -> Digest | None:
