@@ -142,7 +142,10 @@ def test_a_kernel_is_compiled_for_a_card_that_is_not_here_once(tmp_path, warm_st
         "import os; os.environ.pop('TRITON_INTERPRET', None); from pathlib import Path; "
         f"from {__name__} import compile_twice; compile_twice(Path({str(tmp_path)!r}))"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], check=True)
+    own = {name: value for name, value in os.environ.items() if name != "TRITON_DEFAULT_FP_FUSION"}
+    command, root = [sys.executable, "-W", "always", "-c", script], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=own, check=True, capture_output=True, text=True)
+    assert "FP_FUSION" not in done.stderr, "Triton leaves no choice to a later version"
 
 
 def test_what_was_compiled_ahead_is_taken_over_and_what_is_there_stays(tmp_path):
