@@ -158,14 +158,15 @@ def _run_server(config: ServerConfig) -> int:
     """Serves until a signal, in this process; returns the exit status."""
     from kestrel_grpc.process.libraries import load_torch_libraries
 
-    load_torch_libraries()
+    torch_libraries = load_torch_libraries()
     from kestrel_runtime.models.background_load import BackgroundLoad
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # also for threads that load during imports
     raise_descriptor_limit()
     at_rest = return_free_memory if return_large_blocks() else None
     engine_config = config.engine_config()
-    loading = BackgroundLoad(engine_config)
+    loading = BackgroundLoad(engine_config, torch_libraries)
+    torch_libraries.join()
     # The libraries of the engine are imported while the model is being loaded.
     from kestrel_grpc.server import Server
     from kestrel_runtime.api.engine import EngineStatus

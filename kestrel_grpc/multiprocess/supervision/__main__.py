@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import partial
 from typing import NoReturn
 
 from kestrel_grpc.process.bytecode import use_kept_bytecode
@@ -19,8 +20,10 @@ def run() -> NoReturn:
     use_kept_bytecode()
     gc.disable()  # imports and captures leave no garbage; it begins when the process is ready
     if sys.argv.pop(1) == "core":
-        load_torch_libraries()
-        from kestrel_grpc.multiprocess.supervision.core_process import main
+        libraries = load_torch_libraries()
+        from kestrel_grpc.multiprocess.supervision import core_process
+
+        main = partial(core_process.main, libraries)
     else:
         from kestrel_grpc.multiprocess.supervision.frontend_process import main
     from kestrel_grpc.process.exit import end_now

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import logging
 import socket
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,15 +37,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def main() -> int:
-    """Run the process; returns its exit status."""
+def main(torch_libraries: threading.Thread | None = None) -> int:
+    """Run the process, which imports torch once this thread has ended; returns its exit status."""
     said, connection = begin("core")
     memory_returner()
     endpoint = CoreEndpoint(Path(said.folder), said.index)
     engine_config = said.config.engine_config()
     try:
         with ended_with_supervisor(connection):
-            loading = BackgroundLoad(engine_config, binds_near_device=True)
+            loading = BackgroundLoad(engine_config, torch_libraries, binds_near_device=True)
+            if torch_libraries is not None:
+                torch_libraries.join()
             # Imported while the model is being loaded.
             from kestrel_runtime.engine.engine import LocalEngine
 

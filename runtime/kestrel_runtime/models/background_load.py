@@ -30,14 +30,24 @@ _DRIVER = "libcuda.so.1"
 class BackgroundLoad:
     """Loads the model of a configuration from its construction on. Its threads do not keep the process alive."""
 
-    def __init__(self, config: EngineConfig, *, binds_near_device: bool = False) -> None:
-        """Starts the load; `binds_near_device` binds all threads of the process to the processors near its GPU."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        torch_libraries: threading.Thread | None = None,
+        *,
+        binds_near_device: bool = False,
+    ) -> None:
+        """Starts the load, which imports torch once the thread `torch_libraries` has ended.
+
+        `binds_near_device` binds all threads of the process to the processors near its GPU.
+        """
         self._config = config
+        self._torch_libraries = torch_libraries
         self._binds_near_device = binds_near_device
         self._loaded: Future[LoadedModel] = Future()
         self._meanwhile: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         """The functions that `result` calls before the model is loaded; None ends them."""
-        self._using = threading.Thread(target=_use_device, name="kestrel-device", daemon=True)
+        self._using = threading.Thread(target=self._use_device, name="kestrel-device", daemon=True)
         self._hashing = threading.Thread(target=_hash_compiler, name="kestrel-compiler", daemon=True)
         if config.device != "cpu":
             self._using.start()
@@ -64,6 +74,7 @@ class BackgroundLoad:
             read_ahead(checkpoint.weight_files)
             # Torch is not needed here, and its libraries are being loaded.
             tokenizer = Tokenizer.from_file(checkpoint.tokenizer_file)
+            self._await_libraries()
             from kestrel_runtime.memory.processor_affinity import bind_near
             from kestrel_runtime.models.loaded_model import LoadedModel, pci_address
 
@@ -75,6 +86,23 @@ class BackgroundLoad:
             self._loaded.set_exception(error)
         finally:
             self._meanwhile.put(None)
+
+    def _use_device(self) -> None:
+        """Creates the context of the GPU, then has torch's libraries load what they need there."""
+        if not torch_has_cuda() or not _create_context():
+            return
+        self._await_libraries()
+        import torch
+
+        from kestrel_ops import use_libraries
+
+        with suppress(RuntimeError):  # the load reports why the GPU cannot be used
+            if torch.cuda.is_available():
+                use_libraries(torch.device("cuda"))
+
+    def _await_libraries(self) -> None:
+        if self._torch_libraries is not None:
+            self._torch_libraries.join()
 
 
 def read_ahead(files: Iterable[Path]) -> None:
@@ -98,19 +126,6 @@ def _hash_compiler() -> None:
     found = importlib.util.find_spec("kestrel_ops") if torch_has_cuda() else None
     for folder in () if found is None else found.submodule_search_locations or ():
         runpy.run_path(str(Path(folder, "compilation", "triton_key.py")), run_name="__main__")
-
-
-def _use_device() -> None:
-    """Creates the context of the GPU, then has torch's libraries load what they need there."""
-    if not torch_has_cuda() or not _create_context():
-        return
-    import torch
-
-    from kestrel_ops import use_libraries
-
-    with suppress(RuntimeError):  # the load reports why the GPU cannot be used
-        if torch.cuda.is_available():
-            use_libraries(torch.device("cuda"))
 
 
 def _create_context() -> bool:
